@@ -1,0 +1,122 @@
+"""Find what to compress in any model: the lists of blocks, the layers inside them, and what is left alone and why.
+
+Nothing here knows an architecture by name. A *stack* is an outermost `ModuleList` whose elements all hold linear
+layers (decoder layers, encoder layers); a model without one is a stack of one block, itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from compress.errors import InputError
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear map of a model, with its weight seen as [N, K] whatever way it is stored."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    def transposed(self) -> bool:
+        """GPT-2's Conv1D stores [K, N]."""
+        return isinstance(self.module, Conv1D)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, K], a view."""
+        return self.parameter.data.t() if self.transposed else self.parameter.data
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K); also right while the parameter is sharded."""
+        first, second = self.parameter.shape
+        return (second, first) if self.transposed else (first, second)
+
+    def stored(self, weight_NK: Tensor) -> Tensor:
+        """An [N, K] tensor in the orientation in which the module stores its weight."""
+        return weight_NK.t().contiguous() if self.transposed else weight_NK
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that run one after the other: the list that holds them (None: the model itself is the only block)."""
+
+    name: str
+    container: nn.ModuleList | None
+    blocks: tuple[tuple[str, nn.Module], ...]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D) and module.weight.ndim == 2
+
+
+def layers_of(block: nn.Module, block_name: str) -> list[Layer]:
+    """The linear layers of a block, under their full names, in registration order."""
+    prefix = f"{block_name}." if block_name else ""
+    return [Layer(prefix + name, module) for name, module in block.named_modules() if is_linear(module)]
+
+
+def _candidates(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        holds_blocks = (
+            isinstance(child, nn.ModuleList)
+            and len(child) > 0
+            and all(not is_linear(element) and any(is_linear(m) for m in element.modules()) for element in child)
+        )
+        if holds_blocks:
+            assert isinstance(child, nn.ModuleList)
+            yield full, child
+        else:
+            yield from _candidates(child, full)
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """The stacks of a model in registration order (an encoder before its decoder). Raises InputError if no layer."""
+    if not any(is_linear(module) for module in model.modules()):
+        raise InputError(f"{type(model).__name__} has no linear layer to compress")
+    stacks = [
+        Stack(name, container, tuple((f"{name}.{i}", block) for i, block in enumerate(container)))
+        for name, container in _candidates(model, "")
+    ]
+    return stacks or [whole_model(model)]
+
+
+def whole_model(model: nn.Module) -> Stack:
+    """The model as one block."""
+    return Stack("", None, (("", model),))
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits from hidden states, which stays as it is."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def left_alone(model: nn.Module, treated: set[str]) -> dict[str, str]:
+    """{name: reason} of every weight matrix that no pass treats."""
+    reasons: dict[str, str] = {}
+    head = output_head(model)
+    for name, module in model.named_modules():
+        if is_linear(module) and name not in treated:
+            reasons[name] = "output head" if module is head else "outside the blocks"
+        elif isinstance(module, nn.Embedding):
+            reasons[name] = "embedding"
+        elif not is_linear(module):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim >= 2:
+                    full = f"{name}.{parameter_name}" if name else parameter_name
+                    kind = "fused experts" if parameter.ndim == 3 else type(module).__name__
+                    reasons[full] = f"{kind}: not a linear layer"
+    return reasons

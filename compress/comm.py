@@ -1,0 +1,65 @@
+"""Data-parallel collectives that are no-ops in one process. No pass and no statistic asks how many ranks there are."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Comm:
+    """Collectives over one process group (the default group when it is initialised, one process otherwise)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self.rank = dist.get_rank(group) if self.active else 0
+        self.world = dist.get_world_size(group) if self.active else 1
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Reduce in place over the ranks and return the tensor."""
+        if self.active:
+            operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[reduction]
+            dist.all_reduce(tensor, op=operation, group=self.group)
+        return tensor
+
+    def gather_rows(self, part: Tensor, rows: int) -> Tensor:
+        """Concatenate every rank's `rows_of` slice along dim 0 into the full [rows, ...] tensor, on every rank."""
+        if not self.active:
+            return part
+        longest = -(-rows // self.world)
+        padded = part.new_zeros(longest, *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded.contiguous(), group=self.group)
+        return torch.cat([p[: len(range(rows)[self.rows_of(rows, r)])] for r, p in enumerate(parts)])
+
+    def rows_of(self, rows: int, rank: int | None = None) -> slice:
+        """The contiguous rows of a [rows, ...] tensor that a rank (this one when not given) works on."""
+        longest = -(-rows // self.world)
+        start = min(rows, longest * (self.rank if rank is None else rank))
+        return slice(start, min(rows, start + longest))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if not self.active:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        if self.active:
+            dist.barrier(group=self.group)
+
+    def assign(self, costs: Mapping[str, float]) -> dict[str, int]:
+        """{name: rank}, heaviest first to the least loaded rank; the same on every rank."""
+        load = [0.0] * self.world
+        owners: dict[str, int] = {}
+        for name in sorted(costs, key=lambda n: (-costs[n], n)):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += costs[name]
+        return owners

@@ -1,0 +1,230 @@
+"""Text and tokens: from what a person has to micro-batches of token ids."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from compress.errors import InputError
+from compress.forward import Batch
+from compress.source import DEMO
+
+TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
+DEFAULT_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids [samples, length], what they came from, and what the person should know about them."""
+
+    ids: Tensor
+    source: str
+    notes: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
+
+
+def read_text(source: str, what: str) -> str:
+    """The text of a .txt, .jsonl (field `text`) or .parquet (column `text`) file, a `datasets` id, or `demo`.
+
+    what: `calibration` or `held-out`, which chooses the demo text. Documents are joined by blank lines.
+    """
+    if source == "demo":
+        return (DEMO / ("calibration.txt" if what == "calibration" else "heldout.txt")).read_text(encoding="utf-8")
+    path = Path(source)
+    if path.suffix not in TEXT_FORMATS:
+        if path.exists():
+            raise InputError(
+                f"text {source!r} has the ending {path.suffix!r}; allowed: "
+                f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id or 'demo'"
+            )
+        return _from_hub(source)
+    if not path.is_file():
+        raise InputError(f"text file {source!r} does not exist")
+    try:
+        if path.suffix == ".parquet":
+            return _join(_parquet(path), source)
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source} is not UTF-8 (byte {error.start}); convert it first") from None
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}") from None
+    return _join(_jsonl(text, source), source) if path.suffix == ".jsonl" else text
+
+
+def _join(documents: Iterable[str], source: str) -> str:
+    text = "\n\n".join(d for d in documents if d.strip())
+    if not text:
+        raise InputError(f"{source} holds no text")
+    return text
+
+
+def _jsonl(text: str, source: str) -> Iterable[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            raise InputError(f"{source} line {number} is not JSON") from None
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise InputError(f"{source} line {number} has no string field 'text'")
+        yield record["text"]
+
+
+def _parquet(path: Path) -> Iterable[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, columns=["text"])
+        return [t for t in table.column("text").to_pylist() if isinstance(t, str)]
+    except (pa.ArrowException, KeyError) as error:
+        raise InputError(f"{path} is not a parquet file with a column 'text' ({str(error).splitlines()[0]})") from None
+
+
+def _from_hub(source: str) -> str:
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    try:
+        loaded: Any = datasets.load_dataset(name, configuration or None, split="train")
+    except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"text {source!r} is no file and no datasets id that can be had ({reason}); allowed: "
+            f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id (name or name:configuration), 'demo'"
+        ) from None
+    if "text" not in loaded.column_names:
+        raise InputError(f"dataset {source!r} has no column 'text'; it has {', '.join(loaded.column_names)}")
+    return _join(loaded["text"], source)
+
+
+def read_tokens(source: str) -> Tensor:
+    """Token ids of a .pt or .npy file, int64 [samples, length]."""
+    path = Path(source)
+    if not path.is_file():
+        raise InputError(f"token file {source!r} does not exist")
+    try:
+        if path.suffix == ".pt":
+            value = torch.load(path, weights_only=True)
+        else:
+            value = torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception as error:  # noqa: BLE001 - pickle and numpy raise anything
+        raise InputError(f"{source} is not a file of token ids ({str(error).splitlines()[0]})") from None
+    return checked_ids(value, source)
+
+
+def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
+    """int64 [samples, length] token ids inside the vocabulary, or an InputError."""
+    if (
+        not isinstance(value, Tensor)
+        or value.ndim != 2
+        or value.is_floating_point()
+        or value.is_complex()
+        or value.dtype == torch.bool
+    ):
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{source} holds {found}; token ids must be integers of shape [samples, length]")
+    if value.numel() == 0:
+        raise InputError(f"{source} holds no tokens")
+    if value.shape[1] < 2:
+        raise InputError(f"{source} holds rows of one token; rows of 2 or more are needed")
+    if int(value.min()) < 0 or (vocabulary is not None and int(value.max()) >= vocabulary):
+        raise InputError(
+            f"{source} holds token ids from {int(value.min())} to {int(value.max())}; the vocabulary is "
+            f"0 to {'...' if vocabulary is None else vocabulary - 1}"
+        )
+    return value.to(torch.int64)
+
+
+def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:
+    """Non-overlapping windows [samples, length] of the tokenized text; a last partial window is dropped."""
+    if not text.strip():
+        raise InputError(f"{source} is empty")
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    if len(ids) < length:
+        raise InputError(
+            f"{source} has {len(ids)} tokens; at least one window of {length} is needed: give more text or a "
+            "shorter --length"
+        )
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def default_length(config: Any) -> int:
+    """The window length where none is asked for: the model's context, at most 2048."""
+    longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_LENGTH
+    return min(int(longest), DEFAULT_LENGTH)
+
+
+def load_tokens(
+    source: str | Tensor,
+    tokenizer: Any,
+    config: Any,
+    *,
+    what: str,
+    length: int | None = None,
+    samples: int | None = None,
+) -> Tokens:
+    """Token windows of anything a person may give: text, a token file, or a tensor of ids.
+
+    tokenizer: a tokenizer, or a function that loads it (called for text only). length: tokens per window of text.
+    samples: at most so many windows, spread evenly over the text; the first rows of a token file.
+    """
+    vocabulary = getattr(config, "vocab_size", None)
+    if length is not None and length < 2:
+        raise InputError(f"length {length}; allowed: 2 or more tokens")
+    if samples is not None and samples < 1:
+        raise InputError(f"samples {samples}; allowed: 1 or more")
+    notes: list[str] = []
+    if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
+        name = "token tensor" if isinstance(source, Tensor) else source
+        ids = checked_ids(source if isinstance(source, Tensor) else read_tokens(source), name, vocabulary)
+        if length is not None and length != ids.shape[1]:
+            raise InputError(
+                f"{name} has rows of {ids.shape[1]} tokens; --length {length} does not apply to token files"
+            )
+        picked = ids[:samples]
+    else:
+        name = source
+        text = read_text(source, what)
+        wanted = length or default_length(config)
+        ids = windows(
+            text, tokenizer() if not isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer, wanted, name
+        )
+        checked_ids(ids, name, vocabulary)
+        count = len(ids) if samples is None else min(samples, len(ids))
+        picked = ids[torch.linspace(0, len(ids) - 1, count).round().to(torch.int64)]
+    if samples is not None and len(picked) < samples:
+        notes.append(
+            f"{what} text {name!r} gives {len(picked)} samples of {picked.shape[1]} tokens, fewer than the "
+            f"{samples} asked for"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and picked.shape[1] > longest:
+        raise InputError(f"{name} has windows of {picked.shape[1]} tokens; the model reads at most {longest}")
+    return Tokens(picked, name, tuple(notes))
+
+
+def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int) -> list[Batch]:
+    """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are."""
+    if isinstance(data, Tensor):
+        return [{"input_ids": part} for part in data.split(size)]
+    batches = list(data)
+    if not batches:
+        raise InputError("calibration holds no batch")
+    for batch in batches:
+        if not isinstance(batch, Mapping) or not batch:
+            raise InputError(
+                f"a calibration batch is {type(batch).__name__}; give token ids [samples, length] or "
+                "dictionaries of the model's inputs"
+            )
+    return batches

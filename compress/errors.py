@@ -1,0 +1,26 @@
+"""The exception tree. A message is one line: what was given, what is allowed, what to do."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CompressError(Exception):
+    """Work that began could not be finished. The command line exits with 1."""
+
+
+class InputError(CompressError, ValueError):
+    """Bad input, found before work starts. The command line exits with 2."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that cannot be read as what it says it is."""
+
+
+def one_of(what: str, given: str, allowed: Iterable[str]) -> str:
+    """`given` when it is allowed; otherwise an InputError that names the allowed values and the closest one."""
+    names = sorted(allowed)
+    if given in names:
+        return given
+    close = get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    raise InputError(f"unknown {what} {given!r}{hint} allowed: {', '.join(names)}")

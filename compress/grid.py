@@ -1,0 +1,255 @@
+"""Grids: which values a quantized number can take. The only place in the project that rounds.
+
+Shapes: M tokens, N outputs, K inputs, G groups, g members of one group. P = 2^(bits-1), L = 2^bits - 1.
+
+A value is `(code - zero_point) * scale`, computed in the dtype in which the scale is stored. A range always includes
+0, so that 0 is exact, and a scale is rounded to its stored dtype before any code is computed from it.
+
+    asymmetric                 s = (hi - lo) / (qmax - qmin)      z = clip(round(qmin - lo / s), qmin, qmax)
+    symmetric                  s = absmax / (P - 1/2)             as compressed-tensors computes it: [-P, P-1], the
+                                                                  largest positive value is clipped by half a step
+    symmetric, narrow          s = absmax / (P - 1)               [-(P-1), P-1]
+    symmetric, signed scale    s = -a / P, a the element of largest magnitude: it lands on code -P exactly and every
+                               code is used; s may be negative. Same bytes as symmetric (AutoRound, "full range").
+    symmetric, unsigned        s = hi / L                         [0, L] for data that is never negative
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+
+Granularity = Literal["tensor", "channel", "group", "token"]
+RangeChoice = Literal["minmax", "mse"]
+
+MIN_BITS, MAX_BITS = 2, 8
+# Range search: shrink factors 1, 0.99, ..., 0.21 under the norm |error|^2.4 (GPTQ's authors' code, `Quantizer`).
+SEARCH_STEPS, SEARCH_SHRINK, SEARCH_NORM = 100, 0.8, 2.4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How one tensor is quantized.
+
+    bits: 2 to 8. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an activation) or per
+    `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the shrunken range of least
+    error (`mse`).
+
+    Raises InputError for bits out of range and for combinations that do not exist.
+    """
+
+    bits: int = 4
+    symmetric: bool = True
+    signed: bool = True
+    narrow: bool = False
+    signed_scale: bool = False
+    granularity: Granularity = "channel"
+    group_size: int | None = None
+    range_choice: RangeChoice = "minmax"
+
+    def __post_init__(self) -> None:
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise InputError(f"bits {self.bits}; allowed: {MIN_BITS} to {MAX_BITS}")
+        if self.granularity not in get_args(Granularity):
+            raise InputError(f"granularity {self.granularity!r}; allowed: {', '.join(get_args(Granularity))}")
+        if self.range_choice not in get_args(RangeChoice):
+            raise InputError(f"range choice {self.range_choice!r}; allowed: {', '.join(get_args(RangeChoice))}")
+        if (self.granularity == "group") != (self.group_size is not None):
+            raise InputError(
+                f"granularity {self.granularity!r} with group size {self.group_size}; "
+                "give a group size with granularity 'group' and only there"
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise InputError(f"group size {self.group_size}; allowed: 1 or more")
+        if self.signed_scale and not (self.symmetric and self.signed and not self.narrow):
+            raise InputError("a signed scale needs a symmetric, signed, full-range grid")
+
+    @property
+    def qmin(self) -> int:
+        """Smallest code."""
+        if not self.signed:
+            return 0
+        return -(2 ** (self.bits - 1)) + int(self.narrow)
+
+    @property
+    def qmax(self) -> int:
+        """Largest code."""
+        if self.signed:
+            return 2 ** (self.bits - 1) - 1
+        return 2**self.bits - 1 - int(self.narrow)
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The integer dtype that holds a code."""
+        return torch.int8 if self.signed else torch.uint8
+
+    def group_length(self, columns: int) -> int:
+        """Members of one group in a row of `columns`. Raises InputError where the group size does not divide it."""
+        if self.group_size is None:
+            return columns
+        if columns % self.group_size:
+            raise InputError(f"group size {self.group_size} does not divide {columns}; {suggest_groups([columns])}")
+        return self.group_size
+
+    def with_range(self, choice: RangeChoice) -> "Grid":
+        return replace(self, range_choice=choice)
+
+
+def suggest_groups(widths: list[int]) -> str:
+    """A sentence that names the usual group sizes dividing every width."""
+    sizes = [s for s in (16, 32, 64, 128, 256, 512) if all(w % s == 0 for w in widths)]
+    return f"sizes that work: {', '.join(map(str, [*sizes, -1]))} (-1 is one scale per output channel)"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized matrix, the codes that every consumer shares: evaluation, checkpoint and kernels.
+
+    codes [N, K] int8 (uint8 when unsigned); scale [N, G], [N, 1] or [1, 1] in its stored dtype; zero_point of the
+    same shape and of the codes' dtype, or None when symmetric.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    grid: Grid
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[N, K] values: the product is rounded once, to the scale's dtype, then cast to `dtype`."""
+        rows, columns = self.codes.shape
+        groups = self.codes.reshape(rows, self.scale.shape[-1], -1).to(self.scale.dtype)
+        if self.zero_point is not None:
+            groups = groups - self.zero_point.unsqueeze(-1).to(self.scale.dtype)
+        values = (groups * self.scale.unsqueeze(-1)).reshape(rows, columns)
+        return values if dtype is None else values.to(dtype)
+
+    def rows(self, part: slice) -> "Quantized":
+        """The same quantized matrix, restricted to some rows."""
+        whole = self.scale.shape[0] == 1 and self.codes.shape[0] != 1
+        scale = self.scale if whole else self.scale[part]
+        zero_point = self.zero_point if whole or self.zero_point is None else self.zero_point[part]
+        return Quantized(self.codes[part], scale, zero_point, self.grid)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """Arithmetic is float32, or float64 where the data already is."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number."""
+    limits = torch.finfo(dtype)
+    sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
+    return sign * scale.abs().clamp(limits.tiny, limits.max).to(dtype).to(scale.dtype)
+
+
+def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point) of ranges [lo, hi] (lo <= 0 <= hi, any shape), both in the dtype of `lo`."""
+    half = 2 ** (grid.bits - 1)
+    if not grid.symmetric:
+        scale = round_scale((hi - lo) / (grid.qmax - grid.qmin), scale_dtype)
+        return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
+    if grid.signed_scale:
+        scale = torch.where(hi > -lo, -hi, -lo) / half
+    elif not grid.signed:
+        scale = hi / grid.qmax
+    elif grid.narrow:
+        scale = torch.maximum(-lo, hi) / (half - 1)
+    else:
+        scale = torch.maximum(-lo, hi) / (half - 0.5)
+    return round_scale(scale, scale_dtype), torch.zeros_like(scale)
+
+
+def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Codes of `x`, as whole floating point numbers. Ties go to the even code; out of range saturates."""
+    return (torch.round(x / scale) + zero_point).clamp(grid.qmin, grid.qmax)
+
+
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """Values of whole-number codes, rounded as the stored dtype rounds them, in the dtype of `codes`."""
+    product = (codes - zero_point) * scale
+    return product if scale_dtype == product.dtype else product.to(scale_dtype).to(product.dtype)
+
+
+def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point) of x [..., g], one per leading index, in the working dtype.
+
+    `weight` [g] weighs the squared error of each member in the range search (the diagonal of a Hessian, say).
+    """
+    x = x.to(working_dtype(x))
+    lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
+    if grid.range_choice == "minmax":
+        return scale, zero_point
+    importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
+    best = torch.full_like(scale, float("inf"))
+    best_scale, best_zero = scale, zero_point
+    for step in range(int(SEARCH_STEPS * SEARCH_SHRINK)):
+        shrink = 1 - step / SEARCH_STEPS
+        s, z = scale_of_range(lo * shrink, hi * shrink, grid, scale_dtype)
+        values = decode(
+            encode(x, s.unsqueeze(-1), z.unsqueeze(-1), grid), s.unsqueeze(-1), z.unsqueeze(-1), scale_dtype
+        )
+        error = (values - x).abs_().pow_(SEARCH_NORM)
+        error = (error if importance is None else error * importance).sum(-1)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale = torch.where(better, s, best_scale)
+        best_zero = torch.where(better, z, best_zero)
+    return best_scale, best_zero
+
+
+def grouped(x_NK: Tensor, grid: Grid) -> Tensor:
+    """View [N, K] as [N, G, g], or as [1, 1, N * K] per tensor: every last dimension shares one scale."""
+    if grid.granularity == "tensor":
+        return x_NK.reshape(1, 1, -1)
+    return x_NK.reshape(x_NK.shape[0], -1, grid.group_length(x_NK.shape[1]))
+
+
+def fit_matrix(
+    x_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, weight_K: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(scale, zero_point) [N, G] of a matrix ([1, 1] per tensor), in the working dtype."""
+    x = grouped(x_NK, grid)
+    if weight_K is None or grid.granularity == "tensor":
+        return fit(x, grid, scale_dtype)
+    pieces = zip(x.unbind(1), weight_K.reshape(x.shape[1], -1), strict=True)
+    fits = [fit(part, grid, scale_dtype, weight) for part, weight in pieces]
+    return torch.stack([s for s, _ in fits], 1), torch.stack([z for _, z in fits], 1)
+
+
+def to_quantized(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, grid: Grid, dtype: torch.dtype) -> Quantized:
+    """Pack whole-number codes, scales and zero points into their storage dtypes."""
+    zero_point = None if grid.symmetric else zero_NG.to(grid.storage)
+    return Quantized(codes_NK.to(grid.storage), scale_NG.to(dtype), zero_point, grid)
+
+
+def quantize(
+    x_NK: Tensor,
+    grid: Grid,
+    scale_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> Quantized:
+    """Round a matrix to the nearest point of its grid.
+
+    x [N, K] floating point. scale and zero_point [N, G] are fitted unless given. scale_dtype is the dtype the scale
+    is stored in (the dtype of x when not given). Raises InputError where the group size does not divide K.
+    """
+    dtype = x_NK.dtype if scale_dtype is None else scale_dtype
+    work = x_NK.to(working_dtype(x_NK))
+    if scale is None:
+        scale, zero_point = fit_matrix(work, grid, dtype)
+    scale = scale.to(work.dtype)
+    zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(work.dtype)
+    groups = work.reshape(1, 1, -1) if scale.numel() == 1 else work.reshape(len(work), scale.shape[1], -1)
+    codes = encode(groups, scale.unsqueeze(-1), zero.unsqueeze(-1), grid)
+    return to_quantized(codes.reshape(work.shape), scale, zero, grid, dtype)
+
+
+def fake_quantize(x_NK: Tensor, grid: Grid, scale_dtype: torch.dtype | None = None) -> Tensor:
+    """Quantize and dequantize: the values the quantized matrix stands for, in the dtype of x."""
+    return quantize(x_NK, grid, scale_dtype).dequantize(x_NK.dtype)

@@ -1,0 +1,22 @@
+"""RTN: round every weight to the nearest point of its grid. No calibration data; the baseline of every other pass."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from compress.grid import quantize
+from compress.passes.base import Decision, QuantizeWeights, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class RTN(QuantizeWeights):
+    """Round to nearest."""
+
+    name: ClassVar[str] = "rtn"
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        decisions = {}
+        for name, weight in site.weights.items():
+            quantized = quantize(weight, self.weight_grid(), site.scale_dtypes[name])
+            error = (quantized.dequantize(weight.dtype) - weight).norm() / weight.norm().clamp(min=1e-30)
+            decisions[name] = Decision(quantized, {"weight_error": float(error)})
+        return decisions

@@ -1,0 +1,391 @@
+"""THE loop. For every block: open it, let each pass see its statistics and decide, install, write, go on.
+
+    capture -> for block: open -> for pass: (suspended forward: observe -> sync -> apply -> install) -> write -> next
+
+State is what flows from block to block: the calls (the compressed model's hidden states), the reference calls (the
+original model's, where a pass compares with them) and the layers decided so far. All of it can be recomputed from
+what is on disk, which is how a run resumes.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from compress.architecture import Layer, Stack, find_stacks, layers_of, left_alone, output_head, whole_model
+from compress.comm import Comm
+from compress.errors import CompressError, InputError
+from compress.forward import (
+    Arrival,
+    Batch,
+    Call,
+    ChainBrokenError,
+    Structure,
+    capture,
+    hidden_of,
+    output_shape,
+    real_tokens,
+    structure_of,
+    suspended_forward,
+)
+from compress.grid import Quantized
+from compress.passes.base import Decision, Pass, Site
+from compress.progress import Reporter
+from compress.residency import Opened, Residency
+
+
+@dataclass
+class LayerRecord:
+    """What the report says about one compressed layer. figures: whatever its passes measured."""
+
+    name: str
+    method: str
+    scheme: str
+    grid: str
+    group_size: int | None
+    shape: tuple[int, int]
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """What a run did, for the report."""
+
+    layers: list[LayerRecord] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    block_forwards: int = 0
+    seconds: float = 0.0
+
+    def note(self, reporter: Reporter, message: str) -> None:
+        """Keep a remark once and say it."""
+        if message not in self.notes:
+            self.notes.append(message)
+            reporter.note(message)
+
+
+class Sink(Protocol):
+    """Takes finished blocks; knows which are finished already."""
+
+    def finished(self, block: str) -> tuple[dict[str, Quantized], list[LayerRecord]] | None:
+        """The decisions for a block that an earlier run wrote, with its records; None where it did not."""
+        ...
+
+    def write(
+        self,
+        block: str,
+        opened: Opened,
+        decided: Mapping[str, Quantized],
+        layers: Mapping[str, Layer],
+        records: list[LayerRecord],
+    ) -> None:
+        """Write a finished block. Called on every rank while the block is open."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what."""
+
+    stacks: tuple[Stack, ...]
+    layers: Mapping[str, tuple[Layer, ...]]
+    passes: tuple[Pass, ...]
+    ignored: Mapping[str, str]
+
+    @property
+    def calibrated(self) -> bool:
+        return any(p.needs() for p in self.passes)
+
+    @property
+    def treated(self) -> set[str]:
+        return {
+            layer.name
+            for layers in self.layers.values()
+            for layer in layers
+            if any(p.wants(layer.name) for p in self.passes)
+        }
+
+
+def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), one_block: bool = False) -> Plan:
+    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing."""
+    from fnmatch import fnmatchcase
+
+    stacks = [whole_model(model)] if one_block else find_stacks(model)
+    head = output_head(model)
+    ignored: dict[str, str] = {}
+    layers: dict[str, tuple[Layer, ...]] = {}
+    matched: set[str] = set()
+    for stack in stacks:
+        for block_name, block in stack.blocks:
+            kept = []
+            for layer in layers_of(block, block_name):
+                hits = [p for p in ignore if fnmatchcase(layer.name, p)]
+                matched.update(hits)
+                if hits:
+                    ignored[layer.name] = f"ignored by {hits[0]!r}"
+                elif layer.module is not head:
+                    kept.append(layer)
+            layers[block_name] = tuple(kept)
+    unmatched = [p for p in ignore if p not in matched]
+    if unmatched:
+        example = next((layer.name for found in layers.values() for layer in found), "")
+        raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
+    result = Plan(tuple(stacks), layers, tuple(passes), ignored)
+    _check(result)
+    return result
+
+
+def _check(plan: Plan) -> None:
+    everything = [layer for layers in plan.layers.values() for layer in layers]
+    if not everything:
+        raise InputError("no layer is left to compress; ignore less")
+    quantized_by: dict[str, Pass] = {}
+    for p in plan.passes:
+        wanted = [layer for layer in everything if p.wants(layer.name)]
+        if not wanted:
+            raise InputError(f"pass {p.name!r} matches no layer; a layer is called {everything[0].name!r}")
+        p.check({layer.name: layer.shape for layer in wanted})
+        for layer in wanted:
+            earlier = quantized_by.get(layer.name)
+            if earlier is not None:
+                raise InputError(
+                    f"{p.name!r} needs the dense weight of {layer.name}, which {earlier.name!r} has "
+                    f"quantized before it; put {p.name!r} first or give them different layers"
+                )
+            if p.writes == "quantized weight":
+                quantized_by[layer.name] = p
+
+
+class _Versions:
+    """The original and the new data of the weights changed so far in a block, to swap between."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def add(self, parameter: nn.Parameter, new: Tensor) -> None:
+        self.pairs.append((parameter, parameter.data, new))
+        parameter.data = new
+
+    def use_original(self, original: bool) -> None:
+        for parameter, old, new in self.pairs:
+            parameter.data = old if original else new
+
+
+@dataclass
+class _Run:
+    plan: Plan
+    residency: Residency
+    sink: Sink
+    comm: Comm
+    reporter: Reporter
+    record: RunRecord
+    reference: bool
+
+    def install(self, layer: Layer, quantized: Quantized, versions: _Versions) -> None:
+        """Give a layer the values that its codes stand for."""
+        parameter = layer.parameter
+        versions.add(parameter, layer.stored(quantized.dequantize(parameter.dtype)).to(parameter.device))
+
+    def apply(
+        self, p: Pass, names: Sequence[str], layers: Mapping[str, Layer], opened: Opened, stats: Mapping[str, Any]
+    ) -> dict[str, Decision]:
+        weights = {n: layers[n].weight for n in names}
+        for name, weight in weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise CompressError(f"{name} has non-finite weights; the model is damaged")
+        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
+        scale_dtypes = {n: dtypes[id(layers[n].parameter)] for n in names}
+        return p.apply(Site(weights, stats, scale_dtypes, self.comm))
+
+    def run_block(
+        self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
+    ) -> tuple[list[Call], list[Call]]:
+        """Compress one block; returns the calls of the next."""
+        started = time.monotonic()
+        layers = {layer.name: layer for layer in self.plan.layers[name]}
+        before = self.sink.finished(name)
+        with self.residency.open(block) as opened:
+            versions = _Versions()
+            if before is not None:
+                decided, records = before
+                for layer_name, quantized in decided.items():
+                    self.install(layers[layer_name], quantized, versions)
+                calls, reference = self.propagate(block, calls, reference, versions)
+                self.record.layers.extend(records)
+                return calls, reference
+            decided, records = {}, []
+            forwarded = False
+            structure = structure_of(block, calls[0], list(layers.values())) if self.plan.calibrated else None
+            for index, p in enumerate(self.plan.passes):
+                wanted = {n: layer for n, layer in layers.items() if p.wants(n)}
+                if not wanted:
+                    continue
+                made: dict[str, Decision] = {}
+                if structure is None or not p.needs():
+                    for layer_name in wanted:
+                        made.update(self.apply(p, [layer_name], layers, opened, {}))
+                        self.install(layers[layer_name], made[layer_name].weight, versions)
+                else:
+                    last = index == len(self.plan.passes) - 1
+                    made, outputs = self.observe(p, wanted, layers, opened, structure, calls, reference, versions)
+                    if last:
+                        calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
+                        forwarded = True
+                for layer_name, decision in made.items():
+                    decided[layer_name] = decision.weight
+                    records.append(_layer_record(p, layers[layer_name], decision))
+            if self.plan.calibrated and not forwarded:
+                calls, reference = self.propagate(block, calls, reference, versions)
+            for entry in records:
+                entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
+            self.sink.write(name, opened, decided, layers, records)
+            self.record.layers.extend(records)
+        return calls, reference
+
+    def observe(
+        self,
+        p: Pass,
+        wanted: Mapping[str, Layer],
+        layers: Mapping[str, Layer],
+        opened: Opened,
+        structure: Structure,
+        calls: list[Call],
+        reference: list[Call],
+        versions: _Versions,
+    ) -> tuple[dict[str, Decision], tuple[list[Any], list[Any]]]:
+        """One suspended forward: statistics, decisions and new weights, site after site."""
+        sites = [[n for n in site if n in wanted] for site in structure.sites]
+        sites = [site for site in sites if site]
+        for layer_name in wanted:
+            if layer_name in structure.unreached:
+                self.record.left_alone[layer_name] = "never called during calibration"
+            elif layer_name in structure.repeated:
+                self.record.left_alone[layer_name] = "called several times in one forward pass"
+        if not structure.traced:
+            self.record.note(
+                self.reporter,
+                "blocks could not be traced without data: one more forward pass of one "
+                "micro-batch per block shows which layers share inputs",
+            )
+        made: dict[str, Decision] = {}
+
+        def visit(index: int, arrivals: Iterator[Arrival]) -> None:
+            names = sites[index]
+            weight = layers[names[0]].weight
+            statistics = {key: make(weight.shape[1], weight.device) for key, make in p.needs().items()}
+            seen = 0
+            for arrival in arrivals:
+                if not bool(torch.isfinite(arrival.x_MK).all()):
+                    raise CompressError(
+                        f"the input of {names[0]} has non-finite values during calibration; "
+                        "the model overflows in this dtype or its weights are damaged"
+                    )
+                for statistic in statistics.values():
+                    statistic.update(arrival.x_MK, arrival.reference_MK)
+                seen += len(arrival.x_MK)
+            for statistic in statistics.values():
+                statistic.sync(self.comm)
+            total = int(self.comm.all_reduce(torch.tensor(seen, device=self.residency.device)))
+            if total == 0:
+                for layer_name in names:
+                    self.record.left_alone[layer_name] = "no calibration token reached it"
+                return
+            results = {key: statistic.result() for key, statistic in statistics.items()}
+            decisions = self.apply(p, names, layers, opened, results)
+            for layer_name, decision in decisions.items():
+                self.install(layers[layer_name], decision.weight, versions)
+            made.update(decisions)
+
+        shadow = reference if self.reference else None
+        outputs = suspended_forward(opened.block, calls, wanted, sites, visit, shadow, versions.use_original)
+        self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
+        return made, outputs
+
+    def propagate(
+        self, block: nn.Module, calls: list[Call], reference: list[Call], versions: _Versions
+    ) -> tuple[list[Call], list[Call]]:
+        """Plain forwards with the weights as they are now (and the original ones for the reference)."""
+        if not self.plan.calibrated:
+            return calls, reference
+        with torch.no_grad():
+            outputs = [block(*c.args, **c.kwargs) for c in calls]
+            versions.use_original(True)
+            others = [block(*c.args, **c.kwargs) for c in reference]
+            versions.use_original(False)
+        self.record.block_forwards += len(calls) + len(reference)
+        return self.next_calls(calls, outputs), self.next_calls(reference, others)
+
+    @staticmethod
+    def next_calls(calls: list[Call], outputs: list[Any]) -> list[Call]:
+        """The same calls, on the hidden states that the block returned."""
+        if calls and calls[0].key is None:
+            return calls
+        return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]
+
+
+def _layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
+    inner = getattr(p, "inner", p)
+    grid = decision.weight.grid
+    return LayerRecord(
+        layer.name,
+        inner.name,
+        getattr(inner, "scheme", ""),
+        getattr(inner, "grid", ""),
+        grid.group_size,
+        layer.shape,
+        dict(decision.figures),
+    )
+
+
+def run(
+    model: nn.Module,
+    plan_: Plan,
+    batches: Sequence[Batch],
+    residency: Residency,
+    sink: Sink,
+    comm: Comm,
+    reporter: Reporter,
+) -> RunRecord:
+    """Carry out a plan. `batches` are this rank's micro-batches (empty where no pass needs calibration).
+
+    Raises ChainBrokenError, before anything is changed, for a model that must run as one block.
+    """
+    started = time.monotonic()
+    record = RunRecord()
+    record.left_alone.update(left_alone(model, plan_.treated))
+    record.left_alone.update(plan_.ignored)
+    reference = any(p.needs_reference for p in plan_.passes)
+    state = _Run(plan_, residency, sink, comm, reporter, record, reference)
+    total = sum(len(stack.blocks) for stack in plan_.stacks)
+    done: list[Stack] = []
+    finished = 0
+    most = max(comm.gather_objects(len(batches)))
+    reporter.step(0, total, "")
+    for stack in plan_.stacks:
+        captured: list[list[Call]] = [[] for _ in stack.blocks]
+        if plan_.calibrated:
+
+            def outputs(i: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], stack: Stack = stack) -> Any:
+                with residency.open(stack.blocks[i][1]) as opened:
+                    return output_shape(opened.block, args, kwargs)
+
+            captured = capture(model, stack, done, batches, residency, most, outputs)
+        calls = list(captured[0])
+        shadow = list(calls) if reference else []
+        for i, (name, block) in enumerate(stack.blocks):
+            if i > 0 and plan_.calibrated:
+                calls = [own.with_hidden(c.hidden) for own, c in zip(captured[i], calls, strict=True)]
+                shadow = [own.with_hidden(c.hidden) for own, c in zip(captured[i], shadow, strict=False)]
+                captured[i - 1] = []
+            calls, shadow = state.run_block(name, block, calls, shadow)
+            finished += 1
+            reporter.step(finished, total, name)
+        done.append(stack)
+    record.seconds = time.monotonic() - started
+    return record
+
+
+__all__ = ["ChainBrokenError", "LayerRecord", "Plan", "RunRecord", "Sink", "plan", "real_tokens", "run"]

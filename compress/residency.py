@@ -1,0 +1,170 @@
+"""Where a block's weights live while nobody looks at them, and how they become plain full tensors while somebody does.
+
+    with residency.open(block) as opened:     # every parameter: a full tensor on the device, in the compute dtype
+        opened.stored(name)                   # the value to write, in the dtype the model stores
+    # edits were kept if `keep`, dropped otherwise; the block is back home
+
+`Local`: the parameters sit in RAM or in a lazily mapped file. `Sharded`: FSDP2 shards, one per rank; opening gathers
+one block and nothing else. Code under `open` cannot tell which.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from compress.architecture import Stack
+from compress.errors import InputError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A block whose parameters are full working copies, and the dtype in which the model stores each of them."""
+
+    block: nn.Module
+    dtypes: dict[str, torch.dtype]
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""
+        # Not state_dict(): FSDP2 reshards in a hook of it.
+        for name, parameter in self.block.named_parameters():
+            if name in self.dtypes:
+                yield name, parameter.data.to(self.dtypes[name])
+        for prefix, module in self.block.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+class Residency(Protocol):
+    """The contract that `tests/test_residency.py` holds for every residency."""
+
+    device: torch.device
+    keep: bool
+
+    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> AbstractContextManager[Opened]:
+        """Working copies of the block, without what lies in the `excluded` modules inside it (then read-only)."""
+        ...
+
+    def settle(self) -> None:
+        """Put the model into a usable state after a forward pass that was stopped half-way."""
+        ...
+
+
+@contextmanager
+def _working_copies(
+    named: dict[str, nn.Parameter],
+    buffers: list[tuple[nn.Module, str, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Iterator[dict[str, Tensor]]:
+    """Swap every parameter's data for a copy on the device in the compute dtype; yields what was there before."""
+    home = {name: parameter.data for name, parameter in named.items()}
+    try:
+        for parameter in named.values():
+            target = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            parameter.data = parameter.data.to(device, target, copy=True)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.to(device)
+        yield home
+    finally:
+        for name, parameter in named.items():
+            parameter.data = home[name]
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+def _parameters(block: nn.Module, excluded: set[nn.Module]) -> dict[str, nn.Parameter]:
+    if not excluded:
+        return dict(block.named_parameters())
+    inside = {id(p) for module in excluded for p in module.parameters()}
+    return {name: p for name, p in block.named_parameters() if id(p) not in inside}
+
+
+def _buffers(block: nn.Module, excluded: set[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+    skipped = {m for module in excluded for m in module.modules()}
+    return [
+        (m, name, b) for m in block.modules() if m not in skipped for name, b in m._buffers.items() if b is not None
+    ]
+
+
+class Local:
+    """One process holds the model. keep=False leaves the model untouched: edits live only while a block is open."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None, keep: bool = True) -> None:
+        self.device, self.dtype, self.keep = device, dtype, keep
+
+    @contextmanager
+    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:
+        """Working copies of the block's parameters, without those of the `excluded` modules inside it."""
+        named = _parameters(block, excluded or set())
+        dtypes = {name: p.dtype for name, p in named.items()}
+        kept: dict[str, Tensor] = {}
+        with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
+            yield Opened(block, dtypes)
+            if self.keep and excluded is None:
+                kept = {name: p.data.to(home[name].device, home[name].dtype) for name, p in named.items()}
+        for name, value in kept.items():
+            named[name].data = value
+
+    def settle(self) -> None:
+        return
+
+
+class Sharded:
+    """A model under `fully_shard` (FSDP2), by `shard` below or by whoever trained it. Edits are always kept."""
+
+    keep = True
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(model, FSDPModule):
+            raise InputError(f"{type(model).__name__} is not sharded; call compress.shard(model) first")
+        if not hasattr(model, "reset_iter_state"):
+            raise InputError(f"sharded runs need torch >= 2.13; this is {torch.__version__}: run without --fsdp")
+        self.model, self.device, self.dtype = model, device, dtype
+
+    @contextmanager
+    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:
+        """Gather the block's units, yield working copies, write this rank's slice of every edit back, reshard."""
+        skipped = {m for module in excluded or set() for m in module.modules()}
+        units = [m for m in block.modules() if isinstance(m, FSDPModule) and m not in skipped]
+        assert units, "every block of a sharded model is its own FSDP unit"
+        shards = {name: p for name, p in _parameters(block, excluded or set()).items() if isinstance(p, DTensor)}
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        try:
+            named = _parameters(block, excluded or set())
+            dtypes = {name: p.dtype for name, p in named.items()}
+            with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype):
+                yield Opened(block, dtypes)
+                if excluded is None:
+                    with torch.no_grad():
+                        for name, shard in shards.items():
+                            value = named[name].data.to(shard.device, shard.dtype)
+                            # The local slice only: every rank holds the full value, nothing is sent.
+                            mine = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+                            shard.to_local().copy_(mine.to_local())
+        finally:
+            for unit in units:
+                unit.reshard()
+                unit.set_reshard_after_forward(True, recurse=False)
+
+    def settle(self) -> None:
+        """Without this an aborted forward pass silently corrupts later training (torch >= 2.13 has it)."""
+        self.model.reset_iter_state()
+
+
+def shard(model: nn.Module, stacks: list[Stack], mesh: torch.distributed.DeviceMesh) -> nn.Module:
+    """Apply FSDP2: every block is a unit, what is left is the root's. Each rank keeps 1/world of every parameter."""
+    for stack in stacks:
+        for _, block in stack.blocks:
+            if block is not model:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model

@@ -1,0 +1,241 @@
+"""Where a model comes from: a directory, a hub id, `demo`, or a model in memory; checked before work starts."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from compress.checkpoint import INDEX, PARTS, grid_of, quantized_from, read_json
+from compress.errors import CheckpointError, InputError
+from compress.grid import Grid, Quantized
+
+DEMO = Path(__file__).parent / "demo"
+SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint directory that has a readable configuration and all of its weight files."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    weights: Mapping[str, Path]
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        return self.config.get("quantization_config")
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in sorted(set(self.weights.values())):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(SAMPLES_PER_FILE):
+                    file.seek(size * i // SAMPLES_PER_FILE)
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def find_source(name: str) -> Source:
+    """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint."""
+    path = DEMO if name == "demo" else Path(name)
+    if not path.exists():
+        path = _download(name)
+    if not path.is_dir():
+        raise InputError(f"model {name!r} is a file; give the directory that holds its config.json")
+    if not (path / "config.json").exists():
+        raise InputError(f"{path} holds no config.json; give a Hugging Face model directory, a hub id or 'demo'")
+    config = read_json(path / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / 'config.json'} does not hold a configuration")
+    return Source(name, path, config, _weight_files(path))
+
+
+def _download(name: str) -> Path:
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name.strip():
+        raise InputError(f"model {name!r} does not exist; give a directory, a hub id (owner/name) or 'demo'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(
+            f"model {name!r} is no local directory and cannot be had from the hub ({reason}); give a "
+            "directory, a hub id (owner/name) or 'demo'"
+        ) from None
+
+
+def _weight_files(path: Path) -> dict[str, Path]:
+    """{tensor name: file}, from headers alone; every file is complete."""
+    if (path / INDEX).exists():
+        index = read_json(path / INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not weight_map:
+            raise CheckpointError(f"{path / INDEX} holds no weight_map")
+        files = sorted({path / file for file in weight_map.values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        weight_map = None
+    if not files:
+        raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
+    found: dict[str, Path] = {}
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{path / INDEX} names {file.name}, which is missing; fetch the checkpoint again")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged or incomplete ({error}); fetch it again") from None
+    for name in weight_map or ():
+        if name not in found:
+            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {weight_map[name]} does not hold")
+    return found
+
+
+def _config(source: Source) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source.path)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        raise CheckpointError(
+            f"{source.path / 'config.json'} is not a configuration that transformers knows: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+
+
+def _model_class(source: Source) -> Any:
+    names = source.config.get("architectures") or []
+    found = getattr(transformers, names[0], None) if names else None
+    return found if found is not None else AutoModelForCausalLM
+
+
+def load_dense(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files."""
+    if source.quantization is not None:
+        raise InputError(
+            f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
+        )
+    _config(source)
+    return _from_pretrained(source, str(source.path), dtype="auto" if dtype is None else dtype)
+
+
+def _from_pretrained(source: Source, path: str | None, **arguments: Any) -> nn.Module:
+    try:
+        model, info = _model_class(source).from_pretrained(path, output_loading_info=True, **arguments)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
+    mismatched = sorted(str(m) for m in info.get("mismatched_keys") or ())
+    if mismatched:
+        raise CheckpointError(f"{source.path}: shape mismatch for {mismatched[0]}")
+    return model.eval()
+
+
+def grids_of(source: Source) -> dict[str, Grid]:
+    """{layer: grid} of the compressed layers of a checkpoint. Raises CheckpointError for formats we cannot read."""
+    quantization = source.quantization
+    layers = sorted(n.removesuffix(".weight_packed") for n in source.weights if n.endswith(".weight_packed"))
+    if quantization is None:
+        if layers:
+            raise CheckpointError(
+                f"{source.path} holds {layers[0]}.weight_packed but config.json has no quantization_config"
+            )
+        return {}
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method != "compressed-tensors" or layout != "pack-quantized":
+        raise CheckpointError(
+            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors pack-quantized"
+        )
+    groups = list((quantization.get("config_groups") or {}).values())
+    grids: dict[str, Grid] = {}
+    for layer in layers:
+        matching = [g for g in groups if layer in g.get("targets", ())] or [
+            g for g in groups if "Linear" in g.get("targets", ())
+        ]
+        if not matching:
+            raise CheckpointError(f"{source.path}: no config group targets {layer}")
+        if matching[0].get("input_activations"):
+            raise CheckpointError(f"{source.path}: {layer} quantizes its activations, which cannot be read yet")
+        grids[layer] = grid_of(matching[0].get("weights") or {}, layer)
+    if not layers:
+        raise CheckpointError(f"{source.path} says it is pack-quantized but holds no packed weight")
+    return grids
+
+
+def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
+    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Quantized."""
+    grids = grids_of(source)
+    result: dict[str, Tensor | Quantized] = {}
+    for path in sorted(set(source.weights.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                layer, _, part = name.rpartition(".")
+                if not (layer in grids and part in PARTS):
+                    result[name] = file.get_tensor(name)
+    for layer, grid in grids.items():
+        tensors = {}
+        for part in PARTS:
+            name = f"{layer}.{part}"
+            if name in source.weights:
+                with safe_open(source.weights[name], framework="pt") as file:
+                    tensors[name] = file.get_tensor(name)
+        result[f"{layer}.weight"] = quantized_from(layer, tensors, grid)
+    return result
+
+
+def load(model: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
+    """A transformers model from any checkpoint, ours dequantized to exactly what its codes stand for.
+
+    model: directory, hub id or 'demo'. dtype: the checkpoint's own unless given (values are rounded to it once more).
+    Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format.
+    """
+    source = find_source(str(model))
+    if source.quantization is None:
+        return load_dense(source, dtype).to(device)
+    tensors = {
+        name: value.dequantize() if isinstance(value, Quantized) else value
+        for name, value in read_tensors(source).items()
+    }
+    config = _config(source)
+    del config.quantization_config
+    target = dtype if dtype is not None else config.dtype
+    return _from_pretrained(source, None, config=config, state_dict=tensors, dtype=target).to(device)
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights. Raises InputError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.path)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        raise InputError(
+            f"{source.path} has no usable tokenizer ({str(error).splitlines()[0]}); "
+            "give token ids ([samples, length], .pt or .npy) instead of text"
+        ) from None
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and evenly spread values of a model in memory. A collective if sharded."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        data = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+        flat = data.detach().flatten()
+        picked = flat[:: max(1, len(flat) // SAMPLE_BYTES)].float().cpu()
+        digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
+        digest.update(picked.numpy().tobytes())
+    return digest.hexdigest()

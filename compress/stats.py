@@ -1,0 +1,138 @@
+"""What calibration can collect about the input of a layer.
+
+Every statistic is a sum, a maximum or a minimum, so that batches and ranks combine in any order: `update` takes the
+tokens of one micro-batch, `sync` is one collective per tensor, `result` is the finished value. Pad tokens are removed
+before `update`. Shapes: M tokens, K channels (the layer's input features).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from compress.comm import Comm
+
+
+class Statistic(Protocol):
+    """A value accumulated over tokens. Made by a `StatisticFactory` for K channels on a device."""
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        """Count the tokens x; `reference` is the same tokens' input in the uncompressed model where it is run."""
+        ...
+
+    def sync(self, comm: Comm) -> None:
+        """Combine with the other ranks. Called once, after the last update, on every rank."""
+        ...
+
+    def result(self) -> Any:
+        """The finished value."""
+        ...
+
+
+StatisticFactory = Callable[[int, torch.device], Statistic]
+
+
+@dataclass(frozen=True)
+class HessianResult:
+    """Mean over tokens: hessian = X^T X [K, K]; cross = X_reference^T X [K, K] or None; tokens counted."""
+
+    hessian: Tensor
+    cross: Tensor | None
+    tokens: int
+
+
+class Hessian:
+    """X^T X of the layer's input, and X_ref^T X against the uncompressed model's input when `reference` is set.
+
+    Accumulated in `dtype`: float32 keeps products of 16-bit inputs exact; float64 makes the sum independent of the
+    order of micro-batches to 1e-16.
+    """
+
+    def __init__(
+        self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
+    ) -> None:
+        self.total = torch.zeros(channels, channels, dtype=dtype, device=device)
+        self.cross = torch.zeros_like(self.total) if reference else None
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        x = x_MK.to(self.total.dtype)
+        self.total.addmm_(x.t(), x)
+        if self.cross is not None:
+            assert reference_MK is not None
+            self.cross.addmm_(reference_MK.to(self.total.dtype).t(), x)
+        self.tokens += len(x)
+
+    def sync(self, comm: Comm) -> None:
+        comm.all_reduce(self.total)
+        comm.all_reduce(self.tokens)
+        if self.cross is not None:
+            comm.all_reduce(self.cross)
+
+    def result(self) -> HessianResult:
+        tokens = int(self.tokens)
+        count = max(tokens, 1)
+        return HessianResult(self.total / count, None if self.cross is None else self.cross / count, tokens)
+
+
+class ChannelAbsMax:
+    """Largest |x| per channel [K], float32."""
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.value = torch.zeros(channels, device=device)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        if len(x_MK):
+            self.value = torch.maximum(self.value, x_MK.abs().amax(0).float())
+
+    def sync(self, comm: Comm) -> None:
+        comm.all_reduce(self.value, "max")
+
+    def result(self) -> Tensor:
+        return self.value
+
+
+class ChannelMean:
+    """Mean of |x| (or of x) per channel [K], float32; summed in `dtype`."""
+
+    def __init__(
+        self, channels: int, device: torch.device, *, absolute: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.absolute = absolute
+        self.total = torch.zeros(channels, dtype=dtype, device=device)
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        x = x_MK.to(self.total.dtype)
+        self.total += (x.abs() if self.absolute else x).sum(0)
+        self.tokens += len(x)
+
+    def sync(self, comm: Comm) -> None:
+        comm.all_reduce(self.total)
+        comm.all_reduce(self.tokens)
+
+    def result(self) -> Tensor:
+        return (self.total / self.tokens.clamp(min=1)).float()
+
+
+class MinMax:
+    """(lowest, highest) x per channel, each [K], float32. Both are 0 where no token was seen."""
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.lowest = torch.full((channels,), float("inf"), device=device)
+        self.highest = torch.full((channels,), float("-inf"), device=device)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        if len(x_MK):
+            self.lowest = torch.minimum(self.lowest, x_MK.amin(0).float())
+            self.highest = torch.maximum(self.highest, x_MK.amax(0).float())
+
+    def sync(self, comm: Comm) -> None:
+        comm.all_reduce(self.lowest, "min")
+        comm.all_reduce(self.highest, "max")
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        seen = self.lowest <= self.highest
+        return self.lowest.where(seen, 0.0), self.highest.where(seen, 0.0)

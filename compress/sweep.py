@@ -1,0 +1,112 @@
+"""The column sweep: quantize (or prune) a weight column by column, feeding each column's error into the next ones.
+
+Shapes: N outputs, K inputs, B columns of one block. E = W - Q is the error of the columns already decided.
+
+With the input Hessian H = U D U^T (U unit upper triangular, D diagonal), the loss of Q is a sum over columns,
+
+    tr(E H E^T) = sum_j D_j |t_j - q_j|^2        t_j = w_j + sum_{i<j} e_i U_ij
+
+so rounding each target t_j to its nearest code is greedily optimal and the loss comes for free. This is the LDLQ form
+(QuIP, arXiv 2307.13304, section 3) of GPTQ (arXiv 2210.17323, algorithm 1) and decides the same codes: one Cholesky
+factorisation of the flipped H replaces the factorisation, inversion and second factorisation of the paper.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compress.errors import CompressError
+
+BLOCK = 128
+DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
+
+
+@dataclass(frozen=True)
+class Factor:
+    """H + damp * mean(diag H) * I = U D U^T: unit upper [K, K], diagonal [K], and the damping that was needed."""
+
+    upper: Tensor
+    diagonal: Tensor
+    damp: float
+
+
+def damped(hessian_KK: Tensor, damp: float) -> Tensor:
+    """H with `damp` times the mean of its live diagonal added; dead columns (zero diagonal) get that mean itself."""
+    diagonal = hessian_KK.diagonal()
+    live = diagonal > 0
+    mean = diagonal[live].mean() if bool(live.any()) else diagonal.new_ones(())
+    result = hessian_KK.clone()
+    result.diagonal().add_(torch.where(live, damp * mean, mean * (1 + damp)))
+    return result
+
+
+def factorize(hessian_KK: Tensor, damp: float) -> Factor:
+    """Factor H in the sweep's column order, raising the damping tenfold until it is positive definite.
+
+    Raises CompressError where it is not even with 1000 times the mean diagonal (the statistics are not finite).
+    """
+    level = damp
+    while level <= DAMP_LIMIT:
+        lower, failed = torch.linalg.cholesky_ex(damped(hessian_KK, level).flip(0, 1))
+        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
+            upper = lower.flip(0, 1)
+            root = upper.diagonal()
+            return Factor(upper / root, root * root, level)
+        level = max(level * DAMP_GROWTH, 1e-4)
+    raise CompressError(
+        f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
+        "check the calibration data for non-finite activations"
+    )
+
+
+class ColumnRule(Protocol):
+    """Decides columns. `group` columns share what `begin` prepares (0: `begin` is never called)."""
+
+    group: int
+
+    def begin(self, column: int, updated_gN: Tensor) -> None:
+        """Columns [column, column + group) as GPTQ would hold them now: the weights plus all feedback so far."""
+        ...
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        """The value [N] that stands for this column from now on."""
+        ...
+
+
+def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, Tensor]:
+    """Run `rule` over the columns. Returns (values [N, K], loss [N]), loss being tr(E H E^T) split by output row."""
+    rows, columns = weight_NK.shape
+    upper, group = factor.upper, rule.group
+    inside = 0 < group < columns
+    block = group * max(1, BLOCK // group) if inside else BLOCK
+    values = torch.empty_like(weight_NK)
+    error = torch.zeros_like(weight_NK)
+    loss = weight_NK.new_zeros(rows)
+    if group >= columns:
+        rule.begin(0, weight_NK.t())
+    for first in range(0, columns, block):
+        last = min(first + block, columns)
+        feedback = upper[first:last, first:last].contiguous()
+        # Column-major inside the block: every column is contiguous.
+        weight_BN = weight_NK[:, first:last].t().contiguous()
+        target_BN = weight_BN + (error[:, :first] @ upper[:first, first:last]).t() if first else weight_BN.clone()
+        value_BN = torch.empty_like(target_BN)
+        error_BN = torch.empty_like(target_BN)
+        for j in range(last - first):
+            if inside and (first + j) % group == 0:
+                # GPTQ holds w + x with x U = t - w; only the group's own corner of U matters for its columns.
+                corner = feedback[j : j + group, j : j + group].t()
+                change = (target_BN - weight_BN)[j : j + group]
+                updated = torch.linalg.solve_triangular(corner, change, upper=False, unitriangular=True)
+                rule.begin(first + j, weight_BN[j : j + group] + updated)
+            value = rule.decide(first + j, target_BN[j])
+            loss += factor.diagonal[first + j] * (target_BN[j] - value) ** 2
+            value_BN[j] = value
+            error_BN[j] = weight_BN[j] - value
+            if j + 1 < last - first:
+                target_BN[j + 1 :].addr_(feedback[j, j + 1 :], error_BN[j])
+        values[:, first:last] = value_BN.t()
+        error[:, first:last] = error_BN.t()
+    return values, loss
