@@ -1,0 +1,40 @@
+"""compress: smaller PyTorch and Hugging Face models, with an honest account of what it cost.
+
+import compress
+result = compress.quantize("demo", compress.GPTQ(scheme="w4a16"), calibration="demo", output="out")
+print(compress.evaluate("out", reference="demo", text="demo").kl_mean)
+"""
+
+from compress.api import Result, quantize
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.evaluation.evaluate import Evaluation, evaluate
+from compress.grid import Grid, Quantized, fake_quantize
+from compress.passes.base import Pass, but, only
+from compress.passes.gptq import GPTQ
+from compress.passes.rtn import RTN
+from compress.recipe import load_recipe
+from compress.source import load
+from compress.verify import verify
+from compress.version import VERSION as __version__
+
+__all__ = [
+    "GPTQ",
+    "RTN",
+    "CheckpointError",
+    "CompressError",
+    "Evaluation",
+    "Grid",
+    "InputError",
+    "Pass",
+    "Quantized",
+    "Result",
+    "__version__",
+    "but",
+    "evaluate",
+    "fake_quantize",
+    "load",
+    "load_recipe",
+    "only",
+    "quantize",
+    "verify",
+]

@@ -225,15 +225,32 @@ class Writer:
     def _ours(directory: Path) -> bool:
         return (directory / RECORD).exists() or not any(directory.iterdir())
 
-    def finished(self, block: str) -> tuple[dict[str, Quantized], list[LayerRecord]] | None:
+    def packed_grids(self) -> dict[str, Grid]:
+        """{layer: grid} of the layers written as packed codes so far."""
+        return {
+            name: Grid(**where["grid"])
+            for entry in self.blocks.values()
+            for name, where in entry["layers"].items()
+            if where["grid"] is not None
+        }
+
+    def dense_layers(self) -> list[str]:
+        """Layers whose compressed values had to be written dense so far."""
+        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["grid"] is None]
+
+    def finished(self, block: str) -> tuple[dict[str, Quantized | Tensor], list[LayerRecord]] | None:
         entry = self.blocks.get(block)
         if entry is None:
             return None
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
-        decided = {}
+        decided: dict[str, Quantized | Tensor] = {}
         for name, where in entry["layers"].items():
             with safe_open(self.partial / where["file"], framework="pt") as file:
-                tensors = {k: file.get_tensor(k) for k in (f"{name}.{part}" for part in PARTS) if k in file.keys()}
+                if where["grid"] is None:
+                    decided[name] = file.get_tensor(f"{name}.weight").t()
+                    continue
+                parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
+                tensors = {key: file.get_tensor(key) for key in parts}
             decided[name] = quantized_from(name, tensors, Grid(**where["grid"]))
         return decided, records
 
@@ -246,14 +263,15 @@ class Writer:
         records: list[LayerRecord],
     ) -> None:
         prefix = f"{block}." if block else ""
-        replaced = {id(layers[name].parameter) for name in decided}
+        packed = {name: q for name, q in decided.items() if not layers[name].transposed}
+        replaced = {id(layers[name].parameter) for name in packed}
         plain = {prefix + name: value for name, value in opened.stored()}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
-        costs = {name: float(q.codes.numel()) for name, q in decided.items()}
+        costs = {name: float(q.codes.numel()) for name, q in packed.items()}
         costs |= {name: float(t.numel()) for name, t in plain.items() if name not in dense}
         owner = self.comm.assign(costs)
         mine: dict[str, Tensor] = {}
-        for name, quantized in decided.items():
+        for name, quantized in packed.items():
             if owner[name] == self.comm.rank:
                 mine.update(tensors_of(name, quantized))
         for name, tensor in plain.items():
@@ -264,7 +282,9 @@ class Writer:
             record.figures["sha256"] = checksum(decided[record.name].dequantize())
         file = self._save(f"block-{index:05d}", mine)
         layer_files = {
-            name: {"file": file, "grid": asdict(q.grid)} for name, q in decided.items() if owner[name] == self.comm.rank
+            name: {"file": file, "grid": asdict(quantized.grid) if name in packed else None}
+            for name, quantized in decided.items()
+            if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
         }
         files: dict[str, list[str]] = {}
         all_layers: dict[str, Any] = {}

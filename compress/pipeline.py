@@ -70,7 +70,7 @@ class RunRecord:
 class Sink(Protocol):
     """Takes finished blocks; knows which are finished already."""
 
-    def finished(self, block: str) -> tuple[dict[str, Quantized], list[LayerRecord]] | None:
+    def finished(self, block: str) -> tuple[dict[str, Quantized | Tensor], list[LayerRecord]] | None:
         """The decisions for a block that an earlier run wrote, with its records; None where it did not."""
         ...
 
@@ -184,10 +184,11 @@ class _Run:
     record: RunRecord
     reference: bool
 
-    def install(self, layer: Layer, quantized: Quantized, versions: _Versions) -> None:
-        """Give a layer the values that its codes stand for."""
+    def install(self, layer: Layer, decided: Quantized | Tensor, versions: _Versions) -> None:
+        """Give a layer the values [N, K] that its codes stand for."""
         parameter = layer.parameter
-        versions.add(parameter, layer.stored(quantized.dequantize(parameter.dtype)).to(parameter.device))
+        values = decided.dequantize() if isinstance(decided, Quantized) else decided
+        versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
 
     def apply(
         self, p: Pass, names: Sequence[str], layers: Mapping[str, Layer], opened: Opened, stats: Mapping[str, Any]

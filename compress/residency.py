@@ -124,9 +124,14 @@ class Sharded:
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
         if not isinstance(model, FSDPModule):
             raise InputError(f"{type(model).__name__} is not sharded; call compress.shard(model) first")
-        if not hasattr(model, "reset_iter_state"):
-            raise InputError(f"sharded runs need torch >= 2.13; this is {torch.__version__}: run without --fsdp")
+        self.require()
         self.model, self.device, self.dtype = model, device, dtype
+
+    @staticmethod
+    def require() -> None:
+        """Raise InputError where this torch cannot run sharded."""
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise InputError(f"sharded runs need torch >= 2.13; this is {torch.__version__}: run without --fsdp")
 
     @contextmanager
     def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:

@@ -130,10 +130,10 @@ def load_dense(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
             f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
         )
     _config(source)
-    return _from_pretrained(source, str(source.path), dtype="auto" if dtype is None else dtype)
+    return from_pretrained(source, str(source.path), dtype="auto" if dtype is None else dtype)
 
 
-def _from_pretrained(source: Source, path: str | None, **arguments: Any) -> nn.Module:
+def from_pretrained(source: Source, path: str | None, **arguments: Any) -> nn.Module:
     try:
         model, info = _model_class(source).from_pretrained(path, output_loading_info=True, **arguments)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
@@ -215,7 +215,7 @@ def load(model: str | Path, dtype: torch.dtype | None = None, device: str | torc
     config = _config(source)
     del config.quantization_config
     target = dtype if dtype is not None else config.dtype
-    return _from_pretrained(source, None, config=config, state_dict=tensors, dtype=target).to(device)
+    return from_pretrained(source, None, config=config, state_dict=tensors, dtype=target).to(device)
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

@@ -1,0 +1,343 @@
+"""`quantize`: from a model and passes to a compressed model, a checkpoint, or both."""
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from compress.architecture import find_stacks, is_linear
+from compress.checkpoint import Discard, Writer, checksum, fingerprint, read_json, scheme_of
+from compress.comm import Comm
+from compress.data import Tokens, batches_of, load_tokens
+from compress.errors import CompressError, InputError
+from compress.forward import Batch
+from compress.grid import Grid
+from compress.passes.base import Pass
+from compress.pipeline import ChainBrokenError, Plan, RunRecord, plan, run
+from compress.progress import Reporter, Silent
+from compress.recipe import describe
+from compress.residency import Local, Residency, Sharded, shard
+from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
+from compress.version import VERSION
+
+Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
+VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
+
+
+@dataclass
+class Result:
+    """What `quantize` did. model: the compressed model, where one is in memory. output: where it was written."""
+
+    record: RunRecord
+    model: nn.Module | None = None
+    output: Path | None = None
+    verification: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def quantize(
+    model: nn.Module | str | Path,
+    passes: Pass | Sequence[Pass],
+    *,
+    calibration: Calibration | None = None,
+    output: str | Path | None = None,
+    ignore: Sequence[str] = (),
+    samples: int | None = None,
+    length: int | None = None,
+    batch_size: int = 8,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    verify: bool | None = None,
+    fsdp: bool = False,
+    reporter: Reporter | None = None,
+) -> Result:
+    """Compress a model with one or more passes.
+
+    model: a directory, hub id or 'demo', or a model in memory (changed in place; no tokenizer or name is needed).
+    calibration: text ('demo', a file, a datasets id), token ids [samples, length], a .pt/.npy file of them, or a list
+    of dictionaries of model inputs; not needed by passes without statistics. output: a directory to write; without it
+    the compressed model is only returned. ignore: shell-style patterns of layers to leave alone. samples, length:
+    windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if
+    there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a
+    fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of the
+    initialised process group.
+
+    Raises InputError before any work for input that cannot work, CompressError for work that failed.
+    """
+    reporter = reporter or Silent()
+    passes = (passes,) if isinstance(passes, Pass) else tuple(passes)
+    if not passes:
+        raise InputError("no pass given; give at least one, like RTN() or GPTQ()")
+    if batch_size < 1:
+        raise InputError(f"batch size {batch_size}; allowed: 1 or more")
+    if (resume or overwrite or verify) and output is None:
+        raise InputError("resume, overwrite and verify need an output")
+    comm = Comm()
+    source = find_source(str(model)) if isinstance(model, str | Path) else None
+    network = load_dense(source) if source is not None else model
+    assert isinstance(network, nn.Module)
+    was_training = network.training
+    network.eval()
+    plan_ = plan(network, passes, ignore)
+    target = _device(network, source, device)
+    compute = _compute_dtype(network, target, dtype)
+    tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
+    if len(batches) < comm.world and plan_.calibrated:
+        raise InputError(
+            f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
+        )
+    identity = {
+        "version": VERSION,
+        "model": source.fingerprint() if source is not None else model_fingerprint(network),
+        "recipe": describe(passes),
+        "ignore": list(ignore),
+        "calibration": _calibration_fingerprint(tokens, batches),
+        "batch_size": batch_size,
+        "compute_dtype": str(compute),
+    }
+    sink: Writer | Discard = Discard()
+    if output is not None:
+        sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
+    residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
+    notes = list(tokens.notes) if tokens is not None else []
+    mine = batches[comm.rank :: comm.world]
+    try:
+        record = run(network, plan_, mine, residency, sink, comm, reporter)
+    except ChainBrokenError as reason:
+        notes.append(f"the blocks are not a simple chain ({reason}); the model is treated as one block")
+        record = run(network, plan(network, passes, ignore, one_block=True), mine, residency, sink, comm, reporter)
+    for note in notes:
+        record.note(reporter, note)
+    result = Result(record, notes=record.notes)
+    if isinstance(sink, Writer):
+        _finish(sink, network, source, plan_, record, identity, tokens, comm)
+        result.output = sink.output
+        small = verify is None and source is not None and _bytes(source) <= VERIFY_LIMIT
+        if comm.rank == 0 and source is not None and (verify or small):
+            result.verification = _verify(sink.output)
+            _store_verification(sink.output, result.verification)
+        elif verify:
+            raise InputError("verify needs a model that was read from a checkpoint")
+    if residency.keep:
+        result.model = network.train(was_training)
+    return result
+
+
+def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:
+    if wanted is not None:
+        try:
+            found = torch.device(wanted)
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"device {str(wanted)!r} cannot be used: {str(error).splitlines()[0]}") from None
+        return found
+    if source is None:
+        return next(model.parameters()).device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
+    if wanted is not None or device.type != "cpu":
+        return wanted
+    return None if next(model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def _calibration(
+    plan_: Plan,
+    calibration: Calibration | None,
+    model: nn.Module,
+    source: Source | None,
+    samples: int | None,
+    length: int | None,
+    batch_size: int,
+) -> tuple[Tokens | None, list[Batch]]:
+    if not plan_.calibrated:
+        if calibration is not None:
+            raise InputError("calibration data is given but no pass uses any; leave it out")
+        return None, []
+    if calibration is None:
+        needing = next(p for p in plan_.passes if p.needs())
+        raise InputError(
+            f"{getattr(needing, 'inner', needing).name} needs calibration data; give text, token ids or 'demo'"
+        )
+    if not isinstance(calibration, str | Path | Tensor):
+        return None, batches_of(calibration, batch_size)
+
+    def tokenizer() -> Any:
+        if source is None:
+            raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+        return load_tokenizer(source)
+
+    is_text = not isinstance(calibration, Tensor)
+    wanted = samples if samples is not None or not is_text or str(calibration).endswith((".pt", ".npy")) else 128
+    given = str(calibration) if is_text else calibration
+    tokens = load_tokens(
+        given, tokenizer, getattr(model, "config", None), what="calibration", length=length, samples=wanted
+    )
+    return tokens, batches_of(tokens.ids, batch_size)
+
+
+def _calibration_fingerprint(tokens: Tokens | None, batches: Sequence[Batch]) -> str:
+    if tokens is not None:
+        return tokens.fingerprint()
+    return fingerprint(
+        {str(i): {k: checksum(v) for k, v in b.items() if isinstance(v, Tensor)} for i, b in enumerate(batches)}
+    )
+
+
+def _residency(
+    model: nn.Module, plan_: Plan, device: torch.device, dtype: torch.dtype | None, fsdp: bool, keep: bool
+) -> Residency:
+    if isinstance(model, FSDPModule):
+        return Sharded(model, device, dtype)
+    if not fsdp:
+        return Local(device, dtype, keep)
+    if not torch.distributed.is_initialized():
+        raise InputError("a sharded run needs a process group; start it with torchrun")
+    Sharded.require()
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    return Sharded(shard(model, list(plan_.stacks), mesh), device, dtype)
+
+
+def _bytes(source: Source) -> int:
+    return sum(path.stat().st_size for path in set(source.weights.values()))
+
+
+def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Tensors outside the blocks, each gathered when its turn comes."""
+    inside = {id(p) for stack in plan_.stacks for _, b in stack.blocks for p in b.parameters()}
+    prefixes = tuple(f"{name}." if name else "" for stack in plan_.stacks for name, _ in stack.blocks)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
+            if name not in module._non_persistent_buffers_set and not full.startswith(prefixes):
+                yield full, buffer
+
+
+def quantization_config(layers: Mapping[str, Grid], model: nn.Module) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors for packed layers with their grids."""
+    by_scheme: dict[str, list[str]] = {}
+    for name, grid in layers.items():
+        by_scheme.setdefault(json.dumps(scheme_of(grid), sort_keys=True), []).append(name)
+    groups = {}
+    for i, (scheme, names) in enumerate(sorted(by_scheme.items())):
+        targets = ["Linear"] if len(by_scheme) == 1 else sorted(names)
+        groups[f"group_{i}"] = {
+            "targets": targets,
+            "weights": json.loads(scheme),
+            "input_activations": None,
+            "output_activations": None,
+        }
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": sorted(set(linears) - set(layers)),
+        "config_groups": groups,
+    }
+
+
+def _finish(
+    sink: Writer,
+    model: nn.Module,
+    source: Source | None,
+    plan_: Plan,
+    record: RunRecord,
+    identity: dict[str, Any],
+    tokens: Tokens | None,
+    comm: Comm,
+) -> None:
+    packed = sink.packed_grids()
+    if sink.dense_layers():
+        record.notes.append(
+            f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
+            "compressed-tensors has no Conv1D, so these take no less space on disk"
+        )
+    if any(not grid.symmetric for grid in packed.values()):
+        record.notes.append(
+            "asymmetric weights: load in transformers with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails"
+        )
+    config: dict[str, Any] | None = dict(source.config) if source is not None else None
+    extra: dict[str, str] = {}
+    if source is None and hasattr(model, "config"):
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            extra["generation_config.json"] = generation.to_json_string()
+    if config is not None and packed:
+        config["quantization_config"] = quantization_config(packed, model)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    manifest = {
+        "compress": VERSION,
+        "model": source.name if source is not None else type(model).__name__,
+        "identity": identity,
+        "command": " ".join(sys.argv),
+        "calibration": None
+        if tokens is None
+        else {
+            "source": tokens.source,
+            "samples": len(tokens.ids),
+            "length": tokens.ids.shape[1],
+            "sha256": tokens.fingerprint(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "world_size": comm.world,
+        "seconds": round(record.seconds, 3),
+        "peak_memory_bytes": peak,
+        "block_forwards": record.block_forwards,
+        "layers": [asdict(layer) for layer in record.layers],
+        "left_alone": record.left_alone,
+        "notes": record.notes,
+        "verification": None,
+    }
+    sink.finish(_rest(model, plan_), config, source.path if source is not None else None, extra, manifest)
+
+
+def _verify(output: Path) -> dict[str, Any]:
+    """`compress verify` in a fresh process, outside any process group."""
+    distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+    environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
+    command = [sys.executable, "-m", "compress", "verify", str(output), "--json", "-", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CompressError(f"{output} was written but does not verify: {lines[-1] if lines else 'no message'}")
+    return json.loads(done.stdout)
+
+
+def _store_verification(output: Path, verification: dict[str, Any]) -> None:
+    from compress.checkpoint import RECORD, write_json
+
+    record = read_json(output / RECORD)
+    record["verification"] = verification
+    write_json(output / RECORD, record)
+
+
+__all__ = ["Calibration", "Result", "find_stacks", "is_linear", "quantization_config", "quantize"]

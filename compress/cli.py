@@ -1,0 +1,469 @@
+"""The command line: arguments -> API calls, and what a person reads. Nothing else is decided here."""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import compress
+from compress.errors import CompressError, InputError
+
+MIB = 2**20
+
+
+def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
+    """One line on standard error and exit code 2 for bad input, 1 for work that failed; never a traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        import torch
+
+        try:
+            command(*args, **kwargs)
+        except InputError as error:
+            fail(str(error), 2)
+        except CompressError as error:
+            fail(str(error), 1)
+        except torch.OutOfMemoryError as error:
+            fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
+        except OSError as error:
+            fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
+
+    return wrapped
+
+
+def fail(message: str, code: int) -> None:
+    """Say why in one line and leave."""
+    click.echo(f"compress: {' '.join(message.split())}", err=True)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def write_report(target: str | None, value: Any) -> None:
+    """JSON to a file, or to standard output for `-`."""
+    if target is None:
+        return
+    text = json.dumps(value, indent=2, default=str) + "\n"
+    if target == "-":
+        click.echo(text, nl=False)
+    else:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {target}: {error.strerror}") from None
+
+
+def console() -> Console:
+    """Standard output; wide enough for whole tables when it is no terminal."""
+    out = Console()
+    return out if out.is_terminal else Console(width=160)
+
+
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
+json_option = click.option(
+    "--json", "json_file", metavar="FILE", help="Write the figures as JSON ('-': standard output)."
+)
+device_option = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ... [default: a GPU if there is one]"
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(compress.__version__, prog_name="compress")
+def cli() -> None:
+    """Make a trained model smaller, and say honestly what it cost.
+
+    \b
+    compress demo                                              see it work on the built-in model
+    compress quantize MODEL --method gptq --calibration TEXT --output OUT
+    compress evaluate OUT --reference MODEL --text TEXT
+    compress inspect OUT
+    compress generate OUT --prompt "Once upon a time"
+
+    MODEL is a local Hugging Face directory, a hub id, or `demo`. TEXT is a .txt, .jsonl (field `text`) or .parquet
+    file, a `datasets` id, a .pt or .npy file of token ids [samples, length], or `demo`.
+    """
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
+@click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
+@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight.  [default: w4a16]")
+@click.option(
+    "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
+)
+@click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any option of the method, like --set damp=0.05. Repeat for more.",
+)
+@click.option("--calibration", metavar="TEXT", help="What the model is shown. Needed by every method but rtn.")
+@click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")
+@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
+@click.option(
+    "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
+)
+@click.option("--output", required=True, metavar="OUT", help="The directory to write. It appears when it is complete.")
+@click.option("--resume", is_flag=True, help="Go on with a run that was stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace an output, or drop an unfinished one.")
+@click.option(
+    "--verify/--no-verify",
+    default=None,
+    help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
+)
+@click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
+@device_option
+@json_option
+@quiet_option
+@exits_cleanly
+def quantize(
+    model: str,
+    method: str,
+    recipe: str | None,
+    output: str,
+    settings: tuple[str, ...],
+    json_file: str | None,
+    quiet: bool,
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Quantize MODEL and write a checkpoint that transformers and vLLM load.
+
+    \b
+    compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out
+    compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
+    torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
+    """
+    from compress.progress import reporting
+    from compress.recipe import load_recipe, make_pass
+
+    chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid")}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"--set {setting!r}; write NAME=VALUE")
+        chosen[name.replace("-", "_")] = value
+    if recipe is not None and chosen:
+        raise InputError(f"--recipe says everything about its passes; drop {', '.join(chosen)}")
+    passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
+    calibration = options.pop("calibration")
+    if calibration is not None and not any(p.needs() for p in passes):
+        raise InputError(f"method {method!r} uses no calibration data; drop --calibration")
+    with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
+        result = compress.quantize(
+            model,
+            passes,
+            calibration=calibration,
+            output=output,
+            fsdp=fsdp,
+            reporter=reporter,
+            ignore=options.pop("ignore"),
+            **options,
+        )
+    if rank > 0:
+        return
+    assert result.output is not None
+    write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
+    if not quiet and json_file != "-":
+        show_result(result, model)
+
+
+class process_group:  # noqa: N801 - used as a function
+    """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
+
+    def __init__(self, fsdp: bool, device: str | None) -> None:
+        self.fsdp, self.device, self.rank = fsdp, device, 0
+        if fsdp and "RANK" not in os.environ:
+            raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
+        if not fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes were started; add --fsdp to shard the model over them")
+
+    def __enter__(self) -> int:
+        if self.fsdp:
+            import torch
+            import torch.distributed as dist
+
+            from compress.residency import Sharded
+
+            Sharded.require()
+            on_gpu = torch.cuda.is_available() and self.device != "cpu"
+            if on_gpu:
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("nccl" if on_gpu else "gloo")
+            self.rank = dist.get_rank()
+        return self.rank
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if self.fsdp:
+            import torch.distributed as dist
+
+            if kind is None:
+                dist.barrier()  # ranks that leave before the others abort them
+            dist.destroy_process_group()
+
+
+def show_result(result: compress.Result, model: str) -> None:
+    """A short table: what was compressed, at what loss, to what size."""
+    from compress.evaluation.size import measure_size
+    from compress.source import find_source
+
+    assert result.output is not None
+    before, after = measure_size(find_source(model)), measure_size(find_source(str(result.output)))
+    out = console()
+    table = Table(title=f"{model} -> {result.output}", title_justify="left")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
+    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in result.record.layers if "rtn_loss" in r.figures]
+    out.print(table)
+    if losses:
+        own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
+        out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    kinds: dict[str, int] = {}
+    for reason in result.record.left_alone.values():
+        kinds[reason] = kinds.get(reason, 0) + 1
+    alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
+    out.print(
+        f"{len(result.record.layers)} layers compressed in {result.record.seconds:.1f} s; left alone: {alone or 'none'}"
+    )
+    if result.verification is None:
+        out.print("not verified: run `compress verify` on the output")
+    elif result.verification["transformers"] == "compared":
+        out.print(
+            f"verified in a fresh process: {result.verification['layers']} layers bit for bit, transformers' logits equal"
+        )
+    else:
+        out.print(
+            f"verified in a fresh process: {result.verification['layers']} layers bit for bit; transformers "
+            f"{result.verification['transformers']}"
+        )
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
+@click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
+@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option("--samples", type=int, help="At most so many windows, spread over the text.")
+@device_option
+@json_option
+@quiet_option
+@exits_cleanly
+def evaluate(model: str, reference: str | None, text: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+    """Measure perplexity, KL divergence to the original, and true size.
+
+    Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
+    token. Bytes are those of the weight files.
+    """
+    from compress.progress import reporting
+
+    with reporting("evaluate", quiet) as reporter:
+        found = compress.evaluate(
+            model,
+            reference=reference,
+            text=text,
+            step=lambda done, total: reporter.step(done, total, "windows"),
+            **options,
+        )
+    write_report(json_file, asdict(found))
+    if not quiet and json_file != "-":
+        names = [model] if reference is None else [model, reference]
+        console().print(evaluation_table([(names[0], found)], reference, found))
+
+
+def evaluation_table(
+    rows: list[tuple[str, "compress.Evaluation"]], reference: str | None, last: "compress.Evaluation"
+) -> Table:
+    """One row per model, the original first where there is one."""
+    table = Table(
+        title=f"{last.text}: {last.tokens} tokens, windows of {last.length}, {last.dtype}", title_justify="left"
+    )
+    for heading in ("model", "perplexity", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+
+    def number(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "-" if value is None else format(value / scale, form)
+
+    if reference is not None:
+        table.add_row(
+            reference,
+            number(last.reference_perplexity, ".4f"),
+            "-",
+            "-",
+            "-",
+            "-",
+            number(last.reference_bytes, ".2f", MIB),
+            "-",
+        )
+    for name, e in rows:
+        table.add_row(
+            name,
+            number(e.perplexity, ".4f"),
+            number(e.kl_mean, ".5f"),
+            number(e.kl_median, ".5f"),
+            number(e.kl_p99, ".4f"),
+            number(e.same_top, ".2%"),
+            number(e.bytes, ".2f", MIB),
+            number(e.bits_per_weight, ".2f"),
+        )
+    return table
+
+
+@cli.command()
+@click.argument("model")
+@json_option
+@quiet_option
+@exits_cleanly
+def inspect(model: str, json_file: str | None, quiet: bool) -> None:
+    """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
+    from compress.evaluation.size import inspect_checkpoint
+
+    rows, size = inspect_checkpoint(model)
+    write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
+    if quiet or json_file == "-":
+        return
+    table = Table()
+    for heading in ("layer", "shape", "scheme", "bits/weight", "bytes", "remark"):
+        table.add_column(
+            heading,
+            justify="right" if heading in ("bits/weight", "bytes") else "left",
+            overflow="fold" if heading in ("layer", "remark") else "ellipsis",
+        )
+    for row in rows:
+        table.add_row(
+            row.name, " x ".join(map(str, row.shape)), row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark
+        )
+    out = console()
+    out.print(table)
+    out.print(
+        f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files, {size.bits_per_parameter:.2f} bits "
+        f"per parameter, {size.compressed_weights} of them compressed to {size.bits_per_weight:.2f} bits each"
+        if size.compressed_weights
+        else f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files, not compressed"
+    )
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="New tokens at most.")
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@device_option
+@exits_cleanly
+def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int, device: str | None) -> None:
+    """Continue a prompt with a model, compressed or not (weights are dequantized when loaded)."""
+    import torch
+
+    from compress.source import find_source, load_tokenizer
+
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    source = find_source(model)
+    tokenizer = load_tokenizer(source)
+    network = compress.load(model, torch.float32 if target == "cpu" else None, target)
+    if not hasattr(network, "generate"):
+        raise InputError(f"{type(network).__name__} does not generate text")
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
+    if inputs["input_ids"].shape[1] == 0:
+        raise InputError("the prompt is empty; give at least one token")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
+    click.echo(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+@cli.command()
+@click.argument("model")
+@json_option
+@quiet_option
+@exits_cleanly
+def verify(model: str, json_file: str | None, quiet: bool) -> None:
+    """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
+    found = compress.verify(model)
+    write_report(json_file, found)
+    if not quiet and json_file != "-":
+        click.echo(f"{found['layers']} layers bit for bit; transformers {found['transformers']}")
+
+
+@cli.command()
+@click.argument("name", required=False)
+@exits_cleanly
+def methods(name: str | None) -> None:
+    """List the methods, or show the card of one: what it does, its source, its options and their defaults."""
+    import inspect as python
+    from dataclasses import fields
+
+    from compress.errors import one_of
+    from compress.recipe import PASSES
+
+    if name is None:
+        for key, kind in PASSES.items():
+            click.echo(f"{key:12} {(python.getmodule(kind).__doc__ or '').strip().splitlines()[0]}")
+        return
+    kind = PASSES[one_of("method", name, PASSES)]
+    click.echo((python.getmodule(kind).__doc__ or "").strip())
+    for base in reversed([b for b in kind.__mro__ if "__dataclass_fields__" in vars(b) and fields(b)]):
+        click.echo(f"\n{python.getdoc(base)}")
+    click.echo("\nDefaults: " + ", ".join(f"{f.name}={f.default}" for f in fields(kind)))
+
+
+@cli.command()
+@click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16.")
+@click.option("--group-size", type=int, default=128, show_default=True)
+@click.option("--output", metavar="DIR", help="Keep the two checkpoints here.  [default: a temporary directory]")
+@quiet_option
+@exits_cleanly
+def demo(scheme: str, group_size: int, output: str | None, quiet: bool) -> None:
+    """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
+    import tempfile
+
+    from compress.progress import reporting
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = []
+        for made in (
+            compress.RTN(scheme=scheme, group_size=group_size),
+            compress.GPTQ(scheme=scheme, group_size=group_size),
+        ):
+            target = Path(output or scratch) / f"demo-{scheme}-{made.name}"
+            with reporting(f"{made.name} quantize", quiet) as reporter:
+                compress.quantize(
+                    "demo", made, calibration="demo" if made.needs() else None, output=target, reporter=reporter
+                )
+            with reporting(f"{made.name} evaluate", quiet) as reporter:
+                found = compress.evaluate(
+                    target,
+                    reference="demo",
+                    text="demo",
+                    step=lambda done, total, r=reporter: r.step(done, total, "windows"),
+                )
+            rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
+    console().print(evaluation_table(rows, "fp16 (original)", rows[-1][1]))
+
+
+def main() -> None:
+    """Entry point of `compress` and `python -m compress`."""
+    import transformers
+
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    cli()

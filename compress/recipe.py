@@ -1,0 +1,116 @@
+"""Recipes: YAML <-> a tuple of passes. Every key is consumed; a wrong one is an error with the closest right one.
+
+passes:
+  - gptq: {scheme: w3a16, group_size: 64}
+    only: ["*.mlp.*"]
+  - rtn: {scheme: w8a16, group_size: -1}
+    but: ["*.mlp.*"]
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.errors import InputError, one_of
+from compress.passes.base import Only, Pass
+from compress.passes.gptq import GPTQ
+from compress.passes.rtn import RTN
+
+PASSES: dict[str, type[Pass]] = {"rtn": RTN, "gptq": GPTQ}
+
+
+def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
+    """A pass by name (or `module:Class`) with its options. Raises InputError for a wrong name, option or value."""
+    kind = _third_party(name) if ":" in name else PASSES[one_of("method", name, PASSES)]
+    known = {f.name: f for f in fields(kind)}
+    arguments = {}
+    for key, value in options.items():
+        one_of(f"option of {name}", key, known)
+        arguments[key] = _typed(name, key, value, known[key].default)
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise InputError(f"{name}: {error}") from None
+
+
+def _third_party(path: str) -> type[Pass]:
+    module, _, attribute = path.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"pass {path!r} cannot be imported: {error}") from None
+    if not (isinstance(kind, type) and issubclass(kind, Pass)):
+        raise InputError(f"{path!r} is no subclass of compress.Pass")
+    return kind
+
+
+def _typed(name: str, key: str, value: Any, default: Any) -> Any:
+    """`value` in the type of the option's default; words like "0.5" and "true" are read."""
+    if default is MISSING or isinstance(default, tuple):
+        return tuple(value) if isinstance(value, list) else value
+    wanted = type(default)
+    if isinstance(value, str) and wanted is not str:
+        value = yaml.safe_load(value)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not wanted:
+        raise InputError(f"option {key} of {name} is {value!r}; it must be a {wanted.__name__}, like {default!r}")
+    return value
+
+
+def parse_recipe(data: Any, where: str) -> tuple[Pass, ...]:
+    """Passes from parsed YAML."""
+    if not isinstance(data, Mapping) or set(data) != {"passes"} or not isinstance(data["passes"], Sequence):
+        raise InputError(f"{where} must hold one key, `passes`, with a list")
+    return tuple(_step(step, f"{where}, step {i}") for i, step in enumerate(data["passes"], 1))
+
+
+def _step(step: Any, where: str) -> Pass:
+    if not isinstance(step, Mapping):
+        raise InputError(f"{where} must be a pass with its options, like `gptq: {{scheme: w4a16}}`")
+    names = [key for key in step if key not in ("only", "but")]
+    if len(names) != 1 or not isinstance(names[0], str):
+        raise InputError(f"{where} must name one pass; it has {', '.join(map(str, names)) or 'none'}")
+    options = step[names[0]] or {}
+    if not isinstance(options, Mapping):
+        raise InputError(f"{where}: the options of {names[0]} must be a mapping")
+    result = make_pass(names[0], options)
+    for key in ("only", "but"):
+        if key in step:
+            patterns = step[key]
+            if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
+                raise InputError(f"{where}: `{key}` must be a list of layer patterns")
+            result = Only(inner=result, patterns=tuple(patterns), but=key == "but")
+    return result
+
+
+def load_recipe(path: str | Path) -> tuple[Pass, ...]:
+    """Passes of a YAML file."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe {str(path)!r} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
+    return parse_recipe(data, str(path))
+
+
+def describe(passes: Sequence[Pass]) -> dict[str, Any]:
+    """The recipe as resolved, every option spelled out; `parse_recipe` reads it back."""
+    steps = []
+    for p in passes:
+        filters: dict[str, Any] = {}
+        while isinstance(p, Only):
+            key = "but" if p.but else "only"
+            if key in filters:
+                raise InputError(f"a recipe cannot hold two `{key}` filters around one pass")
+            filters[key] = list(p.patterns)
+            p = p.inner
+        kind = type(p)
+        name = p.name if PASSES.get(p.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
+        steps.append({name: asdict(p), **filters})
+    return {"passes": steps}

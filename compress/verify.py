@@ -1,0 +1,87 @@
+"""Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint import RECORD, checksum, read_json
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.grid import Quantized
+from compress.source import Source, from_pretrained, find_source, load, read_tensors
+
+PROBE_ROWS, PROBE_LENGTH = 2, 32
+
+
+def check_record(source: Source) -> int:
+    """Compare every layer's values with the checksum that the run recorded; returns how many were compared."""
+    path = source.path / RECORD
+    if not path.exists():
+        raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
+    tensors = read_tensors(source)
+    compared = 0
+    for layer in read_json(path)["layers"]:
+        value = tensors.get(f"{layer['name']}.weight")
+        if value is None:
+            raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
+        values = value.dequantize() if isinstance(value, Quantized) else value.t()
+        if checksum(values) != layer["figures"]["sha256"]:
+            raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
+        compared += 1
+    return compared
+
+
+def probe(vocabulary: int) -> Tensor:
+    """Token ids [rows, length], the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (PROBE_ROWS, PROBE_LENGTH), generator=generator)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits, or the last hidden state of a model without a head."""
+    result = model(input_ids=ids)
+    return result.logits if "logits" in result else result[0]
+
+
+def load_with_transformers(source: Source, dtype: torch.dtype | None) -> nn.Module:
+    """The checkpoint as any user of transformers loads it. Needs compressed-tensors for a quantized one."""
+    arguments: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
+    groups = (source.quantization or {}).get("config_groups", {}).values()
+    if not all(group["weights"]["symmetric"] for group in groups):
+        from transformers import CompressedTensorsConfig
+
+        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    return from_pretrained(source, str(source.path), **arguments)
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
+
+    Returns {layers, transformers, dtype, logits_max_difference}: the layers compared, whether transformers was
+    compared (and why not), in which dtype, and the largest difference of its logits from ours (0.0).
+    """
+    source = find_source(str(path))
+    result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
+    if source.quantization is not None:
+        try:
+            import compressed_tensors  # noqa: F401
+        except ImportError:
+            return {**result, "transformers": "not compared: install compress-models[hf]"}
+    vocabulary = source.config.get("vocab_size")
+    if not isinstance(vocabulary, int):
+        return {**result, "transformers": "not compared: the configuration has no vocab_size"}
+    ids = probe(vocabulary)
+    ours = load(path)
+    expected = outputs(ours, ids)
+    result["dtype"] = str(expected.dtype).removeprefix("torch.")
+    del ours
+    found = outputs(load_with_transformers(source, None), ids)
+    result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
+    if not torch.equal(found, expected):
+        raise CompressError(
+            f"{source.path} loads in transformers with logits that differ by up to "
+            f"{result['logits_max_difference']:.3g} from what its codes stand for"
+        )
+    return result

@@ -1,0 +1,109 @@
+"""`evaluate`: quality and size of a model, beside its original."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.data import load_tokens
+from compress.errors import InputError
+from compress.evaluation.quality import measure
+from compress.evaluation.size import Size, measure_size
+from compress.source import find_source, load, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model costs and how good it is. Figures against a reference, and sizes of models in memory, are None.
+
+    perplexity, reference_perplexity: exp of the mean negative log-likelihood per token. kl_*: nats per token against
+    the reference. same_top: share of tokens with the same top choice. tokens: predicted tokens. length: tokens per
+    window. bytes: of the weight files. bits_per_weight: of the compressed layers, scales included. dtype: of the
+    arithmetic.
+    """
+
+    perplexity: float
+    reference_perplexity: float | None
+    kl_mean: float | None
+    kl_median: float | None
+    kl_p99: float | None
+    same_top: float | None
+    tokens: int
+    length: int
+    bytes: int | None
+    reference_bytes: int | None
+    bits_per_weight: float | None
+    bits_per_parameter: float | None
+    dtype: str
+    text: str
+
+
+def _size(model: nn.Module | str | Path | None) -> Size | None:
+    return measure_size(find_source(str(model))) if isinstance(model, str | Path) else None
+
+
+def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    network = load(model, dtype, device) if isinstance(model, str | Path) else model
+    if not hasattr(network, "generate") or network.get_output_embeddings() is None:
+        raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
+    return network.eval()
+
+
+def evaluate(
+    model: nn.Module | str | Path,
+    *,
+    reference: nn.Module | str | Path | None = None,
+    text: str | Tensor = "demo",
+    length: int | None = None,
+    samples: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    step: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Measure a language model, compressed or not, on held-out text or token ids [samples, length].
+
+    model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration. length:
+    tokens per window of text (the model's context, at most 2048). samples: at most so many windows. dtype: of the
+    arithmetic (float32 on a CPU, the checkpoint's own on a GPU).
+
+    Raises InputError for models that predict no next token and for text that cannot be used.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    work = torch.float32 if dtype is None and target.type == "cpu" else dtype
+    sizes = _size(model), _size(reference)
+    network = _ready(model, work, target)
+    original = None if reference is None else _ready(reference, work, target)
+    config: Any = getattr(network, "config", None)
+    sources = [find_source(str(m)) for m in (model, reference) if isinstance(m, str | Path)]
+
+    def tokenizer() -> Any:
+        if not sources:
+            raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+        return load_tokenizer(sources[0])
+
+    tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
+    if original is not None and original.config.vocab_size != config.vocab_size:
+        raise InputError(
+            f"the reference has a vocabulary of {original.config.vocab_size}, the model of "
+            f"{config.vocab_size}; KL needs the same one"
+        )
+    quality = measure(network, tokens.ids, config.vocab_size, original, step)
+    return Evaluation(
+        perplexity=quality.perplexity,
+        reference_perplexity=quality.reference_perplexity,
+        kl_mean=quality.kl_mean,
+        kl_median=quality.kl_median,
+        kl_p99=quality.kl_p99,
+        same_top=quality.same_top,
+        tokens=quality.tokens,
+        length=quality.length,
+        bytes=sizes[0].bytes if sizes[0] else None,
+        reference_bytes=sizes[1].bytes if sizes[1] else None,
+        bits_per_weight=sizes[0].bits_per_weight if sizes[0] else None,
+        bits_per_parameter=sizes[0].bits_per_parameter if sizes[0] else None,
+        dtype=str(next(network.parameters()).dtype).removeprefix("torch."),
+        text=tokens.source,
+    )
