@@ -15,7 +15,9 @@ from compress.passes.rtn import RTN
 from compress.recipe import load_recipe
 from compress.source import load
 from compress.verify import verify
-from compress.version import VERSION as __version__
+from compress.version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "GPTQ",

@@ -282,7 +282,8 @@ def _finish(
     config: dict[str, Any] | None = dict(source.config) if source is not None else None
     extra: dict[str, str] = {}
     if source is None and hasattr(model, "config"):
-        config = json.loads(model.config.to_json_string(use_diff=True))
+        own: Any = model
+        config = json.loads(own.config.to_json_string(use_diff=True))
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
         generation = getattr(model, "generation_config", None)
         if generation is not None:

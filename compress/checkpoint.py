@@ -133,12 +133,10 @@ def grid_of(scheme: Mapping[str, Any], what: str) -> Grid:
     strategy = scheme.get("strategy") or ("group" if scheme.get("group_size") else "channel")
     if strategy not in ("group", "channel"):
         raise CheckpointError(f"{what}: weight strategy {strategy!r} cannot be read; readable: group, channel")
-    return Grid(
-        bits=scheme["num_bits"],
-        symmetric=scheme.get("symmetric", True),
-        granularity=strategy,
-        group_size=scheme["group_size"] if strategy == "group" else None,
-    )
+    bits, symmetric = scheme["num_bits"], scheme.get("symmetric", True)
+    if strategy == "channel":
+        return Grid(bits=bits, symmetric=symmetric)
+    return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=scheme.get("group_size"))
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

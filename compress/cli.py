@@ -4,7 +4,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -183,38 +184,31 @@ def quantize(
         show_result(result, model)
 
 
-class process_group:  # noqa: N801 - used as a function
+@contextmanager
+def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
-
-    def __init__(self, fsdp: bool, device: str | None) -> None:
-        self.fsdp, self.device, self.rank = fsdp, device, 0
-        if fsdp and "RANK" not in os.environ:
-            raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
-        if not fsdp and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not fsdp:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("several processes were started; add --fsdp to shard the model over them")
+        yield 0
+        return
+    if "RANK" not in os.environ:
+        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
+    import torch
+    import torch.distributed as dist
 
-    def __enter__(self) -> int:
-        if self.fsdp:
-            import torch
-            import torch.distributed as dist
+    from compress.residency import Sharded
 
-            from compress.residency import Sharded
-
-            Sharded.require()
-            on_gpu = torch.cuda.is_available() and self.device != "cpu"
-            if on_gpu:
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if on_gpu else "gloo")
-            self.rank = dist.get_rank()
-        return self.rank
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if self.fsdp:
-            import torch.distributed as dist
-
-            if kind is None:
-                dist.barrier()  # ranks that leave before the others abort them
-            dist.destroy_process_group()
+    Sharded.require()
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield dist.get_rank()
+        dist.barrier()  # ranks that leave before the others abort them
+    finally:
+        dist.destroy_process_group()
 
 
 def show_result(result: compress.Result, model: str) -> None:
@@ -246,7 +240,7 @@ def show_result(result: compress.Result, model: str) -> None:
         out.print("not verified: run `compress verify` on the output")
     elif result.verification["transformers"] == "compared":
         out.print(
-            f"verified in a fresh process: {result.verification['layers']} layers bit for bit, transformers' logits equal"
+            f"verified in a fresh process: {result.verification['layers']} layers bit for bit, logits equal in transformers"
         )
     else:
         out.print(
@@ -278,7 +272,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
             model,
             reference=reference,
             text=text,
-            step=lambda done, total: reporter.step(done, total, "windows"),
+            reporter=reporter,
             **options,
         )
     write_report(json_file, asdict(found))
@@ -378,7 +372,7 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     source = find_source(model)
     tokenizer = load_tokenizer(source)
-    network = compress.load(model, torch.float32 if target == "cpu" else None, target)
+    network: Any = compress.load(model, torch.float32 if target == "cpu" else None, target)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -449,12 +443,7 @@ def demo(scheme: str, group_size: int, output: str | None, quiet: bool) -> None:
                     "demo", made, calibration="demo" if made.needs() else None, output=target, reporter=reporter
                 )
             with reporting(f"{made.name} evaluate", quiet) as reporter:
-                found = compress.evaluate(
-                    target,
-                    reference="demo",
-                    text="demo",
-                    step=lambda done, total, r=reporter: r.step(done, total, "windows"),
-                )
+                found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
     console().print(evaluation_table(rows, "fp16 (original)", rows[-1][1]))
 

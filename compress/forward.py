@@ -144,6 +144,10 @@ def token_mask(batch: Batch) -> Tensor | None:
     return mask != 0
 
 
+def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
 def capture(
     model: nn.Module,
     stack: Stack,
@@ -160,8 +164,7 @@ def capture(
     a sharded embedding is gathered by all of them together.
     """
     if stack.container is None:
-        moved = [tree_map(lambda t: t.to(residency.device) if isinstance(t, Tensor) else t, dict(b)) for b in batches]
-        return [[Call((), b, None, token_mask(b)) for b in moved]]
+        return [[Call((), b, None, token_mask(b)) for b in (_moved(b, residency.device) for b in batches)]]
     count = len(stack.blocks)
     calls: list[list[Call]] = [[] for _ in range(count)]
     inside = {block for s in [stack, *done] for _, block in s.blocks}
@@ -209,7 +212,7 @@ def capture(
         try:
             for j in range(calls_of_all_ranks):
                 batch = batches[min(j, len(batches) - 1)]
-                moved = {k: v.to(residency.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                moved = _moved(batch, residency.device)
                 previous["tokens"] = token_mask(moved)
                 try:
                     model(**moved)
@@ -222,7 +225,6 @@ def capture(
                 assert other.container is not None
                 for i, (_, block) in enumerate(other.blocks):
                     other.container[i] = block
-            residency.settle()
     return [of_block[: len(batches)] for of_block in calls]
 
 

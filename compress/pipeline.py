@@ -217,7 +217,8 @@ class _Run:
                 calls, reference = self.propagate(block, calls, reference, versions)
                 self.record.layers.extend(records)
                 return calls, reference
-            decided, records = {}, []
+            made_here: dict[str, Quantized] = {}
+            records = []
             forwarded = False
             structure = structure_of(block, calls[0], list(layers.values())) if self.plan.calibrated else None
             for index, p in enumerate(self.plan.passes):
@@ -236,13 +237,13 @@ class _Run:
                         calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
                         forwarded = True
                 for layer_name, decision in made.items():
-                    decided[layer_name] = decision.weight
+                    made_here[layer_name] = decision.weight
                     records.append(_layer_record(p, layers[layer_name], decision))
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
-            self.sink.write(name, opened, decided, layers, records)
+            self.sink.write(name, opened, made_here, layers, records)
             self.record.layers.extend(records)
         return calls, reference
 

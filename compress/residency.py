@@ -8,13 +8,14 @@
 one block and nothing else. Code under `open` cannot tell which.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -49,10 +50,6 @@ class Residency(Protocol):
 
     def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> AbstractContextManager[Opened]:
         """Working copies of the block, without what lies in the `excluded` modules inside it (then read-only)."""
-        ...
-
-    def settle(self) -> None:
-        """Put the model into a usable state after a forward pass that was stopped half-way."""
         ...
 
 
@@ -112,9 +109,6 @@ class Local:
         for name, value in kept.items():
             named[name].data = value
 
-    def settle(self) -> None:
-        return
-
 
 class Sharded:
     """A model under `fully_shard` (FSDP2), by `shard` below or by whoever trained it. Edits are always kept."""
@@ -141,12 +135,12 @@ class Sharded:
         assert units, "every block of a sharded model is its own FSDP unit"
         shards = {name: p for name, p in _parameters(block, excluded or set()).items() if isinstance(p, DTensor)}
         for unit in units:
-            unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         try:
             named = _parameters(block, excluded or set())
             dtypes = {name: p.dtype for name, p in named.items()}
-            with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype):
+            buffers = _buffers(block, excluded or set())
+            with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype):
                 yield Opened(block, dtypes)
                 if excluded is None:
                     with torch.no_grad():
@@ -158,14 +152,37 @@ class Sharded:
         finally:
             for unit in units:
                 unit.reshard()
-                unit.set_reshard_after_forward(True, recurse=False)
-
-    def settle(self) -> None:
-        """Without this an aborted forward pass silently corrupts later training (torch >= 2.13 has it)."""
-        self.model.reset_iter_state()
 
 
-def shard(model: nn.Module, stacks: list[Stack], mesh: torch.distributed.DeviceMesh) -> nn.Module:
+def _is_fsdp_hook(hook: object) -> bool:
+    owner = getattr(hook, "__self__", None) or getattr(getattr(hook, "__wrapped__", None), "__self__", None)
+    return type(owner).__module__.startswith("torch.distributed.fsdp")
+
+
+@contextmanager
+def _without_fsdp_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Run the units as plain modules: FSDP's hooks would reshard them after the first of several suspended forwards,
+    and a forward that is stopped half-way would leave FSDP's state behind (later training is then silently wrong)."""
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for unit in units:
+        assert isinstance(unit, nn.Module)
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+            found = {key: hook for key, hook in hooks.items() if _is_fsdp_hook(hook)}
+            assert found, "FSDP's hooks are where this torch version keeps them"
+            for key in found:
+                del hooks[key]
+            removed.append((hooks, found))
+    try:
+        yield
+    finally:
+        for hooks, found in removed:
+            others = dict(hooks)
+            hooks.clear()
+            hooks.update(found)
+            hooks.update(others)
+
+
+def shard(model: nn.Module, stacks: list[Stack], mesh: DeviceMesh) -> nn.Module:
     """Apply FSDP2: every block is a unit, what is left is the root's. Each rank keeps 1/world of every parameter."""
     for stack in stacks:
         for _, block in stack.blocks:

@@ -101,9 +101,9 @@ def _weight_files(path: Path) -> dict[str, Path]:
                 found |= dict.fromkeys(opened.keys(), file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or incomplete ({error}); fetch it again") from None
-    for name in weight_map or ():
+    for name, holder in (weight_map or {}).items():
         if name not in found:
-            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {weight_map[name]} does not hold")
+            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {holder} does not hold")
     return found
 
 
@@ -136,7 +136,7 @@ def load_dense(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
 def from_pretrained(source: Source, path: str | None, **arguments: Any) -> nn.Module:
     try:
         model, info = _model_class(source).from_pretrained(path, output_loading_info=True, **arguments)
-    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+    except Exception as error:
         raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -184,7 +184,7 @@ def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
     result: dict[str, Tensor | Quantized] = {}
     for path in sorted(set(source.weights.values())):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
                 layer, _, part = name.rpartition(".")
                 if not (layer in grids and part in PARTS):
                     result[name] = file.get_tensor(name)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.checkpoint import RECORD, checksum, read_json
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
-from compress.source import Source, from_pretrained, find_source, load, read_tensors
+from compress.source import Source, find_source, from_pretrained, load, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 

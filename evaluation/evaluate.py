@@ -1,6 +1,5 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from compress.data import load_tokens
 from compress.errors import InputError
 from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
+from compress.progress import Reporter, Silent
 from compress.source import find_source, load, load_tokenizer
 
 
@@ -45,8 +45,8 @@ def _size(model: nn.Module | str | Path | None) -> Size | None:
     return measure_size(find_source(str(model))) if isinstance(model, str | Path) else None
 
 
-def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    network = load(model, dtype, device) if isinstance(model, str | Path) else model
+def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> Any:
+    network: Any = load(model, dtype, device) if isinstance(model, str | Path) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network.eval()
@@ -61,7 +61,7 @@ def evaluate(
     samples: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-    step: Callable[[int, int], None] = lambda done, total: None,
+    reporter: Reporter | None = None,
 ) -> Evaluation:
     """Measure a language model, compressed or not, on held-out text or token ids [samples, length].
 
@@ -76,7 +76,7 @@ def evaluate(
     sizes = _size(model), _size(reference)
     network = _ready(model, work, target)
     original = None if reference is None else _ready(reference, work, target)
-    config: Any = getattr(network, "config", None)
+    config = network.config
     sources = [find_source(str(m)) for m in (model, reference) if isinstance(m, str | Path)]
 
     def tokenizer() -> Any:
@@ -90,7 +90,10 @@ def evaluate(
             f"the reference has a vocabulary of {original.config.vocab_size}, the model of "
             f"{config.vocab_size}; KL needs the same one"
         )
-    quality = measure(network, tokens.ids, config.vocab_size, original, step)
+    reporter = reporter or Silent()
+    for note in tokens.notes:
+        reporter.note(note)
+    quality = measure(network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows"))
     return Evaluation(
         perplexity=quality.perplexity,
         reference_perplexity=quality.reference_perplexity,

@@ -197,13 +197,14 @@ def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None
 
 
 def drift_correction(statistics: HessianResult, drift: float, damp: float) -> Tensor | None:
-    """The [K, K] matrix that takes W to its drift-corrected target; None where drift is off."""
+    """The [K, K] matrix that takes W to its drift-corrected target; None where that is W itself."""
     if drift == 0:
         return None
     assert statistics.cross is not None
     hessian = statistics.hessian
-    level = damp
-    regular = damped(hessian, level)
+    if torch.equal(statistics.cross, hessian):
+        return None  # nothing is compressed before this layer; solving would only add noise to W
+    regular = damped(hessian, damp)
     # (H + l)^-1 (a G + (1 - a) H + l)^T, transposed: G^T solves on the right-hand side of a symmetric system.
     mixed = drift * statistics.cross + (regular - drift * hessian)
     return torch.linalg.solve(regular, mixed.t()).t()

@@ -1,0 +1,32 @@
+# What a person runs and what CI runs: `make demo`, `make test`, `make check`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format lint types clean
+
+demo: $(STAMP)
+	$(BIN)/compress demo
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+check: $(STAMP) format lint types test
+
+format: $(STAMP)
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
