@@ -236,16 +236,14 @@ def show_result(result: compress.Result, model: str) -> None:
     out.print(
         f"{len(result.record.layers)} layers compressed in {result.record.seconds:.1f} s; left alone: {alone or 'none'}"
     )
-    if result.verification is None:
+    seen = result.verification
+    if seen is None:
         out.print("not verified: run `compress verify` on the output")
-    elif result.verification["transformers"] == "compared":
-        out.print(
-            f"verified in a fresh process: {result.verification['layers']} layers bit for bit, logits equal in transformers"
-        )
+    elif seen["transformers"] == "compared":
+        out.print(f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal")
     else:
         out.print(
-            f"verified in a fresh process: {result.verification['layers']} layers bit for bit; transformers "
-            f"{result.verification['transformers']}"
+            f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
         )
 
 

@@ -1,0 +1,111 @@
+"""Which options of GPTQ pay, on your model and your data. Every row: perplexity and KL on held-out text.
+
+    python recipes/ablation.py MODEL --calibration TEXT --text TEXT --group-size 32 [--bits 4 3 2] --json OUT.json
+
+Uses the Python API only: each configuration quantizes a fresh copy of the model in memory.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import compress
+
+PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
+POLISH = {"refit": 2, "sweeps": 2}
+VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
+    "rtn symmetric": (compress.RTN, {"grid": "symmetric"}),
+    "rtn narrow": (compress.RTN, {"grid": "narrow"}),
+    "rtn signed-scale": (compress.RTN, {}),
+    "rtn asymmetric": (compress.RTN, {"grid": "asymmetric"}),
+    "gptq symmetric": (compress.GPTQ, {**PLAIN, "grid": "symmetric"}),
+    "gptq signed-scale": (compress.GPTQ, PLAIN),
+    "+ act_order static": (compress.GPTQ, {**PLAIN, "act_order": "static"}),
+    "+ act_order group": (compress.GPTQ, {**PLAIN, "act_order": "group"}),
+    "+ drift 0.5": (compress.GPTQ, {**PLAIN, "drift": 0.5}),
+    "+ drift": (compress.GPTQ, {**PLAIN, "drift": 1.0}),
+    "+ drift, damp 0.05": (compress.GPTQ, {**PLAIN, "drift": 1.0, "damp": 0.05}),
+    "+ drift, clip": (compress.GPTQ, {**PLAIN, "drift": 1.0, "clip": True}),
+    "+ drift, polish": (compress.GPTQ, {**PLAIN, "drift": 1.0, **POLISH}),
+    "+ drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH}),
+    "+ drift 0.5, clip, polish": (compress.GPTQ, {"drift": 0.5, "clip": True, **POLISH}),
+    "+ drift, clip, polish, group": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "act_order": "group"}),
+    "asymmetric plain": (compress.GPTQ, {**PLAIN, "grid": "asymmetric"}),
+    "asymmetric + drift": (compress.GPTQ, {**PLAIN, "drift": 1.0, "grid": "asymmetric"}),
+    "asymmetric + drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "grid": "asymmetric"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--samples", type=int, help="evaluation windows at most")
+    parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    original = compress.load(arguments.model, torch.float32)
+    # Calibration text needs the tokenizer that only a path has: windows are made once, here.
+    from compress.data import load_tokens
+    from compress.source import find_source, load_tokenizer
+
+    source = find_source(arguments.model)
+
+    def tokenizer() -> Any:
+        return load_tokenizer(source)
+
+    text = arguments.calibration.endswith((".pt", ".npy"))
+    calibration = load_tokens(
+        arguments.calibration, tokenizer, original.config, what="calibration", samples=None if text else 128
+    ).ids
+    held_out = load_tokens(arguments.text, tokenizer, original.config, what="held-out", samples=arguments.samples).ids
+    rows = []
+    for bits in arguments.bits:
+        for name, (kind, options) in VARIANTS.items():
+            if arguments.only and name not in arguments.only:
+                continue
+            model = compress.load(arguments.model)
+            made: Any = kind
+            configured = made(scheme=f"w{bits}a16", group_size=arguments.group_size, **options)
+            started = time.perf_counter()
+            compress.quantize(model, configured, calibration=calibration if configured.needs() else None)
+            seconds = time.perf_counter() - started
+            found = compress.evaluate(model.float(), reference=original, text=held_out)
+            rows.append({"bits": bits, "variant": name, "seconds": round(seconds, 2), **asdict(found)})
+            print(
+                f"W{bits} {name:34} ppl {found.perplexity:8.4f}  KL {found.kl_mean:.5f}  {seconds:6.1f} s", flush=True
+            )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "model": Path(arguments.model).name,
+        "group_size": arguments.group_size,
+        "calibration": f"{Path(arguments.calibration).name} {list(calibration.shape)}",
+        "text": f"{Path(arguments.text).name} {list(held_out.shape)}",
+        "commit": commit.stdout.strip(),
+        "compress": compress.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
