@@ -1,5 +1,6 @@
 """Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def load_with_transformers(source: Source, dtype: torch.dtype | None) -> nn.Modu
         from transformers import CompressedTensorsConfig
 
         arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    return from_pretrained(source, str(source.path), **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
+        return from_pretrained(source, str(source.path), **arguments)
 
 
 def verify(path: str | Path) -> dict[str, Any]:

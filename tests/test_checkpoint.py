@@ -1,0 +1,326 @@
+"""Written checkpoints: what transformers reads, what a killed run leaves, what is never overwritten."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build, tokens
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import compress
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.source import find_source, read_tensors
+from compress.verify import load_with_transformers, outputs, probe
+
+LOADERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def save(model, path: Path) -> Path:
+    model.save_pretrained(path)
+    return path
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """Every file but the run's record, which holds times."""
+    return {p.name: p.read_bytes() for p in sorted(path.iterdir()) if p.name != "compress.json"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return save(build("llama"), tmp_path_factory.mktemp("llama"))
+
+
+SCHEMES = [
+    {"scheme": "w4a16", "group_size": 16},
+    {"scheme": "w4a16", "group_size": 16, "grid": "symmetric"},
+    {"scheme": "w4a16", "group_size": 16, "grid": "narrow"},
+    {"scheme": "w4a16", "group_size": 16, "grid": "asymmetric"},
+    {"scheme": "w4a16", "group_size": -1},
+    {"scheme": "w4a16", "group_size": -1, "grid": "asymmetric"},
+    {"scheme": "w3a16", "group_size": 16},
+    {"scheme": "w2a16", "group_size": 32, "grid": "asymmetric"},
+    {"scheme": "w5a16", "group_size": 16},
+    {"scheme": "w8a16", "group_size": -1},
+    {"scheme": "w8a16", "group_size": 16, "grid": "asymmetric"},
+    {"scheme": "w8a16", "group_size": 16, "per_tensor": True},
+]
+
+
+@pytest.mark.parametrize("dtype", sorted(LOADERS))
+@pytest.mark.parametrize("options", SCHEMES, ids=lambda o: "-".join(map(str, o.values())))
+def test_transformers_computes_the_logits_of_the_compressed_model(options, dtype, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    source = save(build("llama", LOADERS[dtype]), tmp_path / "in")
+    compress.quantize(source, compress.RTN(**options), output=tmp_path / "out", verify=False)
+    model = compress.load(source)  # the same run, in memory
+    compress.quantize(model, compress.RTN(**options))
+    expected = outputs(model, probe(96))
+    assert expected.dtype == LOADERS[dtype]
+    found = load_with_transformers(find_source(str(tmp_path / "out")), None)
+    assert torch.equal(outputs(found, probe(96)), expected)
+    assert torch.equal(outputs(compress.load(tmp_path / "out"), probe(96)), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma2", "opt", "bert"])
+def test_other_families_reload_in_transformers(kind, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    source = save(build(kind, torch.bfloat16), tmp_path / "in")
+    p = compress.GPTQ(group_size=16)
+    result = compress.quantize(source, p, calibration=tokens(), output=tmp_path / "out", verify=True)
+    assert result.verification["transformers"] == "compared"
+    assert result.verification["logits_max_difference"] == 0.0
+    assert result.verification["layers"] == len(result.record.layers)
+
+
+def test_gpt2_is_written_dense_and_says_so(tmp_path):
+    source = save(build("gpt2"), tmp_path / "in")
+    p = compress.GPTQ(group_size=16)
+    result = compress.quantize(source, p, calibration=tokens(), output=tmp_path / "out", verify=True)
+    assert any("stored dense" in note for note in result.record.notes)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    weight = compress.load(tmp_path / "out").transformer.h[0].mlp.c_fc.weight.t()
+    assert max(len(torch.unique(g)) for row in weight.unflatten(-1, (-1, 16)) for g in row) <= 16
+
+
+def test_a_model_in_memory_is_written_too(tmp_path):
+    model = build("llama", torch.bfloat16)
+    result = compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    assert result.model is model
+    loaded = compress.load(tmp_path / "out")
+    for (name, a), b in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_tied_embeddings_stay_tied(tmp_path):
+    model = build("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    compress.quantize(save(model, tmp_path / "in"), compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    assert "lm_head.weight" not in find_source(str(tmp_path / "out")).weights
+    loaded = compress.load(tmp_path / "out")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_what_was_not_compressed_is_unchanged_and_companions_come_along(llama, tmp_path):
+    source = tmp_path / "in"
+    shutil.copytree(llama, source)
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "LICENSE.txt").write_text("terms")
+    (source / "pytorch_model.bin").write_text("another format")
+    compress.quantize(source, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    before, after = load_file(source / "model.safetensors"), read_tensors(find_source(str(tmp_path / "out")))
+    kept = [name for name, value in after.items() if isinstance(value, torch.Tensor)]
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= set(kept)
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert set(before) == set(after)
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"tokenizer_config.json", "LICENSE.txt", "config.json", "generation_config.json", "compress.json"} <= names
+    assert "pytorch_model.bin" not in names
+    assert not [name for name in names if name.endswith((".writing", ".partial")) or name == "progress.json"]
+
+
+def test_the_record_says_what_ran(llama, tmp_path):
+    p = compress.GPTQ(scheme="w3a16", group_size=16)
+    compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "out", ignore=["*.down_proj"], verify=False)
+    record = json.loads((tmp_path / "out/compress.json").read_text())
+    (step,) = record["identity"]["recipe"]["passes"]
+    assert step["gptq"]["scheme"] == "w3a16"
+    assert step["gptq"]["damp"] == 0.01
+    assert record["left_alone"]["model.layers.1.mlp.down_proj"] == "ignored by '*.down_proj'"
+    assert record["calibration"]["samples"] == 6
+    assert {"loss", "rtn_loss", "damp", "tokens", "sha256"} <= set(record["layers"][0]["figures"])
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_an_existing_output_is_kept_unless_told(llama, tmp_path):
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    before = files(out)
+    with pytest.raises(InputError, match="exists"):
+        compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, verify=False)
+    assert files(out) == before
+    compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, overwrite=True, verify=False)
+    assert files(out) != before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_directory_of_something_else_is_never_replaced(llama, tmp_path):
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter.txt").write_text("years of work")
+    with pytest.raises(InputError, match="not overwritten"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, overwrite=True, verify=False)
+    assert (out / "chapter.txt").read_text() == "years of work"
+
+
+RUN = """
+import sys, torch, compress
+sys.path.insert(0, {tests!r})
+from models import tokens
+from compress.progress import Silent
+
+class Kill(Silent):
+    def step(self, done, total, what):
+        print("step", done, flush=True)
+        if done == {stop}:
+            import time
+            time.sleep(600)
+
+torch.set_num_threads(1)
+compress.quantize({model!r}, compress.GPTQ(group_size=16), calibration=tokens(), batch_size=2, output={out!r},
+                  verify=False, reporter=Kill())
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_files(tmp_path):
+    model = build("llama")
+    model = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 4})).eval()
+    source, out = save(model, tmp_path / "in"), tmp_path / "out"
+    p = compress.GPTQ(group_size=16)
+    arguments = {"calibration": tokens(), "batch_size": 2, "verify": False}
+    compress.quantize(source, p, output=tmp_path / "whole", **arguments, verify=False)
+
+    script = RUN.format(tests=str(Path(__file__).parent), model=str(source), out=str(out), stop=2)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.strip() == "step 2":
+                os.kill(running.pid, signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+    assert not out.exists()
+    progress = json.loads((tmp_path / "out.partial/progress.json").read_text())
+    assert sorted(progress["blocks"]) == ["model.layers.0", "model.layers.1"]
+    kept = {
+        f: (tmp_path / "out.partial" / f).stat().st_mtime_ns for b in progress["blocks"].values() for f in b["files"]
+    }
+
+    with pytest.raises(InputError, match="unfinished run; go on with --resume"):
+        compress.quantize(source, p, output=out, **arguments, verify=False)
+    with pytest.raises(InputError, match="another run"):
+        compress.quantize(source, compress.GPTQ(group_size=32), output=out, resume=True, **arguments, verify=False)
+    result = compress.quantize(source, p, output=out, resume=True, **arguments, verify=False)
+    assert files(out) == files(tmp_path / "whole")
+    assert {f: (out / f).stat().st_mtime_ns for f in kept} == kept, "finished blocks were written again"
+    assert len(result.record.layers) == 28
+
+
+def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):
+    p = compress.GPTQ(group_size=16)
+    compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "whole", verify=False)
+    partial = tmp_path / "out.partial"
+    shutil.copytree(tmp_path / "whole", partial)
+    record = json.loads((partial / "compress.json").read_text())
+    for name in ("compress.json", "config.json", "generation_config.json", "model.safetensors.index.json"):
+        (partial / name).unlink()
+    from compress.checkpoint import fingerprint
+
+    (partial / "progress.json").write_text(json.dumps({"identity": fingerprint(record["identity"]), "blocks": {}}))
+    torn = partial / "model-block-00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:1000])
+    compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "out", resume=True, verify=False)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, monkeypatch):
+    import compress.checkpoint as checkpoint
+
+    def full(tensors, path, metadata):
+        if "00001" in str(path):
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CompressError, match=r"No space left.*--resume") as failure:
+        compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    assert not isinstance(failure.value, InputError)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", resume=True, verify=False)
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.fixture
+def damaged(llama, tmp_path):
+    """A compressed checkpoint and a function that edits its first block's tensors."""
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(group_size=16, grid="asymmetric"), output=out, verify=False)
+    path = out / "model-block-00000.safetensors"
+
+    def edit(change):
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        held = set(tensors)
+        index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != path.name or k in held}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index))
+        return out
+
+    return edit
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{LAYER}.weight_scale"), "weight_scale is missing"),
+        (lambda t: t.pop(f"{LAYER}.weight_zero_point"), "weight_zero_point is missing"),
+        (lambda t: t.pop(f"{LAYER}.weight_shape"), "weight_shape is missing"),
+        (
+            lambda t: t.update({f"{LAYER}.weight_packed": t[f"{LAYER}.weight_packed"][:, 1:].clone()}),
+            "weight_packed has",
+        ),
+        (
+            lambda t: t.update({f"{LAYER}.weight_scale": t[f"{LAYER}.weight_scale"][1:].clone()}),
+            "weight_scale has shape",
+        ),
+        (lambda t: t[f"{LAYER}.weight_scale"].fill_(float("nan")), "not finite"),
+        (lambda t: t.update({f"{LAYER}.weight_packed": t[f"{LAYER}.weight_packed"].float()}), "must be torch.int32"),
+        (lambda t: t.pop("model.layers.0.input_layernorm.weight"), "input_layernorm.weight"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_naming_the_tensor(damaged, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(damaged(change))
+
+
+def test_verify_notices_a_changed_code(damaged):
+    def flip(tensors):
+        tensors[f"{LAYER}.weight_packed"][0, 0] ^= 1
+
+    with pytest.raises(CheckpointError, match=f"{LAYER} does not hold the values"):
+        compress.verify(damaged(flip))
+
+
+def test_truncated_and_missing_files_are_named(llama, tmp_path):
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    file = out / "model-block-00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"block-00001\.safetensors is damaged"):
+        compress.load(out)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"names model-block-00001\.safetensors, which is missing"):
+        compress.load(out)
+
+
+def test_files_hold_what_the_index_says(llama, tmp_path):
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    held = {}
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            held |= dict.fromkeys(file.keys(), path.name)
+    assert held == index

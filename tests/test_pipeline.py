@@ -1,0 +1,179 @@
+"""The pipeline on every family of models: what is compressed, what is left alone, in which order, and what it costs."""
+
+import pytest
+import torch
+from models import DECODERS, FAMILIES, build, tokens
+from torch import nn
+
+import compress
+from compress.architecture import find_stacks, layers_of
+from compress.errors import CompressError, InputError
+
+
+def batches(kind):
+    ids = tokens()
+    if kind == "t5":
+        return [{"input_ids": part, "decoder_input_ids": part} for part in ids.split(3)]
+    return ids
+
+
+def run(model, kind):
+    ids = tokens()
+    inputs = {"input_ids": ids, "decoder_input_ids": ids} if kind == "t5" else {"input_ids": ids}
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_gptq_compresses_every_linear_layer_of_the_blocks_and_keeps_the_function(kind):
+    model = build(kind)
+    expected = run(model, kind)
+    inside = {layer.name for s in find_stacks(model) for n, b in s.blocks for layer in layers_of(b, n)}
+    p = compress.GPTQ(scheme="w8a16", group_size=16)
+    result = compress.quantize(model, p, calibration=batches(kind), batch_size=3)
+    assert {r.name for r in result.record.layers} == inside
+    assert not inside & set(result.record.left_alone)
+    assert result.model is model
+    assert (run(model, kind) - expected).norm() < 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_every_weight_matrix_is_compressed_or_named_with_a_reason(kind):
+    model = build(kind)
+    result = compress.quantize(model, compress.RTN(group_size=16))
+    told = {r.name for r in result.record.layers} | set(result.record.left_alone)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            assert name.removesuffix(".weight") in told or name in told, name
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_compressed_weights_lie_on_their_grid(kind, method):
+    model = build(kind)
+    p = compress.RTN(group_size=16) if method == "rtn" else compress.GPTQ(group_size=16)
+    compress.quantize(model, p, calibration=tokens() if p.needs() else None)
+    for stack in find_stacks(model):
+        for name, block in stack.blocks:
+            for layer in layers_of(block, name):
+                groups = layer.weight.unflatten(-1, (-1, 16))
+                distinct = [len(torch.unique(group)) for row in groups for group in row]
+                assert max(distinct) <= 16, layer.name
+
+
+def test_gptq_loses_less_than_rtn_on_a_model_with_structure():
+    # The inputs of a random model are uncorrelated; the demo model's are not.
+    ids = torch.randint(2048, (16, 64), generator=torch.Generator().manual_seed(0))
+    reference = compress.load("demo", torch.float32)
+
+    def kl(p):
+        model = compress.load("demo", torch.float32)
+        compress.quantize(model, p, calibration=ids if p.needs() else None)
+        return compress.evaluate(model, reference=reference, text=ids).kl_mean
+
+    assert kl(compress.GPTQ(scheme="w3a16", group_size=64)) < 0.5 * kl(compress.RTN(scheme="w3a16", group_size=64))
+
+
+def test_rtn_needs_no_forward():
+    result = compress.quantize(build("llama"), compress.RTN(group_size=16))
+    assert result.record.block_forwards == 0
+
+
+def test_two_runs_are_identical():
+    first, second = build("qwen2"), build("qwen2")
+    for model in (first, second):
+        compress.quantize(model, compress.GPTQ(group_size=16), calibration=tokens(), batch_size=2)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_passes_share_a_model_by_layer():
+    model = build("llama")
+    passes = (
+        compress.only(compress.RTN(scheme="w8a16", group_size=-1), "*.self_attn.*"),
+        compress.but(compress.GPTQ(scheme="w4a16", group_size=16), "*.self_attn.*"),
+    )
+    result = compress.quantize(model, passes, calibration=tokens())
+    by_method = {m: [r.name for r in result.record.layers if r.method == m] for m in ("rtn", "gptq")}
+    assert len(by_method["rtn"]) == 8
+    assert len(by_method["gptq"]) == 6
+    assert all(".self_attn." in name for name in by_method["rtn"])
+
+
+def test_a_later_rtn_pass_reaches_what_the_next_block_sees():
+    # The last pass needs no forward of its own; the next block's input must still carry its rounding.
+    gptq = compress.only(compress.GPTQ(group_size=16, drift=0.0, statistics="float64"), "*.self_attn.*")
+    rtn = compress.only(compress.RTN(group_size=16), "*.mlp.*")
+    one, other = build("llama").double(), build("llama").double()
+    compress.quantize(one, (gptq, rtn), calibration=tokens())
+    compress.quantize(other, (rtn, gptq), calibration=tokens())
+    # The first block's attention comes before its MLP: both orders see the same inputs, so all weights agree.
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
+
+
+def test_ignored_layers_stay_and_are_named():
+    model = build("llama")
+    before = model.model.layers[0].mlp.down_proj.weight.clone()
+    result = compress.quantize(model, compress.RTN(group_size=16), ignore=["*.down_proj"])
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, before)
+    assert result.record.left_alone["model.layers.0.mlp.down_proj"] == "ignored by '*.down_proj'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ignore": ["*.no_such"]}, "matches no layer"),
+        ({"ignore": ["*"]}, "no layer is left"),
+        ({"passes": ()}, "no pass given"),
+        ({"passes": compress.GPTQ(group_size=16)}, "needs calibration"),
+        ({"calibration": tokens()}, "no pass uses any"),
+        ({"passes": compress.RTN(group_size=24)}, "does not divide the 32 inputs.*sizes that work: 16, 32, -1"),
+        ({"passes": (compress.RTN(group_size=16), compress.RTN(group_size=16))}, "has quantized before it"),
+        ({"passes": compress.only(compress.RTN(), "nothing")}, "matches no layer"),
+        ({"passes": compress.GPTQ(group_size=16), "calibration": "demo"}, "has no tokenizer"),
+        ({"passes": compress.GPTQ(group_size=16), "calibration": tokens() + 90}, "vocabulary is 0 to 95"),
+        ({"passes": compress.GPTQ(group_size=16), "calibration": []}, "no batch"),
+        ({"batch_size": 0}, "batch size 0"),
+        ({"resume": True}, "need an output"),
+    ],
+)
+def test_input_that_cannot_work_is_refused_before_a_weight_changes(arguments, message):
+    model = build("llama")
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(InputError, match=message):
+        compress.quantize(model, **{"passes": compress.RTN(group_size=16), **arguments})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_damaged_weight_and_an_overflowing_activation_are_named():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(CompressError, match=r"layers\.1\.mlp\.up_proj has non-finite weights"):
+        compress.quantize(model, compress.RTN(group_size=16))
+    model = build("llama")
+    model.model.embed_tokens.weight.data[7] = float("inf")
+    with pytest.raises(CompressError, match=r"layers\.0\.self_attn\.q_proj has non-finite values"):
+        compress.quantize(model, compress.GPTQ(group_size=16), calibration=tokens())
+
+
+def test_layers_without_calibration_are_left_alone_and_named():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.twice, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.used(self.twice(self.twice(x)))
+
+    model = Odd()
+    result = compress.quantize(model, compress.GPTQ(group_size=-1), calibration=[{"x": torch.randn(32, 8)}])
+    assert [r.name for r in result.record.layers] == ["used"]
+    assert result.record.left_alone["twice"] == "called several times in one forward pass"
+    assert result.record.left_alone["never"] == "never called during calibration"
+
+
+def test_the_training_mode_of_a_model_in_memory_is_kept():
+    model = build("llama").train()
+    compress.quantize(model, compress.RTN(group_size=16))
+    assert model.training
