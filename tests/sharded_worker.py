@@ -1,0 +1,105 @@
+"""One rank of the sharded tests: torchrun ... sharded_worker.py FOLDER. All checks of a launch share it."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from models import build, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import compress
+from compress.architecture import find_stacks
+from compress.comm import Comm
+from compress.residency import Sharded, shard
+from compress.stats import Hessian, MinMax
+
+
+def train(model, steps=3):
+    """Losses of a few steps, the same data on every rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        ids = tokens(seed=10 + step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def statistics(comm):
+    """Statistics of one stream of rows, each rank its share, and the same in one go."""
+    rows = torch.randn(60, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    device = torch.device("cpu")
+    parts = [Hessian(8, device, dtype=torch.float64), MinMax(8, device)]
+    whole = [Hessian(8, device, dtype=torch.float64), MinMax(8, device)]
+    for statistic in parts:
+        for piece in rows.split(7)[comm.rank :: comm.world]:
+            statistic.update(piece, None)
+        statistic.sync(comm)
+    for statistic in whole:
+        statistic.update(rows, None)
+    hessian = (parts[0].result().hessian - whole[0].result().hessian).abs().max().item()
+    bounds = all(torch.equal(a, b) for a, b in zip(parts[1].result(), whole[1].result(), strict=True))
+    return {"hessian": hessian, "bounds": bounds, "tokens": parts[0].result().tokens}
+
+
+def residency(mesh):
+    """An edit inside `open` is kept in the shards; outside, every rank holds its share only."""
+    model = build("llama")
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    total = sum(p.numel() for p in model.parameters())
+    shard(model, find_stacks(model), mesh)
+    mine = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+    block = model.model.layers[1]
+    sharded = Sharded(model, torch.device("cpu"), torch.float64)
+    with sharded.open(block) as opened:
+        inside = {n: (tuple(p.shape), str(p.dtype), isinstance(p, DTensor)) for n, p in block.named_parameters()}
+        with torch.no_grad():
+            block.mlp.up_proj.weight.data = block.mlp.up_proj.weight.data * 2
+        stored = {n: str(v.dtype) for n, v in opened.stored()}
+    expected["model.layers.1.mlp.up_proj.weight"] *= 2
+    after = all(torch.equal(p.full_tensor(), expected[n]) for n, p in model.named_parameters())
+    return {
+        "share": mine / total,
+        "plain": all(d == "torch.float64" and not s for _, d, s in inside.values()),
+        "stored": set(stored.values()) == {"torch.float32"},
+        "kept": after,
+        "resharded": all(isinstance(p, DTensor) for p in model.parameters()),
+    }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    comm, found = Comm(), {}
+    mesh = init_device_mesh("cpu", (comm.world,))
+    exact = compress.GPTQ(group_size=16, statistics="float64")
+    common = {"calibration": tokens(8), "batch_size": 2, "fsdp": True, "verify": False}
+    compress.quantize(folder / "model", exact, output=folder / f"exact-{comm.world}", **common)
+    if comm.world == 2:
+        found["statistics"] = statistics(comm)
+        found["residency"] = residency(mesh)
+        compress.quantize(folder / "model", exact, output=folder / "resumed", resume=True, **common)
+        compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
+        rtn = compress.RTN(group_size=16, grid="asymmetric")
+        rest = {k: v for k, v in common.items() if k != "calibration"}
+        compress.quantize(folder / "model", rtn, output=folder / "rtn-2", **rest)
+        # A model that somebody else sharded, compressed in place, then trained on.
+        model = build("llama")
+        shard(model, find_stacks(model), mesh)
+        compress.quantize(model, exact, calibration=tokens(8), batch_size=2)
+        found["losses"] = train(model)
+    dist.barrier()
+    if comm.rank == 0:
+        (folder / f"found-{comm.world}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

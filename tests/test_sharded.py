@@ -1,0 +1,134 @@
+"""Under FSDP2 on gloo ranks: the codes of one process, shards that keep their edits, training that goes on."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build, tokens
+from sharded_worker import train
+
+import compress
+from compress.grid import Quantized
+from compress.progress import Silent
+from compress.residency import Sharded
+from compress.source import find_source, read_tensors
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
+]
+EXACT = compress.GPTQ(group_size=16, statistics="float64")
+
+
+class StopAfterOne(Silent):
+    def step(self, done, total, what):
+        if done == 1:
+            raise KeyboardInterrupt
+
+
+def launch(folder: Path, ranks: int) -> dict:
+    worker = Path(__file__).with_name("sharded_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / f"found-{ranks}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model, what one process makes of it, and a run of one process that was stopped after its first block."""
+    folder = tmp_path_factory.mktemp("sharded")
+    build("llama").save_pretrained(folder / "model")
+    common = {"calibration": tokens(8), "batch_size": 2, "verify": False}
+    compress.quantize(folder / "model", EXACT, output=folder / "exact-1", **common)
+    compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-1", **common)
+    rtn = compress.RTN(group_size=16, grid="asymmetric")
+    compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(folder / "model", EXACT, output=folder / "resumed", reporter=StopAfterOne(), **common)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return launch(folder, 2)
+
+
+def same(first: Path, second: Path) -> None:
+    """Both checkpoints hold the same tensors, codes and scales included, bit for bit."""
+    one, other = read_tensors(find_source(str(first))), read_tensors(find_source(str(second)))
+    assert set(one) == set(other)
+    compressed = 0
+    for name, value in one.items():
+        found = other[name]
+        if isinstance(value, Quantized):
+            assert isinstance(found, Quantized)
+            assert torch.equal(value.codes, found.codes), name
+            assert torch.equal(value.scale, found.scale), name
+            compressed += 1
+        else:
+            assert isinstance(found, torch.Tensor)
+            assert torch.equal(value, found), name
+    assert compressed == 14
+
+
+def test_two_ranks_decide_what_one_process_decides(folder, two):
+    same(folder / "exact-1", folder / "exact-2")
+    same(folder / "rtn-1", folder / "rtn-2")
+
+
+def test_three_ranks_decide_what_one_process_decides(folder, two):
+    launch(folder, 3)
+    same(folder / "exact-1", folder / "exact-3")
+
+
+def test_in_float32_two_ranks_lose_what_one_process_loses(folder, two):
+    held_out = tokens(32, seed=5)
+    one, other = (compress.evaluate(folder / f"float32-{n}", text=held_out) for n in (1, 2))
+    assert abs(math.log(one.perplexity) - math.log(other.perplexity)) < 1e-3
+
+
+def test_a_run_of_one_process_resumes_on_two_ranks(folder, two):
+    same(folder / "exact-1", folder / "resumed")
+
+
+def test_each_rank_writes_its_own_files(folder, two):
+    names = [p.name for p in (folder / "exact-2").glob("*.safetensors")]
+    assert sorted({name.rsplit("-", 1)[1] for name in names}) == ["rank0.safetensors", "rank1.safetensors"]
+    sizes = [sum(p.stat().st_size for p in (folder / "exact-2").glob(f"*rank{r}.*")) for r in (0, 1)]
+    assert max(sizes) < 0.75 * sum(sizes)
+
+
+def test_statistics_of_two_ranks_are_those_of_one_pass(two):
+    assert two["statistics"]["hessian"] < 1e-14
+    assert two["statistics"]["bounds"] is True
+    assert two["statistics"]["tokens"] == 60
+
+
+def test_opening_a_sharded_block_gives_full_copies_and_keeps_edits(two):
+    found = two["residency"]
+    assert 0.5 <= found.pop("share") < 0.55
+    assert found == {"plain": True, "stored": True, "kept": True, "resharded": True}
+
+
+def test_training_a_sharded_model_goes_on_as_if_nothing_had_happened(two):
+    model = build("llama")
+    compress.quantize(model, EXACT, calibration=tokens(8), batch_size=2)
+    assert two["losses"] == pytest.approx(train(model), abs=1e-5)
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(compress.InputError, match="is not sharded"):
+        Sharded(build("llama"), torch.device("cpu"))
+
+
+def test_an_older_torch_is_refused_in_one_line(monkeypatch):
+    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state")
+    with pytest.raises(compress.InputError, match=r"torch >= 2\.13"):
+        Sharded.require()
