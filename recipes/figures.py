@@ -1,0 +1,81 @@
+"""Quantize and evaluate a model by the command line, RTN beside GPTQ, and keep what was printed.
+
+    python recipes/figures.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
+
+Runs exactly the commands that it records, `compress quantize` and `compress evaluate`, and prints a Markdown table.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import compress
+
+
+def command(*arguments: str) -> Any:
+    """Run a `compress` command with --json and return what it wrote."""
+    line = [sys.executable, "-m", "compress", *arguments, "--quiet", "--json", "-"]
+    return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--group-size", default="128")
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--grids", nargs="+", default=["signed-scale", "asymmetric"])
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = []
+    for bits in arguments.bits:
+        for grid in arguments.grids:
+            for method in ("rtn", "gptq"):
+                with tempfile.TemporaryDirectory() as scratch:
+                    out = str(Path(scratch) / "out")
+                    options = ["--method", method, "--scheme", f"w{bits}a16", "--group-size", arguments.group_size]
+                    options += ["--grid", grid]
+                    options += ["--calibration", arguments.calibration] if method == "gptq" else []
+                    record = command("quantize", arguments.model, *options, "--output", out)
+                    found = command("evaluate", out, "--reference", arguments.model, "--text", arguments.text)
+                shown = ["compress quantize MODEL", *options[: options.index("--grid") + 2]]
+                row = {"bits": bits, "grid": grid, "method": method, "command": " ".join(shown), **found}
+                row["seconds"] = record["seconds"]
+                row["verification"] = record["verification"]
+                rows.append(row)
+                print(
+                    f"| {bits} | {grid} | {method} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} | "
+                    f"{found['same_top']:.2%} | {found['bits_per_weight']:.2f} | {found['bytes']} |",
+                    flush=True,
+                )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    record = {
+        "model": Path(arguments.model).name,
+        "group_size": int(arguments.group_size),
+        "calibration": Path(arguments.calibration).name,
+        "text": Path(arguments.text).name,
+        "reference_perplexity": rows[0]["reference_perplexity"],
+        "reference_bytes": rows[0]["reference_bytes"],
+        "commit": commit.stdout.strip(),
+        "compress": compress.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+        "rows": rows,
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
