@@ -97,7 +97,10 @@ def _step(step: Any, where: str) -> Pass:
     options = step[names[0]] or {}
     if not isinstance(options, Mapping):
         raise InputError(f"{where}: the options of {names[0]} must be a mapping")
-    result = make_pass(names[0], options)
+    try:
+        result = make_pass(names[0], options)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     for key in ("only", "but"):
         if key in step:
             patterns = step[key]
