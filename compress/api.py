@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from compress.architecture import find_stacks, is_linear
 from compress.checkpoint import Discard, Writer, checksum, fingerprint, read_json, scheme_of
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
+from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.forward import Batch
 from compress.grid import Grid
@@ -89,7 +91,10 @@ def quantize(
         raise InputError("resume, overwrite and verify need an output")
     comm = Comm()
     source = find_source(str(model)) if isinstance(model, str | Path) else None
-    network = load_dense(source) if source is not None else model
+    if verify and source is None:
+        raise InputError("verify needs a model that is read from a checkpoint; leave it out for a model in memory")
+    notes: list[str] = []
+    network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
     was_training = network.training
     network.eval()
@@ -112,17 +117,24 @@ def quantize(
     }
     sink: Writer | Discard = Discard()
     if output is not None:
+        if not Path(output).name:
+            raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
-    residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
-    notes = list(tokens.notes) if tokens is not None else []
-    mine = batches[comm.rank :: comm.world]
-    try:
-        record = run(network, plan_, mine, residency, sink, comm, reporter)
-    except ChainBrokenError as reason:
-        notes.append(f"the blocks are not a simple chain ({reason}); the model is treated as one block")
-        record = run(network, plan(network, passes, ignore, one_block=True), mine, residency, sink, comm, reporter)
+    notes.extend(tokens.notes if tokens is not None else ())
+    if resume and isinstance(sink, Writer) and not sink.blocks:
+        notes.append(f"{sink.partial} held no finished block: started from the beginning")
     for note in notes:
-        record.note(reporter, note)
+        reporter.note(note)
+    mine = batches[comm.rank :: comm.world]
+    with _nothing_left_of_nothing(sink):
+        residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
+        try:
+            record = run(network, plan_, mine, residency, sink, comm, reporter)
+        except ChainBrokenError as reason:
+            notes.append(f"the blocks are not a simple chain ({reason}); the model is treated as one block")
+            reporter.note(notes[-1])
+            record = run(network, plan(network, passes, ignore, one_block=True), mine, residency, sink, comm, reporter)
+    record.notes[:0] = notes
     result = Result(record, notes=record.notes)
     if isinstance(sink, Writer):
         _finish(sink, network, source, plan_, record, identity, tokens, comm)
@@ -131,26 +143,26 @@ def quantize(
         if comm.rank == 0 and source is not None and (verify or small):
             result.verification = _verify(sink.output)
             _store_verification(sink.output, result.verification)
-        elif verify:
-            raise InputError("verify needs a model that was read from a checkpoint")
     if residency.keep:
         result.model = network.train(was_training)
     return result
 
 
+@contextmanager
+def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
+    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(sink, Writer):
+            sink.abandon()
+        raise
+
+
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:
-    if wanted is not None:
-        try:
-            found = torch.device(wanted)
-            torch.empty(0, device=found)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(f"device {str(wanted)!r} cannot be used: {str(error).splitlines()[0]}") from None
-        return found
-    if source is None:
+    if wanted is None and source is None:
         return next(model.parameters()).device
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return find_device(wanted)
 
 
 def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -171,6 +183,8 @@ def _calibration(
     if not plan_.calibrated:
         if calibration is not None:
             raise InputError("calibration data is given but no pass uses any; leave it out")
+        if samples is not None or length is not None:
+            raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
         needing = next(p for p in plan_.passes if p.needs())
@@ -178,6 +192,8 @@ def _calibration(
             f"{getattr(needing, 'inner', needing).name} needs calibration data; give text, token ids or 'demo'"
         )
     if not isinstance(calibration, str | Path | Tensor):
+        if samples is not None or length is not None:
+            raise InputError("samples and length do not apply to ready-made batches; leave them out")
         return None, batches_of(calibration, batch_size)
 
     def tokenizer() -> Any:

@@ -190,6 +190,11 @@ class Writer:
         if resume and progress.exists():
             self.blocks = read_json(progress)["blocks"]
 
+    def abandon(self) -> None:
+        """Remove what a run leaves that finished no block: there is nothing to go on with."""
+        if self.comm.rank == 0 and not self.blocks:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
     def _prepare(self, resume: bool) -> None:
         if self.output.exists() and not self.overwrite:
             raise InputError(f"{self.output} exists; choose another output or pass --overwrite")
@@ -243,12 +248,18 @@ class Writer:
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
         decided: dict[str, Quantized | Tensor] = {}
         for name, where in entry["layers"].items():
-            with safe_open(self.partial / where["file"], framework="pt") as file:
-                if where["grid"] is None:
-                    decided[name] = file.get_tensor(f"{name}.weight").t()
-                    continue
-                parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
-                tensors = {key: file.get_tensor(key) for key in parts}
+            try:
+                with safe_open(self.partial / where["file"], framework="pt") as file:
+                    if where["grid"] is None:
+                        decided[name] = file.get_tensor(f"{name}.weight").t()
+                        continue
+                    parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
+                    tensors = {key: file.get_tensor(key) for key in parts}
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
+                    "with --overwrite"
+                ) from None
             decided[name] = quantized_from(name, tensors, Grid(**where["grid"]))
         return decided, records
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,8 @@ import compress
 from compress.errors import CompressError, InputError
 
 MIB = 2**20
+STOPPED = 130  # what a shell reports for a command that was interrupted
+TRACEBACK = "COMPRESS_TRACEBACK"
 
 
 def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,6 +41,14 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
             fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
+        except KeyboardInterrupt:
+            fail("stopped; a quantize run goes on from its last finished block with --resume", STOPPED)
+        except click.ClickException:
+            raise
+        except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
+            if os.environ.get(TRACEBACK):
+                raise
+            fail(f"unexpected {type(error).__name__}: {error} (set {TRACEBACK}=1 to see where)", 1)
 
     return wrapped
 
@@ -47,6 +58,11 @@ def fail(message: str, code: int) -> None:
     click.echo(f"compress: {' '.join(message.split())}", err=True)
     sys.stdout.flush()
     sys.exit(code)
+
+
+def given(name: str) -> bool:
+    """Whether a person wrote this option of the running command, rather than leaving its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def write_report(target: str | None, value: Any) -> None:
@@ -69,9 +85,25 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=160)
 
 
+def _writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file that cannot be written before the work whose figures it is to hold."""
+    if value is None or value == "-":
+        return value
+    path = Path(value)
+    if path.is_dir():
+        raise click.BadParameter(f"{value!r} is a directory; give a file, or '-' for standard output")
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
+    return value
+
+
 quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
 json_option = click.option(
-    "--json", "json_file", metavar="FILE", help="Write the figures as JSON ('-': standard output)."
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=_writable,
+    help="Write the figures as JSON ('-': standard output).",
 )
 device_option = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ... [default: a GPU if there is one]"
@@ -95,7 +127,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(short_help="Quantize a model and write a checkpoint.")
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
@@ -158,13 +190,20 @@ def quantize(
         name, equals, value = setting.partition("=")
         if not equals:
             raise InputError(f"--set {setting!r}; write NAME=VALUE")
-        chosen[name.replace("-", "_")] = value
-    if recipe is not None and chosen:
-        raise InputError(f"--recipe says everything about its passes; drop {', '.join(chosen)}")
+        name = name.replace("-", "_")
+        if name in chosen:
+            raise InputError(f"option {name} is given twice ({chosen[name]!r} and {value!r}); give it once")
+        chosen[name] = value
+    if recipe is not None and (chosen or given("method")):
+        dropped = [*(["method"] if given("method") else []), *chosen]
+        raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
     passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
     calibration = options.pop("calibration")
-    if calibration is not None and not any(p.needs() for p in passes):
-        raise InputError(f"method {method!r} uses no calibration data; drop --calibration")
+    if not any(p.needs() for p in passes):
+        unused = [f"--{o.replace('_', '-')}" for o in ("calibration", "samples", "length", "batch_size") if given(o)]
+        if unused:
+            who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
+            raise InputError(f"{who} uses no calibration data; drop {', '.join(unused)}")
     with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
         result = compress.quantize(
             model,
@@ -247,7 +286,7 @@ def show_result(result: compress.Result, model: str) -> None:
         )
 
 
-@cli.command()
+@cli.command(short_help="Measure perplexity, KL divergence to the original, and size.")
 @click.argument("model")
 @click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
 @click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
@@ -317,7 +356,7 @@ def evaluation_table(
     return table
 
 
-@cli.command()
+@cli.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
 @click.argument("model")
 @json_option
 @quiet_option
@@ -351,7 +390,7 @@ def inspect(model: str, json_file: str | None, quiet: bool) -> None:
     )
 
 
-@cli.command()
+@cli.command(short_help="Continue a prompt with a model, compressed or not.")
 @click.argument("model")
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="New tokens at most.")
@@ -365,12 +404,13 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     """Continue a prompt with a model, compressed or not (weights are dequantized when loaded)."""
     import torch
 
+    from compress.device import find_device
     from compress.source import find_source, load_tokenizer
 
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = find_device(device)
     source = find_source(model)
     tokenizer = load_tokenizer(source)
-    network: Any = compress.load(model, torch.float32 if target == "cpu" else None, target)
+    network: Any = compress.load(model, torch.float32 if target.type == "cpu" else None, target)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -382,7 +422,7 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     click.echo(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-@cli.command()
+@cli.command(short_help="Check that a checkpoint holds what its run decided.")
 @click.argument("model")
 @json_option
 @quiet_option
@@ -395,7 +435,7 @@ def verify(model: str, json_file: str | None, quiet: bool) -> None:
         click.echo(f"{found['layers']} layers bit for bit; transformers {found['transformers']}")
 
 
-@cli.command()
+@cli.command(short_help="List the methods, or show the card of one.")
 @click.argument("name", required=False)
 @exits_cleanly
 def methods(name: str | None) -> None:
@@ -417,18 +457,21 @@ def methods(name: str | None) -> None:
     click.echo("\nDefaults: " + ", ".join(f"{f.name}={f.default}" for f in fields(kind)))
 
 
-@cli.command()
+@cli.command(short_help="Compare plain rounding and GPTQ on the built-in model.")
 @click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16.")
 @click.option("--group-size", type=int, default=128, show_default=True)
 @click.option("--output", metavar="DIR", help="Keep the two checkpoints here.  [default: a temporary directory]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoints of an earlier demo in --output.")
 @quiet_option
 @exits_cleanly
-def demo(scheme: str, group_size: int, output: str | None, quiet: bool) -> None:
+def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quiet: bool) -> None:
     """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
     import tempfile
 
     from compress.progress import reporting
 
+    if overwrite and output is None:
+        raise InputError("--overwrite needs --output; without it the demo keeps nothing")
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
         for made in (
@@ -438,19 +481,27 @@ def demo(scheme: str, group_size: int, output: str | None, quiet: bool) -> None:
             target = Path(output or scratch) / f"demo-{scheme}-{made.name}"
             with reporting(f"{made.name} quantize", quiet) as reporter:
                 compress.quantize(
-                    "demo", made, calibration="demo" if made.needs() else None, output=target, reporter=reporter
+                    "demo",
+                    made,
+                    calibration="demo" if made.needs() else None,
+                    output=target,
+                    overwrite=overwrite,
+                    reporter=reporter,
                 )
             with reporting(f"{made.name} evaluate", quiet) as reporter:
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
-    console().print(evaluation_table(rows, "fp16 (original)", rows[-1][1]))
+    if not quiet:
+        console().print(evaluation_table(rows, "fp16 (original)", rows[-1][1]))
 
 
 def main() -> None:
     """Entry point of `compress` and `python -m compress`."""
+    import huggingface_hub
     import transformers
 
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
     cli()

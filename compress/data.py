@@ -41,6 +41,11 @@ def read_text(source: str, what: str) -> str:
         return (DEMO / ("calibration.txt" if what == "calibration" else "heldout.txt")).read_text(encoding="utf-8")
     path = Path(source)
     if path.suffix not in TEXT_FORMATS:
+        if path.is_dir():
+            raise InputError(
+                f"text {source!r} is a directory; give a file ({', '.join(TEXT_FORMATS + TOKEN_FORMATS)}), a datasets "
+                "id or 'demo'"
+            )
         if path.exists():
             raise InputError(
                 f"text {source!r} has the ending {path.suffix!r}; allowed: "
@@ -52,7 +57,7 @@ def read_text(source: str, what: str) -> str:
     try:
         if path.suffix == ".parquet":
             return _join(_parquet(path), source)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{source} is not UTF-8 (byte {error.start}); convert it first") from None
     except OSError as error:
@@ -68,7 +73,8 @@ def _join(documents: Iterable[str], source: str) -> str:
 
 
 def _jsonl(text: str, source: str) -> Iterable[str]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines(): a JSON string may hold other line separators, like U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -108,19 +114,20 @@ def _from_hub(source: str) -> str:
     return _join(loaded["text"], source)
 
 
-def read_tokens(source: str) -> Tensor:
-    """Token ids of a .pt or .npy file, int64 [samples, length]."""
+def read_tokens(source: str) -> Any:
+    """What a .pt or .npy file holds; `checked_ids` says whether it is token ids."""
     path = Path(source)
     if not path.is_file():
         raise InputError(f"token file {source!r} does not exist")
     try:
         if path.suffix == ".pt":
-            value = torch.load(path, weights_only=True)
-        else:
-            value = torch.from_numpy(np.load(path, allow_pickle=False))
-    except Exception as error:  # noqa: BLE001 - pickle and numpy raise anything
-        raise InputError(f"{source} is not a file of token ids ({str(error).splitlines()[0]})") from None
-    return checked_ids(value, source)
+            return torch.load(path, weights_only=True)
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except Exception:  # noqa: BLE001 - pickle and numpy raise anything, and advise to load it unsafely
+        writer = "torch.save" if path.suffix == ".pt" else "numpy.save"
+        raise InputError(
+            f"{source} is damaged or holds no tensor; write integers of shape [samples, length] with {writer}"
+        ) from None
 
 
 def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
@@ -136,14 +143,15 @@ def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tenso
         raise InputError(f"{source} holds {found}; token ids must be integers of shape [samples, length]")
     if value.numel() == 0:
         raise InputError(f"{source} holds no tokens")
+    value = value.to(torch.int64)  # small unsigned types have no minimum
     if value.shape[1] < 2:
         raise InputError(f"{source} holds rows of one token; rows of 2 or more are needed")
     if int(value.min()) < 0 or (vocabulary is not None and int(value.max()) >= vocabulary):
         raise InputError(
             f"{source} holds token ids from {int(value.min())} to {int(value.max())}; the vocabulary is "
-            f"0 to {'...' if vocabulary is None else vocabulary - 1}"
+            f"0 to {'...' if vocabulary is None else vocabulary - 1}: tokenize with this model's tokenizer"
         )
-    return value.to(torch.int64)
+    return value
 
 
 def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:

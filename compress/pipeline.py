@@ -32,7 +32,7 @@ from compress.forward import (
     suspended_forward,
 )
 from compress.grid import Quantized
-from compress.passes.base import Decision, Pass, Site
+from compress.passes.base import Decision, Only, Pass, Site
 from compress.progress import Reporter
 from compress.residency import Opened, Residency
 
@@ -146,14 +146,21 @@ def _check(plan: Plan) -> None:
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
         if not wanted:
-            raise InputError(f"pass {p.name!r} matches no layer; a layer is called {everything[0].name!r}")
+            named = f"pass {getattr(p, 'inner', p).name!r}"
+            if isinstance(p, Only):
+                named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
+            raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
         p.check({layer.name: layer.shape for layer in wanted})
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
             if earlier is not None:
+                names = [getattr(q, "inner", q).name for q in (p, earlier)]
+                advice = "give them different layers (`only`, `but`)"
+                if p.writes != "quantized weight":
+                    advice = f"put {names[0]!r} first or {advice}"
                 raise InputError(
-                    f"{p.name!r} needs the dense weight of {layer.name}, which {earlier.name!r} has "
-                    f"quantized before it; put {p.name!r} first or give them different layers"
+                    f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
+                    f"quantized before it; {advice}"
                 )
             if p.writes == "quantized weight":
                 quantized_by[layer.name] = p

@@ -41,7 +41,7 @@ class Lines:
     def step(self, done: int, total: int, what: str) -> None:
         left = (time.monotonic() - self.started) / max(done, 1) * (total - done)
         remaining = f", {left:.0f} s left" if 0 < done < total else ""
-        print(f"{self.title}: {done}/{total} {what}{remaining}", file=sys.stderr, flush=True)
+        print(f"{self.title}: {done}/{total} {what}{remaining}".rstrip(), file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
         print(f"note: {message}", file=sys.stderr, flush=True)

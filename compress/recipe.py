@@ -8,6 +8,7 @@ passes:
 """
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
@@ -21,6 +22,8 @@ from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 
 PASSES: dict[str, type[Pass]] = {"rtn": RTN, "gptq": GPTQ}
+TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
+TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
@@ -41,10 +44,15 @@ def _third_party(path: str) -> type[Pass]:
     module, _, attribute = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"pass {path!r} cannot be imported: {error}") from None
+    except Exception as error:  # noqa: BLE001 - importing runs the module, which may raise anything
+        raise InputError(
+            f"pass {path!r} cannot be imported ({type(error).__name__}: {error}); write module:Class, with the "
+            "module on PYTHONPATH"
+        ) from None
     if not (isinstance(kind, type) and issubclass(kind, Pass)):
         raise InputError(f"{path!r} is no subclass of compress.Pass")
+    if not hasattr(kind, "name") or issubclass(kind, Only):
+        raise InputError(f"{path!r} is no pass that runs by itself; give a subclass of compress.Pass with a name")
     return kind
 
 
@@ -52,14 +60,25 @@ def _typed(name: str, key: str, value: Any, default: Any) -> Any:
     """`value` in the type of the option's default; words like "0.5" and "true" are read."""
     if default is MISSING or isinstance(default, tuple):
         return tuple(value) if isinstance(value, list) else value
-    wanted = type(default)
+    wanted, given = type(default), value
     if isinstance(value, str) and wanted is not str:
-        value = yaml.safe_load(value)
+        value = _read_word(value, wanted)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not wanted:
-        raise InputError(f"option {key} of {name} is {value!r}; it must be a {wanted.__name__}, like {default!r}")
+    if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
+        kind = TYPE_NAMES.get(wanted, wanted.__name__)
+        raise InputError(f"option {key} of {name} is {given!r}; it must be {kind}, like {default!r}")
     return value
+
+
+def _read_word(word: str, wanted: type) -> Any:
+    """The value that a word stands for; the word itself where it stands for none. YAML takes 1e-3 for a word."""
+    if wanted is bool:
+        return TRUTH.get(word.lower(), word)
+    try:
+        return wanted(word) if wanted in (int, float) else word
+    except ValueError:
+        return word
 
 
 def parse_recipe(data: Any, where: str) -> tuple[Pass, ...]:
@@ -78,7 +97,10 @@ def _step(step: Any, where: str) -> Pass:
     options = step[names[0]] or {}
     if not isinstance(options, Mapping):
         raise InputError(f"{where}: the options of {names[0]} must be a mapping")
-    result = make_pass(names[0], options)
+    try:
+        result = make_pass(names[0], options)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     for key in ("only", "but"):
         if key in step:
             patterns = step[key]

@@ -51,6 +51,8 @@ class Source:
 def find_source(name: str) -> Source:
     """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint."""
     path = DEMO if name == "demo" else Path(name)
+    if not name.strip():
+        raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
     if not path.exists():
         path = _download(name)
     if not path.is_dir():
@@ -107,7 +109,8 @@ def _weight_files(path: Path) -> dict[str, Path]:
     return found
 
 
-def _config(source: Source) -> PretrainedConfig:
+def read_config(source: Source) -> PretrainedConfig:
+    """The configuration as transformers reads it. Raises CheckpointError where it cannot."""
     try:
         return AutoConfig.from_pretrained(source.path)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
@@ -123,27 +126,44 @@ def _model_class(source: Source) -> Any:
     return found if found is not None else AutoModelForCausalLM
 
 
-def load_dense(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files."""
+def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
+    """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files.
+
+    notes: takes what the person should know about the checkpoint.
+    """
     if source.quantization is not None:
         raise InputError(
             f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
         )
-    _config(source)
-    return from_pretrained(source, str(source.path), dtype="auto" if dtype is None else dtype)
+    read_config(source)
+    return from_pretrained(source, str(source.path), notes, dtype="auto" if dtype is None else dtype)
 
 
-def from_pretrained(source: Source, path: str | None, **arguments: Any) -> nn.Module:
+def from_pretrained(source: Source, path: str | None, notes: list[str] | None = None, **arguments: Any) -> nn.Module:
+    """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out."""
     try:
-        model, info = _model_class(source).from_pretrained(path, output_loading_info=True, **arguments)
+        # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
+        model, info = _model_class(source).from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+        )
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
-    mismatched = sorted(str(m) for m in info.get("mismatched_keys") or ())
+    mismatched = sorted((name, list(found), list(expected)) for name, found, expected in info["mismatched_keys"])
     if mismatched:
-        raise CheckpointError(f"{source.path}: shape mismatch for {mismatched[0]}")
+        name, found, expected = mismatched[0]
+        raise CheckpointError(
+            f"{source.path}: {name} has shape {found}, its config.json asks for {expected} ({len(mismatched)} tensors "
+            "differ in all)"
+        )
+    unused = sorted(info["unexpected_keys"])
+    if unused and notes is not None:
+        notes.append(
+            f"{len(unused)} tensors of {source.path} are no part of {type(model).__name__} and are not written, "
+            f"like {unused[0]}"
+        )
     return model.eval()
 
 
@@ -212,7 +232,7 @@ def load(model: str | Path, dtype: torch.dtype | None = None, device: str | torc
         name: value.dequantize() if isinstance(value, Quantized) else value
         for name, value in read_tensors(source).items()
     }
-    config = _config(source)
+    config = read_config(source)
     del config.quantization_config
     target = dtype if dtype is not None else config.dtype
     return from_pretrained(source, None, config=config, state_dict=tensors, dtype=target).to(device)

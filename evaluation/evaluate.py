@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.data import load_tokens
+from compress.device import find_device
 from compress.errors import InputError
 from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
 from compress.progress import Reporter, Silent
-from compress.source import find_source, load, load_tokenizer
+from compress.source import find_source, load, load_tokenizer, read_config
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ def _size(model: nn.Module | str | Path | None) -> Size | None:
     return measure_size(find_source(str(model))) if isinstance(model, str | Path) else None
 
 
+def _config_of(model: nn.Module | str | Path) -> Any:
+    """The configuration, without loading weights."""
+    named = isinstance(model, str | Path)
+    found: Any = read_config(find_source(str(model))) if named else getattr(model, "config", None)
+    if not isinstance(getattr(found, "vocab_size", None), int):
+        raise InputError(f"{type(found or model).__name__} has no vocabulary; perplexity and KL need a language model")
+    return found
+
+
 def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> Any:
     network: Any = load(model, dtype, device) if isinstance(model, str | Path) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
@@ -71,12 +81,10 @@ def evaluate(
 
     Raises InputError for models that predict no next token and for text that cannot be used.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
     sizes = _size(model), _size(reference)
-    network = _ready(model, work, target)
-    original = None if reference is None else _ready(reference, work, target)
-    config = network.config
+    config = _config_of(model)
     sources = [find_source(str(m)) for m in (model, reference) if isinstance(m, str | Path)]
 
     def tokenizer() -> Any:
@@ -85,14 +93,16 @@ def evaluate(
         return load_tokenizer(sources[0])
 
     tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
-    if original is not None and original.config.vocab_size != config.vocab_size:
+    if reference is not None and _config_of(reference).vocab_size != config.vocab_size:
         raise InputError(
-            f"the reference has a vocabulary of {original.config.vocab_size}, the model of "
+            f"the reference has a vocabulary of {_config_of(reference).vocab_size}, the model of "
             f"{config.vocab_size}; KL needs the same one"
         )
     reporter = reporter or Silent()
     for note in tokens.notes:
         reporter.note(note)
+    network = _ready(model, work, target)
+    original = None if reference is None else _ready(reference, work, target)
     quality = measure(network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows"))
     return Evaluation(
         perplexity=quality.perplexity,

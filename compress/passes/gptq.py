@@ -62,7 +62,7 @@ class GPTQ(QuantizeWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.damp <= 0:
+        if not 0 < self.damp < float("inf"):
             raise InputError(f"damp {self.damp}; allowed: above 0 (0.01 is usual)")
         if not 0 <= self.drift <= 1:
             raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
@@ -70,6 +70,8 @@ class GPTQ(QuantizeWeights):
             raise InputError(f"act_order {self.act_order!r}; allowed: none, static, group")
         if self.statistics not in ("float32", "float64"):
             raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        if self.refit < 0 or self.sweeps < 0:
+            raise InputError(f"refit {self.refit}, sweeps {self.sweeps}; allowed: 0 (off) or more rounds")
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 

@@ -1,0 +1,212 @@
+"""Recipes: what is written is what is read, every option is checked, and what is wrong is said in one line."""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, get_args
+
+import pytest
+import yaml
+
+from compress import GPTQ, RTN, but, only
+from compress.errors import InputError
+from compress.passes.base import GridName, Only, Pass
+from compress.recipe import PASSES, describe, load_recipe, make_pass, parse_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foreign(RTN):
+    """A third party's pass."""
+
+    name: ClassVar[str] = "foreign"
+
+    strength: float = 0.5
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name under which a recipe imports `Foreign`."""
+    monkeypatch.setitem(sys.modules, Foreign.__module__, sys.modules[__name__])
+    return f"{Foreign.__module__}:Foreign"
+
+
+def round_trip(*passes: Pass) -> tuple[Pass, ...]:
+    """Through the text of a YAML file."""
+    return parse_recipe(yaml.safe_load(yaml.safe_dump(describe(passes))), "recipe")
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        (RTN(),),
+        (GPTQ(),),
+        (
+            GPTQ(
+                scheme="w3a16",
+                group_size=-1,
+                grid="asymmetric",
+                clip=False,
+                damp=1e-5,
+                drift=0.25,
+                act_order="group",
+                refit=0,
+                sweeps=7,
+                statistics="float64",
+            ),
+        ),
+        (RTN(per_tensor=True, grid="narrow"), GPTQ(clip=True)),
+        (only(GPTQ(), "*.mlp.*", "*.q_proj"), but(RTN(scheme="w8a16"), "*.mlp.*")),
+        (but(only(RTN(), "model.*"), "*.down_proj"),),
+        (only(but(RTN(), "*.down_proj"), "model.*"),),
+    ],
+    ids=lambda passes: " + ".join(type(p).__name__ for p in passes),
+)
+def test_a_described_recipe_reads_back_as_the_same_treatment_of_every_layer(passes: tuple[Pass, ...]) -> None:
+    read = round_trip(*passes)
+    assert describe(read) == describe(passes)
+    names = [f"model.layers.0.{n}" for n in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")] + ["head.down_proj"]
+    for before, after in zip(passes, read, strict=True):
+        assert [after.wants(n) for n in names] == [before.wants(n) for n in names]
+        while isinstance(before, Only):
+            before = before.inner
+        while isinstance(after, Only):
+            after = after.inner
+        assert after == before
+
+
+def test_single_filters_and_plain_passes_read_back_equal() -> None:
+    passes = (RTN(group_size=32), only(GPTQ(damp=0.05), "*.mlp.*"), but(RTN(), "a", "b"))
+    assert round_trip(*passes) == passes
+
+
+def test_a_third_partys_pass_reads_back_equal(foreign: str) -> None:
+    passes = (Foreign(strength=0.75, group_size=64), only(Foreign(), "*.mlp.*"))
+    described = describe(passes)
+    assert list(described["passes"][0]) == [foreign]
+    assert round_trip(*passes) == passes
+
+
+def test_two_filters_of_one_kind_are_refused_rather_than_lost() -> None:
+    with pytest.raises(InputError, match="cannot hold two `only` filters"):
+        describe([only(only(RTN(), "a"), "b")])
+
+
+def test_a_description_spells_out_every_option() -> None:
+    for name, kind in PASSES.items():
+        (step,) = describe([kind()])["passes"]
+        assert set(step) == {name}
+        assert set(step[name]) == {f.name for f in fields(kind)}
+
+
+OPTIONS = [(name, f.name, f.default) for name, kind in PASSES.items() for f in fields(kind)]
+WRONG = {
+    int: ["many", "1.5", 1.5, True, None, [1]],
+    float: ["much", "nan", "inf", True, None, [1.0]],
+    bool: ["maybe", 1, None],
+    str: [4, True, None, ["w4a16"]],
+}
+
+
+@pytest.mark.parametrize(("name", "option", "default"), OPTIONS, ids=lambda v: str(v))
+def test_every_option_refuses_values_of_another_type(name: str, option: str, default: object) -> None:
+    for value in WRONG[type(default)]:
+        with pytest.raises(InputError, match=f"option {option} of {name} is .*; it must be .*, like {default!r}"):
+            make_pass(name, {option: value})
+
+
+@pytest.mark.parametrize(("name", "option", "default"), OPTIONS, ids=lambda v: str(v))
+def test_every_option_is_read_from_a_word_as_from_yaml(name: str, option: str, default: object) -> None:
+    assert make_pass(name, {option: str(default)}) == make_pass(name, {option: default}) == PASSES[name]()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("scheme", "w16a16"),
+        ("grid", "asym"),
+        ("group_size", 0),
+        ("damp", -1.0),
+        ("drift", 1.1),
+        ("drift", -0.1),
+        ("act_order", "static "),
+        ("statistics", "float16"),
+        ("refit", -1),
+        ("sweeps", -1),
+    ],
+)
+def test_values_out_of_range_are_refused_with_what_is_allowed(option: str, value: object) -> None:
+    with pytest.raises(InputError, match="allowed: "):
+        make_pass("gptq", {option: value})
+
+
+def test_every_grid_is_allowed_and_means_something_else() -> None:
+    assert len({make_pass("rtn", {"grid": name}).weight_grid() for name in get_args(GridName)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("1e-3", 1e-3), ("0.05", 0.05), ("1", 1.0), ("5E-1", 0.5), (1, 1.0), (0.5, 0.5)]
+)
+def test_numbers_are_read_as_people_write_them(word: object, value: float) -> None:
+    damp = make_pass("gptq", {"damp": word}).damp
+    assert (damp, type(damp)) == (value, float)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("true", True), ("False", False), ("yes", True), ("off", False), (True, True)]
+)
+def test_truth_values_are_read_as_people_write_them(word: object, value: bool) -> None:
+    assert make_pass("gptq", {"clip": word}).clip is value
+
+
+@pytest.mark.parametrize("text", ["passes:\n- gptq: {damp: 1e-3}", "passes:\n- gptq: {damp: 0.001}"])
+def test_scientific_numbers_in_yaml_are_numbers(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert load_recipe(path) == (GPTQ(damp=0.001),)
+
+
+def test_a_pass_without_options_has_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("passes:\n- rtn:\n- gptq: {}\n")
+    assert load_recipe(path) == (RTN(), GPTQ())
+
+
+def test_a_recipe_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"passes: [rtn: {}] # caf\xe9")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("key", ["only", "but"])
+@pytest.mark.parametrize("patterns", ["*.mlp.*", [], [1], None, {"a": 1}])
+def test_filters_are_lists_of_patterns(key: str, patterns: object) -> None:
+    with pytest.raises(InputError, match=f"step 1: `{key}` must be a list of layer patterns"):
+        parse_recipe({"passes": [{"rtn": {}, key: patterns}]}, "recipe")
+
+
+def test_errors_name_the_step() -> None:
+    with pytest.raises(InputError, match="recipe, step 2 must name one pass; it has gptq, rtn"):
+        parse_recipe({"passes": [{"rtn": {}}, {"gptq": {}, "rtn": {}}]}, "recipe")
+    with pytest.raises(InputError, match="recipe, step 2: unknown option of rtn 'schema'; did you mean 'scheme'"):
+        parse_recipe({"passes": [{"rtn": {}}, {"rtn": {"schema": 1}}]}, "recipe")
+
+
+def test_a_misspelt_pass_is_corrected() -> None:
+    with pytest.raises(InputError, match="unknown method 'gtpq'; did you mean 'gptq'"):
+        make_pass("gtpq", {})
+
+
+def test_a_third_partys_module_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_written_pass.py").write_text("class Mine(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"'half_written_pass:Mine' cannot be imported \(SyntaxError"):
+        make_pass("half_written_pass:Mine", {})
+    with pytest.raises(InputError, match=r"cannot be imported \(AttributeError"):
+        make_pass("compress:NoSuchPass", {})
+
+
+@pytest.mark.parametrize("path", ["compress.passes.base:Pass", "compress.passes.base:QuantizeWeights"])
+def test_classes_that_cannot_run_are_refused(path: str) -> None:
+    with pytest.raises(InputError, match="is no pass that runs by itself"):
+        make_pass(path, {})
