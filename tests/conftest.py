@@ -1,14 +1,8 @@
-"""Fixtures that many tests share: a tiny random Llama on disk, and the command line run inside this process."""
+"""Fixtures that many tests share."""
 
-import io
-import json
 import os
 import shutil
-import sys
-import warnings
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 
 # Read when these libraries are imported: no test asks a server for anything, and none waits for one.
@@ -18,70 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 
 import pytest
 import torch
+from commands import SHARED, VOCABULARY, make_llama, save
 
 import compress
-from compress.cli import main
 from compress.source import DEMO
-
-SHARED = Path(__file__).parents[2] / "shared" / "data"
-VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
-PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}  # the paper's, and fast
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left behind: exit code and the two streams."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> dict:
-        return json.loads(self.out)
-
-
-def command(*arguments: object) -> Outcome:
-    """Run `compress ARGUMENTS` in this process, through the entry point that the installed command has."""
-    out, err = io.StringIO(), io.StringIO()
-    argv, code = sys.argv, 0
-    sys.argv = ["compress", *map(str, arguments)]
-    try:
-        with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err):
-            main()
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    finally:
-        sys.argv = argv
-    return Outcome(code, out.getvalue(), err.getvalue())
-
-
-def make_llama(seed: int = 0, **changes: object) -> torch.nn.Module:
-    """A random Llama: 2 layers of hidden 64 and MLP 96 (divides by 32, not by 64), the demo's vocabulary."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.1,  # logits of a spread at which rounding shows
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
-
-
-def save(model: torch.nn.Module, directory: Path, **options: object) -> Path:
-    """Write a model with the demo's tokenizer beside it."""
-    model.save_pretrained(directory, **options)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / name, directory / name)
-    return directory
 
 
 @pytest.fixture(scope="session", autouse=True)

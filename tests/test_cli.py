@@ -2,7 +2,7 @@
 
 Bad input: exit code 2, one line on standard error that names what was given and what is allowed, no output. Work that
 fails: exit code 1, one line after the progress, finished blocks kept. Most commands run inside this process
-(`conftest.command`).
+(`commands.command`).
 """
 
 import json
@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import PLAIN_GPTQ, SHARED, Outcome, command, make_llama, save
 from safetensors.torch import load_file, save_file
 
 import compress
-from tests.conftest import PLAIN_GPTQ, SHARED, Outcome, command, make_llama, save
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
 COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "demo")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import CONTEXT, HIDDEN, INTERMEDIATE, SHARED, VOCABULARY, make_llama, save
 from scipy.stats import entropy
 from torch.nn import functional
 
@@ -15,7 +16,6 @@ from compress.errors import InputError
 from compress.evaluation import quality
 from compress.evaluation.size import measure_size
 from compress.source import find_source
-from tests.conftest import CONTEXT, HIDDEN, INTERMEDIATE, SHARED, VOCABULARY, make_llama, save
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
