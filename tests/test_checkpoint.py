@@ -185,7 +185,7 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path):
     source, out = save(model, tmp_path / "in"), tmp_path / "out"
     p = compress.GPTQ(group_size=16)
     arguments = {"calibration": tokens(), "batch_size": 2, "verify": False}
-    compress.quantize(source, p, output=tmp_path / "whole", **arguments, verify=False)
+    compress.quantize(source, p, output=tmp_path / "whole", **arguments)
 
     script = RUN.format(tests=str(Path(__file__).parent), model=str(source), out=str(out), stop=2)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as running:
@@ -202,10 +202,10 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path):
     }
 
     with pytest.raises(InputError, match="unfinished run; go on with --resume"):
-        compress.quantize(source, p, output=out, **arguments, verify=False)
+        compress.quantize(source, p, output=out, **arguments)
     with pytest.raises(InputError, match="another run"):
-        compress.quantize(source, compress.GPTQ(group_size=32), output=out, resume=True, **arguments, verify=False)
-    result = compress.quantize(source, p, output=out, resume=True, **arguments, verify=False)
+        compress.quantize(source, compress.GPTQ(group_size=32), output=out, resume=True, **arguments)
+    result = compress.quantize(source, p, output=out, resume=True, **arguments)
     assert files(out) == files(tmp_path / "whole")
     assert {f: (out / f).stat().st_mtime_ns for f in kept} == kept, "finished blocks were written again"
     assert len(result.record.layers) == 28
