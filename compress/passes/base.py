@@ -8,7 +8,7 @@ there are, it cannot tell. To add a pass: one file beside this one, one line in 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class QuantizeWeights(Pass):
             raise InputError(f"scheme {self.scheme!r}; allowed: {', '.join(SCHEMES)} (weight bits 2 to 8)")
         if self.group_size == 0 or self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
+        if self.grid not in get_args(GridName):
+            raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
         self.weight_grid()
 
     def weight_grid(self) -> Grid:

@@ -70,6 +70,9 @@ class GPTQ(QuantizeWeights):
             raise InputError(f"act_order {self.act_order!r}; allowed: none, static, group")
         if self.statistics not in ("float32", "float64"):
             raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        for option in ("refit", "sweeps"):
+            if getattr(self, option) < 0:
+                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more rounds")
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 
