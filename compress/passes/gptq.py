@@ -90,7 +90,7 @@ class GPTQ(QuantizeWeights):
         order = column_order(hessian.diagonal(), self.act_order, self.weight_grid().group_size)
         ordered = hessian[order][:, order]
         factor = factorize(ordered, self.damp)
-        correction = drift_correction(statistics, self.drift, self.damp)
+        correction = drift_correction(statistics, self.drift, factor.damp)
         decisions = {}
         # Rows are independent given H: the site's layers are solved as one tall weight.
         for names in stacks(site):
@@ -205,8 +205,7 @@ def drift_correction(statistics: HessianResult, drift: float, damp: float) -> Te
         return None
     assert statistics.cross is not None
     hessian = statistics.hessian
-    level = damp
-    regular = damped(hessian, level)
+    regular = damped(hessian, damp)
     # (H + l)^-1 (a G + (1 - a) H + l)^T, transposed: G^T solves on the right-hand side of a symmetric system.
     mixed = drift * statistics.cross + (regular - drift * hessian)
     return torch.linalg.solve(regular, mixed.t()).t()
