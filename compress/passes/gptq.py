@@ -326,7 +326,10 @@ class _Polish:
             gradient -= change @ self.hessian[columns]
 
     def descend(self) -> None:
-        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum."""
+        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum.
+
+        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
+        """
         rule, columns = self.rule, self.weight.shape[1]
         gradient = (self.weight - self.values) @ self.hessian
         for first in range(0, columns, BLOCK):
@@ -337,7 +340,11 @@ class _Polish:
             change_BN = torch.empty_like(values_BN)
             for j in range(last - first):
                 target = values_BN[j] + gradient_BN[j] / block[j, j]
+                codes = rule.codes[first + j].clone()
                 value = rule.decide(first + j, target)
+                closer = (value - target).abs() < (values_BN[j] - target).abs()
+                rule.codes[first + j] = torch.where(closer, rule.codes[first + j], codes)
+                value = torch.where(closer, value, values_BN[j])
                 change_BN[j] = value - values_BN[j]
                 values_BN[j] = value
                 gradient_BN.addr_(block[j], change_BN[j], alpha=-1)
