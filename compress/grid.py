@@ -236,14 +236,15 @@ def quantize(
 ) -> Quantized:
     """Round a matrix to the nearest point of its grid.
 
-    x [N, K] floating point. scale and zero_point [N, G] are fitted unless given. scale_dtype is the dtype the scale
-    is stored in (the dtype of x when not given). Raises InputError where the group size does not divide K.
+    x [N, K] floating point. scale and zero_point [N, G] are fitted unless given (a given scale is rounded to
+    scale_dtype first). scale_dtype is the dtype the scale is stored in (the dtype of x when not given). Raises
+    InputError where the group size does not divide K.
     """
     dtype = x_NK.dtype if scale_dtype is None else scale_dtype
     work = x_NK.to(working_dtype(x_NK))
     if scale is None:
         scale, zero_point = fit_matrix(work, grid, dtype)
-    scale = scale.to(work.dtype)
+    scale = round_scale(scale.to(work.dtype), dtype)
     zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(work.dtype)
     groups = work.reshape(1, 1, -1) if scale.numel() == 1 else work.reshape(len(work), scale.shape[1], -1)
     codes = encode(groups, scale.unsqueeze(-1), zero.unsqueeze(-1), grid)

@@ -118,7 +118,7 @@ class ChannelMean:
 
 
 class MinMax:
-    """(lowest, highest) x per channel, each [K], float32. Both are 0 where no token was seen."""
+    """(lowest, highest) x per channel, each [K], float32. Both are 0 where no token was seen; NaN where one was NaN."""
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.lowest = torch.full((channels,), float("inf"), device=device)
@@ -134,5 +134,5 @@ class MinMax:
         comm.all_reduce(self.highest, "max")
 
     def result(self) -> tuple[Tensor, Tensor]:
-        seen = self.lowest <= self.highest
-        return self.lowest.where(seen, 0.0), self.highest.where(seen, 0.0)
+        unseen = self.lowest > self.highest
+        return self.lowest.masked_fill(unseen, 0.0), self.highest.masked_fill(unseen, 0.0)

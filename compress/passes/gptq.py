@@ -70,8 +70,9 @@ class GPTQ(QuantizeWeights):
             raise InputError(f"act_order {self.act_order!r}; allowed: none, static, group")
         if self.statistics not in ("float32", "float64"):
             raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
-        if self.refit < 0 or self.sweeps < 0:
-            raise InputError(f"refit {self.refit}, sweeps {self.sweeps}; allowed: 0 (off) or more rounds")
+        for option in ("refit", "sweeps"):
+            if getattr(self, option) < 0:
+                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more rounds")
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 
@@ -89,7 +90,7 @@ class GPTQ(QuantizeWeights):
         order = column_order(hessian.diagonal(), self.act_order, self.weight_grid().group_size)
         ordered = hessian[order][:, order]
         factor = factorize(ordered, self.damp)
-        correction = drift_correction(statistics, self.drift, self.damp)
+        correction = drift_correction(statistics, self.drift, factor.damp)
         decisions = {}
         # Rows are independent given H: the site's layers are solved as one tall weight.
         for names in stacks(site):
@@ -327,7 +328,10 @@ class _Polish:
             gradient -= change @ self.hessian[columns]
 
     def descend(self) -> None:
-        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum."""
+        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum.
+
+        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
+        """
         rule, columns = self.rule, self.weight.shape[1]
         gradient = (self.weight - self.values) @ self.hessian
         for first in range(0, columns, BLOCK):
@@ -338,7 +342,11 @@ class _Polish:
             change_BN = torch.empty_like(values_BN)
             for j in range(last - first):
                 target = values_BN[j] + gradient_BN[j] / block[j, j]
+                codes = rule.codes[first + j].clone()
                 value = rule.decide(first + j, target)
+                closer = (value - target).abs() < (values_BN[j] - target).abs()
+                rule.codes[first + j] = torch.where(closer, rule.codes[first + j], codes)
+                value = torch.where(closer, value, values_BN[j])
                 change_BN[j] = value - values_BN[j]
                 values_BN[j] = value
                 gradient_BN.addr_(block[j], change_BN[j], alpha=-1)
