@@ -175,6 +175,7 @@ class Writer:
     def __init__(self, output: Path, identity: str, comm: Comm, *, resume: bool, overwrite: bool) -> None:
         self.output, self.comm, self.overwrite = output, comm, overwrite
         self.partial = output.with_name(output.name + ".partial")
+        self.replaced = output.with_name(output.name + ".replaced")  # the old output, for a moment
         self.identity = identity
         self.blocks: dict[str, dict[str, Any]] = {}
         problem = None
@@ -198,10 +199,12 @@ class Writer:
     def _prepare(self, resume: bool) -> None:
         if self.output.exists() and not self.overwrite:
             raise InputError(f"{self.output} exists; choose another output or pass --overwrite")
-        if self.output.exists() and not (self.output.is_dir() and self._ours(self.output)):
+        if self.output.exists() and not self._ours(self.output):
             raise InputError(
                 f"{self.output} is not a checkpoint of this tool; it is not overwritten: choose another output"
             )
+        if self.output.exists() and self.replaced.exists() and not self._ours(self.replaced):
+            raise InputError(f"{self.replaced} is in the way of replacing {self.output}; move it")
         progress = self.partial / PROGRESS
         if self.partial.exists() and any(self.partial.iterdir()):
             if not progress.exists():
@@ -226,7 +229,7 @@ class Writer:
 
     @staticmethod
     def _ours(directory: Path) -> bool:
-        return (directory / RECORD).exists() or not any(directory.iterdir())
+        return directory.is_dir() and ((directory / RECORD).exists() or not any(directory.iterdir()))
 
     def packed_grids(self) -> dict[str, Grid]:
         """{layer: grid} of the layers written as packed codes so far."""
@@ -391,15 +394,14 @@ class Writer:
         (self.partial / PROGRESS).unlink()
         for stray in self.partial.glob("*.writing"):
             stray.unlink()
-        old = None
         if self.output.exists():
-            old = self.output.with_name(self.output.name + ".replaced")
-            if old.exists():
-                shutil.rmtree(old)
-            self.output.rename(old)
-        self.partial.rename(self.output)
-        if old is not None:
-            shutil.rmtree(old)
+            if self.replaced.exists():
+                shutil.rmtree(self.replaced)
+            self.output.rename(self.replaced)
+            self.partial.rename(self.output)
+            shutil.rmtree(self.replaced)
+        else:
+            self.partial.rename(self.output)
 
 
 class Discard:

@@ -485,15 +485,18 @@ def test_an_output_of_somebody_else_is_never_overwritten(desk: Desk, kind: str) 
     assert (desk.output.read_bytes() if kind == "file" else tree(desk.output)) == before
 
 
-def test_a_directory_in_the_way_of_the_unfinished_run_is_kept(desk: Desk) -> None:
-    other = desk.here / "output.partial"
+@pytest.mark.parametrize("name", ["output.partial", "output.replaced"])
+def test_a_directory_in_the_way_of_a_working_directory_is_kept(desk: Desk, name: str) -> None:
+    assert desk.rtn(desk.model).code == 0
+    before = tree(desk.output)
+    other = desk.here / name
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    outcome = desk.rtn(desk.model, "--overwrite")
+    outcome = desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite")
     assert outcome.code == 2
-    assert "output.partial is in the way" in last_line(outcome)
+    assert f"{name} is in the way" in last_line(outcome)
     assert tree(other) == {"thesis.tex": b"mine"}
-    assert not desk.output.exists()
+    assert tree(desk.output) == before
 
 
 # --- work that fails -----------------------------------------------------------------------------------------------
