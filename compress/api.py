@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from compress.architecture import find_stacks, is_linear
 from compress.checkpoint import Discard, Writer, checksum, fingerprint, read_json, scheme_of
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
@@ -47,7 +46,6 @@ class Result:
     model: nn.Module | None = None
     output: Path | None = None
     verification: dict[str, Any] | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 def quantize(
@@ -66,6 +64,7 @@ def quantize(
     overwrite: bool = False,
     verify: bool | None = None,
     fsdp: bool = False,
+    one_block: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
     """Compress a model with one or more passes.
@@ -77,7 +76,7 @@ def quantize(
     windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if
     there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a
     fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of the
-    initialised process group.
+    initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed.
     """
@@ -91,14 +90,14 @@ def quantize(
         raise InputError("resume, overwrite and verify need an output")
     comm = Comm()
     source = find_source(str(model)) if isinstance(model, str | Path) else None
-    if verify and source is None:
-        raise InputError("verify needs a model that is read from a checkpoint; leave it out for a model in memory")
+    if verify and source is None and not hasattr(model, "config"):
+        raise InputError("verify reloads the output by its configuration, which this model has none of; leave it out")
     notes: list[str] = []
     network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
     was_training = network.training
     network.eval()
-    plan_ = plan(network, passes, ignore)
+    plan_ = plan(network, passes, ignore, one_block)
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
     tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
@@ -114,6 +113,7 @@ def quantize(
         "calibration": _calibration_fingerprint(tokens, batches),
         "batch_size": batch_size,
         "compute_dtype": str(compute),
+        "one_block": one_block,
     }
     sink: Writer | Discard = Discard()
     if output is not None:
@@ -125,22 +125,24 @@ def quantize(
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
     for note in notes:
         reporter.note(note)
+    record = RunRecord(notes=notes)
     mine = batches[comm.rank :: comm.world]
     with _nothing_left_of_nothing(sink):
         residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
         try:
-            record = run(network, plan_, mine, residency, sink, comm, reporter)
+            run(network, plan_, mine, residency, sink, comm, record, reporter)
         except ChainBrokenError as reason:
-            notes.append(f"the blocks are not a simple chain ({reason}); the model is treated as one block")
-            reporter.note(notes[-1])
-            record = run(network, plan(network, passes, ignore, one_block=True), mine, residency, sink, comm, reporter)
-    record.notes[:0] = notes
-    result = Result(record, notes=record.notes)
+            record.note(reporter, f"the blocks are not a simple chain ({reason}); the model is treated as one block")
+            plan_ = plan(network, passes, ignore, one_block=True)
+            run(network, plan_, mine, residency, sink, comm, record, reporter)
+    result = Result(record)
     if isinstance(sink, Writer):
-        _finish(sink, network, source, plan_, record, identity, tokens, comm)
+        _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter)
         result.output = sink.output
-        small = verify is None and source is not None and _bytes(source) <= VERIFY_LIMIT
-        if comm.rank == 0 and source is not None and (verify or small):
+        small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
+        if comm.rank == 0 and (verify or small):
+            blocks = sum(len(stack.blocks) for stack in plan_.stacks)
+            reporter.step(blocks, blocks, "verifying in a fresh process")
             result.verification = _verify(sink.output)
             _store_verification(sink.output, result.verification)
     if residency.keep:
@@ -232,8 +234,8 @@ def _residency(
     return Sharded(shard(model, list(plan_.stacks), mesh), device, dtype)
 
 
-def _bytes(source: Source) -> int:
-    return sum(path.stat().st_size for path in set(source.weights.values()))
+def _bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
@@ -283,17 +285,20 @@ def _finish(
     identity: dict[str, Any],
     tokens: Tokens | None,
     comm: Comm,
+    reporter: Reporter,
 ) -> None:
     packed = sink.packed_grids()
     if sink.dense_layers():
-        record.notes.append(
+        record.note(
+            reporter,
             f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
-            "compressed-tensors has no Conv1D, so these take no less space on disk"
+            "compressed-tensors has no Conv1D, so these take no less space on disk",
         )
     if any(not grid.symmetric for grid in packed.values()):
-        record.notes.append(
+        record.note(
+            reporter,
             "asymmetric weights: load in transformers with "
-            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails"
+            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails",
         )
     config: dict[str, Any] | None = dict(source.config) if source is not None else None
     extra: dict[str, str] = {}
@@ -355,6 +360,3 @@ def _store_verification(output: Path, verification: dict[str, Any]) -> None:
     record = read_json(output / RECORD)
     record["verification"] = verification
     write_json(output / RECORD, record)
-
-
-__all__ = ["Calibration", "Result", "find_stacks", "is_linear", "quantization_config", "quantize"]

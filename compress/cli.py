@@ -158,6 +158,7 @@ def cli() -> None:
     default=None,
     help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
 )
+@click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain.")
 @click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
 @device_option
 @json_option
@@ -279,7 +280,10 @@ def show_result(result: compress.Result, model: str) -> None:
     if seen is None:
         out.print("not verified: run `compress verify` on the output")
     elif seen["transformers"] == "compared":
-        out.print(f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal")
+        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal{how}"
+        )
     else:
         out.print(
             f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
@@ -416,6 +420,12 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
     if inputs["input_ids"].shape[1] == 0:
         raise InputError("the prompt is empty; give at least one token")
+    context = getattr(network.config, "max_position_embeddings", None)
+    if context is not None and inputs["input_ids"].shape[1] + tokens > context:
+        raise InputError(
+            f"the prompt has {inputs['input_ids'].shape[1]} tokens and {tokens} more are asked for; the model holds "
+            f"{context}: ask for fewer --tokens or shorten the prompt"
+        )
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)

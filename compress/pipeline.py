@@ -10,6 +10,7 @@ what is on disk, which is how a run resumes.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -111,8 +112,6 @@ class Plan:
 
 def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), one_block: bool = False) -> Plan:
     """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing."""
-    from fnmatch import fnmatchcase
-
     stacks = [whole_model(model)] if one_block else find_stacks(model)
     head = output_head(model)
     ignored: dict[str, str] = {}
@@ -356,14 +355,14 @@ def run(
     residency: Residency,
     sink: Sink,
     comm: Comm,
+    record: RunRecord,
     reporter: Reporter,
-) -> RunRecord:
+) -> None:
     """Carry out a plan. `batches` are this rank's micro-batches (empty where no pass needs calibration).
 
     Raises ChainBrokenError, before anything is changed, for a model that must run as one block.
     """
     started = time.monotonic()
-    record = RunRecord()
     record.left_alone.update(left_alone(model, plan_.treated))
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
@@ -381,7 +380,15 @@ def run(
                 with residency.open(stack.blocks[i][1]) as opened:
                     return output_shape(opened.block, args, kwargs)
 
-            captured = capture(model, stack, done, batches, residency, most, outputs)
+            try:
+                captured = capture(model, stack, done, batches, residency, most, outputs)
+            except ChainBrokenError as reason:
+                if not done:
+                    raise
+                raise CompressError(
+                    f"the blocks of {stack.name} are no simple chain ({reason}), which shows only after {done[0].name} "
+                    "is compressed; run again with --one-block (one_block=True)"
+                ) from None
         calls = list(captured[0])
         shadow = list(calls) if reference else []
         for i, (name, block) in enumerate(stack.blocks):
@@ -394,7 +401,6 @@ def run(
             reporter.step(finished, total, name)
         done.append(stack)
     record.seconds = time.monotonic() - started
-    return record
 
 
 __all__ = ["ChainBrokenError", "LayerRecord", "Plan", "RunRecord", "Sink", "plan", "real_tokens", "run"]

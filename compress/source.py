@@ -120,10 +120,16 @@ def read_config(source: Source) -> PretrainedConfig:
         ) from None
 
 
-def _model_class(source: Source) -> Any:
+def _model_class(source: Source, notes: list[str] | None) -> Any:
     names = source.config.get("architectures") or []
     found = getattr(transformers, names[0], None) if names else None
-    return found if found is not None else AutoModelForCausalLM
+    if found is not None:
+        return found
+    if notes is not None:
+        notes.append(
+            f"config.json names no architecture that transformers has ({names}); loaded as a causal language model"
+        )
+    return AutoModelForCausalLM
 
 
 def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
@@ -143,7 +149,7 @@ def from_pretrained(source: Source, path: str | None, notes: list[str] | None = 
     """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out."""
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
-        model, info = _model_class(source).from_pretrained(
+        model, info = _model_class(source, notes).from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
         )
     except Exception as error:

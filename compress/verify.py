@@ -46,24 +46,33 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
     return result.logits if "logits" in result else result[0]
 
 
-def load_with_transformers(source: Source, dtype: torch.dtype | None) -> nn.Module:
-    """The checkpoint as any user of transformers loads it. Needs compressed-tensors for a quantized one."""
-    arguments: dict[str, Any] = {"dtype": "auto" if dtype is None else dtype}
-    groups = (source.quantization or {}).get("config_groups", {}).values()
-    if not all(group["weights"]["symmetric"] for group in groups):
-        from transformers import CompressedTensorsConfig
+def load_with_transformers(source: Source) -> tuple[nn.Module, str]:
+    """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
 
-        arguments["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    Needs compressed-tensors for a quantized one. The default load has no asymmetric weights, and breaks for
+    architectures whose initialization touches the weights (T5); dequantizing while loading works for all.
+    """
+    groups = (source.quantization or {}).get("config_groups", {}).values()
+    if all(group["weights"]["symmetric"] for group in groups):
+        try:
+            return from_pretrained(source, str(source.path), dtype="auto"), "default"
+        except CheckpointError:
+            if source.quantization is None:
+                raise
+    from transformers import CompressedTensorsConfig
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
-        return from_pretrained(source, str(source.path), **arguments)
+        config = CompressedTensorsConfig(dequantize=True)
+        return from_pretrained(source, str(source.path), dtype="auto", quantization_config=config), "dequantize=True"
 
 
 def verify(path: str | Path) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
 
-    Returns {layers, transformers, dtype, logits_max_difference}: the layers compared, whether transformers was
-    compared (and why not), in which dtype, and the largest difference of its logits from ours (0.0).
+    Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
+    compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
+    ours (0.0).
     """
     source = find_source(str(path))
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
@@ -80,7 +89,8 @@ def verify(path: str | Path) -> dict[str, Any]:
     expected = outputs(ours, ids)
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
-    found = outputs(load_with_transformers(source, None), ids)
+    theirs, result["loader"] = load_with_transformers(source)
+    found = outputs(theirs, ids)
     result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
     if not torch.equal(found, expected):
         raise CompressError(

@@ -49,7 +49,7 @@ SCHEMES = [
     {"scheme": "w5a16", "group_size": 16},
     {"scheme": "w8a16", "group_size": -1},
     {"scheme": "w8a16", "group_size": 16, "grid": "asymmetric"},
-    {"scheme": "w8a16", "group_size": 16, "per_tensor": True},
+    {"scheme": "w8a16", "group_size": -1, "per_tensor": True},
 ]
 
 
@@ -63,7 +63,8 @@ def test_transformers_computes_the_logits_of_the_compressed_model(options, dtype
     compress.quantize(model, compress.RTN(**options))
     expected = outputs(model, probe(96))
     assert expected.dtype == LOADERS[dtype]
-    found = load_with_transformers(find_source(str(tmp_path / "out")), None)
+    found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
+    assert loader == ("dequantize=True" if options.get("grid") == "asymmetric" else "default")
     assert torch.equal(outputs(found, probe(96)), expected)
     assert torch.equal(outputs(compress.load(tmp_path / "out"), probe(96)), expected)
 
@@ -77,6 +78,25 @@ def test_other_families_reload_in_transformers(kind, tmp_path):
     assert result.verification["transformers"] == "compared"
     assert result.verification["logits_max_difference"] == 0.0
     assert result.verification["layers"] == len(result.record.layers)
+
+
+def test_an_encoder_decoder_is_written_as_one_block(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    source = save(build("t5"), tmp_path / "in")
+    ids = tokens()
+    batches = [{"input_ids": part, "decoder_input_ids": part} for part in ids.split(3)]
+    result = compress.quantize(
+        source, compress.GPTQ(group_size=16), calibration=batches, output=tmp_path / "out", verify=False
+    )
+    assert any("one block" in note for note in result.record.notes)
+    found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
+    assert loader == "dequantize=True"
+    ours = compress.load(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(found(**batches[0]).logits, ours(**batches[0]).logits)
+    before, after = compress.load(source).state_dict(), ours.state_dict()
+    changed = {name.removesuffix(".weight") for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {r.name for r in result.record.layers}
 
 
 def test_gpt2_is_written_dense_and_says_so(tmp_path):

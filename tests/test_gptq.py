@@ -340,8 +340,9 @@ def drifting(columns: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tens
 def test_drift_correction_without_drift_is_the_identity(drift):
     _, x = realistic_layer(1, 96, seed=5)
     hessian = mean_square(x)
-    correction = drift_correction(HessianResult(hessian, hessian.clone(), len(x)), drift, DAMP)
-    assert torch.allclose(correction, torch.eye(96, dtype=torch.float64), rtol=0, atol=1e-10)
+    assert drift_correction(HessianResult(hessian, hessian.clone(), len(x)), drift, DAMP) is None
+    nearly = drift_correction(HessianResult(hessian, hessian * (1 + 1e-12), len(x)), drift, DAMP)
+    assert torch.allclose(nearly, torch.eye(96, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
 def test_full_drift_correction_is_the_least_squares_weight():
@@ -550,7 +551,7 @@ def test_per_tensor_has_one_scale_per_layer_fitted_to_that_layer(act_order, grid
     weights, x, _ = attention()
     weights["block.k_proj"] *= 10
     options = {"scheme": "w8a16", "grid": grid, "act_order": act_order}
-    one = GPTQ(per_tensor=True, refit=0, drift=0, clip=False, statistics="float64", **options)
+    one = GPTQ(per_tensor=True, group_size=-1, refit=0, drift=0, clip=False, statistics="float64", **options)
     decisions = one.apply(make_site(weights, x))
     for name, weight in weights.items():
         quantized = decisions[name].weight
@@ -583,7 +584,8 @@ def test_dead_channels_keep_their_rounded_weight():
         ({"drift": -0.5}, "drift -0.5; allowed: 0 .* to 1"),
         ({"act_order": "desc"}, "act_order 'desc'; allowed: none, static, group"),
         ({"statistics": "bfloat16"}, "statistics 'bfloat16'; allowed: float32, float64"),
-        ({"per_tensor": True}, "set refit=0 with per_tensor"),
+        ({"per_tensor": True, "group_size": -1}, "set refit=0 with per_tensor"),
+        ({"per_tensor": True, "refit": 0}, "give -1 with it"),
         ({"scheme": "w9a16"}, "scheme 'w9a16'; allowed: w2a16, .*w8a16"),
         ({"scheme": "w4"}, "scheme 'w4'; allowed: w2a16"),
         ({"group_size": 0}, "group size 0; allowed: a positive number, or -1"),

@@ -54,7 +54,7 @@ def round_trip(*passes: Pass) -> tuple[Pass, ...]:
                 statistics="float64",
             ),
         ),
-        (RTN(per_tensor=True, grid="narrow"), GPTQ(clip=True)),
+        (RTN(per_tensor=True, group_size=-1, grid="narrow"), GPTQ(clip=True)),
         (only(GPTQ(), "*.mlp.*", "*.q_proj"), but(RTN(scheme="w8a16"), "*.mlp.*")),
         (but(only(RTN(), "model.*"), "*.down_proj"),),
         (only(but(RTN(), "*.down_proj"), "model.*"),),

@@ -99,8 +99,10 @@ class QuantizeWeights(Pass):
             raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
         if self.group_size == 0 or self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
-        if self.grid not in get_args(GridName):
-            raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
+        if self.per_tensor and self.group_size != -1:
+            raise InputError(
+                f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
+            )
         self.weight_grid()
 
     def weight_grid(self) -> Grid:
