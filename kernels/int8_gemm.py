@@ -12,8 +12,14 @@ they are stored. int32 sums are exact; the epilogue is `reference.rescale`.
 memory (the second is served by cache).
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+# Elements of a row that one program holds at a time, and the warps that share them.
+ROW_BLOCK = 8192
+ROW_WARPS = 8
 
 PRMT_FP16 = """
 { prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -164,3 +170,89 @@ def quantize_tokens_kernel(
         code = (tl.div_rn(x, scale + tl.zeros((BLOCK_K,), tl.float32)) + _ROUND) - _ROUND + zero
         code = tl.minimum(tl.maximum(code, -128.0), 127.0)
         tl.store(codes_ptr + m * K + start + k, code.to(tl.int8), mask=start + k < K)
+
+
+def w8a8_shape(M: int, hopper: bool = True) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) for M tokens. Not tuned by measurement.
+
+    Before Hopper both operands pass through registers, and the largest tile would spill.
+    """
+    if M <= 64:
+        return max(16, triton.next_power_of_2(M)), 128, 128, 4, 4
+    if M <= 256 or not hopper:
+        return 128, 128, 128, 8, 3
+    return 256, 128, 128, 8, 3
+
+
+def w8a8_gemm(
+    x_MK: Tensor,
+    x_scale_M: Tensor,
+    x_zero_M: Tensor | None,
+    weight_NK: Tensor,
+    weight_scale_N: Tensor,
+    row_sum_N: Tensor | None,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[M, N] of `dtype` on a GPU (or under the interpreter): int8 codes contiguous along K, fp32 scales, int32 zero.
+
+    x_scale and x_zero [M], or [1] for a static scale of the whole tensor. K below 2^16, so that no sum leaves int32.
+    """
+    (M, K), N = x_MK.shape, weight_NK.shape[0]
+    assert x_MK.stride(1) == 1
+    assert weight_NK.stride(1) == 1
+    assert (x_zero_M is None) or (row_sum_N is not None)
+    out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
+    if M == 0 or N == 0:
+        return out_MN
+    hopper = not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device)[0] >= 9
+    block_m, block_n, block_k, num_warps, num_stages = w8a8_shape(M, hopper)
+    w8a8_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m))](
+        x_MK,
+        x_scale_M,
+        x_zero_M,
+        weight_NK,
+        weight_scale_N,
+        row_sum_N,
+        bias_N,
+        out_MN,
+        M,
+        N,
+        K,
+        x_MK.stride(0),
+        weight_NK.stride(0),
+        0 if len(x_scale_M) == 1 else 1,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        HAS_ZERO=x_zero_M is not None,
+        HAS_BIAS=bias_N is not None,
+        EVEN_K=K % block_k == 0,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=True,
+    )
+    return out_MN
+
+
+def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`reference.quantize_tokens` on a GPU (or under the interpreter): the same codes, scales and zero points."""
+    M, K = x_MK.shape
+    assert x_MK.stride(1) == 1
+    codes_MK = torch.empty(M, K, dtype=torch.int8, device=x_MK.device)
+    scale_M = torch.empty(M, dtype=torch.float32, device=x_MK.device)
+    zero_M = None if symmetric else torch.empty(M, dtype=torch.int32, device=x_MK.device)
+    if M > 0:
+        block_k = min(triton.next_power_of_2(K), ROW_BLOCK)
+        quantize_tokens_kernel[(M,)](
+            x_MK,
+            codes_MK,
+            scale_M,
+            zero_M,
+            K,
+            x_MK.stride(0),
+            BLOCK_K=block_k,
+            SYMMETRIC=symmetric,
+            num_warps=ROW_WARPS,
+        )
+    return codes_MK, scale_M, zero_M

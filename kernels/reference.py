@@ -55,6 +55,17 @@ def weight_only(
     return linear(x_MK, dequantize(codes_NK, scale_NG, zero_NG), bias_N)
 
 
+def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, N] the largest distance from `out`, the exact product, of a kernel that does what it should.
+
+    K products are summed in fp32, in any order, each sum off by at most one unit in the last place (matrix units
+    truncate): K eps32 (|x| |weight|^T). The result is rounded once to `dtype`, at worst by truncation: eps |out|.
+    All arguments fp64; `weight` holds the values that the kernel multiplies by.
+    """
+    sums = x_MK.shape[-1] * torch.finfo(torch.float32).eps * (x_MK.abs() @ weight_NK.abs().t())
+    return sums + torch.finfo(dtype).eps * out_MN.abs() + torch.finfo(dtype).tiny
+
+
 def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes int8 [M, K], scale fp32 [M], zero int32 [M] or None): one scale per row, fitted to the row.
 
@@ -72,6 +83,14 @@ def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tenso
         zero = torch.round(INT8_MIN - lo / scale).clamp(INT8_MIN, INT8_MAX)
     codes = (torch.round(x / scale.unsqueeze(-1)) + zero.unsqueeze(-1)).clamp(INT8_MIN, INT8_MAX)
     return codes.to(torch.int8), scale, None if symmetric else zero.to(torch.int32)
+
+
+def quantize_static(x_MK: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """int8 codes [M, K] by a scale fp32 [1] and a zero point int32 [1] that calibration has fixed."""
+    codes = torch.round(x_MK.to(torch.float32) / scale)
+    if zero is not None:
+        codes = codes + zero
+    return codes.clamp(INT8_MIN, INT8_MAX).to(torch.int8)
 
 
 def row_sums(weight_NK: Tensor) -> Tensor:
