@@ -205,7 +205,7 @@ def w8a8_gemm(
     out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
     if M == 0 or N == 0:
         return out_MN
-    hopper = not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device)[0] >= 9
+    hopper = not x_MK.is_cuda or torch.cuda.get_device_properties(x_MK.device).major >= 9
     block_m, block_n, block_k, num_warps, num_stages = w8a8_shape(M, hopper)
     w8a8_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m))](
         x_MK,

@@ -11,10 +11,12 @@ plane multiplied by its own slice of x.
     split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile. Each writes fp32 partial
              sums, and the last to arrive (counted per tile) adds them in a fixed order: the result does not depend on
              timing. It also returns the counter to 0, so nothing has to be cleared between calls.
+    scales   of the next step are loaded while this one multiplies: they are too narrow for the asynchronous copies
+             that bring words and activations, and their latency would be paid in every step.
     tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
              zeros of x times padding, scaled like the last group.
 
-Given up: reuse of the scales across neighbouring tiles, a layout of words by tile, tensor memory accelerator loads.
+Given up: a layout of words by tile, tensor memory accelerator loads, dequantize-then-cuBLAS for thousands of tokens.
 """
 
 from dataclasses import dataclass
@@ -57,33 +59,54 @@ class Shape:
         return group_size != -1 and 4 * self.block_m <= min(group_size, 128)
 
 
-def choose(M: int, N: int, K: int, bits: int, processors: int = PROCESSORS) -> Shape:
+def choose(
+    M: int, N: int, K: int, bits: int, group_size: int, processors: int = PROCESSORS, hopper: bool = True
+) -> Shape:
     """The configuration for a product of these sizes. Depends on sizes only, so that graphs can be captured.
 
-    The tiles come from the instruction counts of the compiled loops, the splits from filling the processors twice;
-    neither has been tuned by measurement.
+    The tiles are those whose compiled loops do not spill and take the fewest instructions per weight, the splits fill
+    the processors twice; neither has been tuned by measurement. Before Hopper activations pass through registers too.
     """
     if M > 64:
-        wide = -(-M // 128) * -(-N // 256) >= processors
-        return Shape(128, 256, num_warps=8, num_stages=3) if wide else Shape(128, 128, num_stages=3)
-    block_m = max(16, triton.next_power_of_2(M))
-    tiles = -(-N // 128)
-    blocks = -(-K // planar_block(bits))
-    split = 1
-    while (
-        2 * split * tiles <= 2 * processors
-        and 2 * split <= SPLIT_LIMIT
-        and blocks >= 2 * split * BLOCKS_PER_SPLIT
-        and tiles <= workspace.SLICE
-    ):
-        split *= 2
-    return Shape(block_m, 128, split_k=split)
+        if not hopper:
+            return Shape(64, 256, num_warps=8, num_stages=3)
+        wide = triton.cdiv(M, 128) * triton.cdiv(N, 256)
+        if wide >= processors or group_size == 32:
+            return Shape(128, 256, num_warps=8, num_stages=3)
+        return Shape(128, 128, num_stages=3)
+    tiles = triton.cdiv(N, 128)
+    blocks = triton.cdiv(K, planar_block(bits))
+    split = SPLIT_LIMIT if tiles <= workspace.SLICE else 1
+    while split > 1 and (split * tiles > 2 * processors or split * BLOCKS_PER_SPLIT > blocks):
+        split //= 2
+    return Shape(max(16, triton.next_power_of_2(M)), 128, split_k=split)
 
 
 @triton.constexpr_function
 def power(bits: int, plane: int, dtype: tl.dtype) -> float:
     """What unpacking adds to the codes of a plane."""
     return power4(plane, dtype) if bits == 4 else power8(dtype)
+
+
+@triton.jit
+def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    """What COUNT consecutive groups of a block hold for rows n: a tuple of COUNT tensors. Past the end: the last."""
+    STEP: tl.constexpr = BLOCK_K // COUNT
+    last = (K - 1) // GROUP
+    ptrs = ptr + n
+    inside = n < N
+    column = block * BLOCK_K
+    a = tl.load(ptrs + min(column // GROUP, last) * N, mask=inside, other=0)
+    if COUNT == 1:
+        return (a,)
+    else:  # noqa: RET505  Triton 3.6 compiles what follows a constexpr return, unless it is an else
+        b = tl.load(ptrs + min((column + STEP) // GROUP, last) * N, mask=inside, other=0)
+        if COUNT == 2:
+            return a, b
+        else:  # noqa: RET505
+            c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
+            d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
+            return a, b, c, d
 
 
 @triton.jit
@@ -141,8 +164,19 @@ def planar_kernel(
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
         if HAS_ZERO:
             zero = tl.load(zero_ptr + n, mask=n < N, other=0).to(DT)
+    else:
+        GROUPS: tl.constexpr = PLANES // PLANES_PER_SCALE
+        next_scales = load_groups(scale_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
+        if HAS_ZERO:
+            next_zeros = load_groups(zero_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
     for block in range(first, last):
         words = tl.load(words_ptrs, eviction_policy="evict_first")
+        if GROUP != -1:
+            scales = next_scales
+            next_scales = load_groups(scale_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
+            if HAS_ZERO:
+                zeros = next_zeros
+                next_zeros = load_groups(zero_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
         weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
         for plane in tl.static_range(PLANES):
             if EVEN_K:
@@ -150,13 +184,10 @@ def planar_kernel(
             else:
                 inside = (block * BLOCK_K + plane * PLANE + k)[:, None] < K
                 x = tl.load(x_ptrs + plane * PLANE, mask=inside, other=0.0).to(DT)
-            if GROUP != -1 and plane % PLANES_PER_SCALE == 0:
-                group = (block * BLOCK_K + plane * PLANE) // GROUP
-                if not EVEN_K:
-                    group = min(group, (K - 1) // GROUP)
-                scale = tl.load(scale_ptr + group * N + n, mask=n < N, other=0.0)
+            if GROUP != -1:
+                scale = scales[plane // PLANES_PER_SCALE]
                 if HAS_ZERO:
-                    zero = tl.load(zero_ptr + group * N + n, mask=n < N, other=0).to(DT)
+                    zero = zeros[plane // PLANES_PER_SCALE].to(DT)
             if HAS_ZERO:
                 weight = weights[plane] - (zero + power(BITS, plane, DT))[:, None]
             else:
@@ -213,7 +244,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = choose(M, N, K, weight.bits, processors_of(x_MK.device))
+        shape = choose(M, N, K, weight.bits, weight.group_size, *device_of(x_MK.device))
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
     partial, counters = out_MN, out_MN
     if shape.split_k > 1:
@@ -256,6 +287,9 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     return out_MN
 
 
-def processors_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+def device_of(device: torch.device) -> tuple[int, bool]:
+    """(streaming multiprocessors, whether it is Hopper or later) of a device; an H200's under the interpreter."""
+    if device.type != "cuda":
+        return PROCESSORS, True
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9

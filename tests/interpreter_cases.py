@@ -109,7 +109,7 @@ def test_split_k(split_k, bits):
 
 
 def test_split_k_is_chosen_and_right():
-    assert planar_gemm.choose(1, 32, 2048, 4).split_k == 4
+    assert planar_gemm.choose(1, 32, 2048, 4, 128).split_k == 4
     check_weight_only(1, 32, 2048, 4, 128, False, bias=True, dtype=torch.float16)
 
 
