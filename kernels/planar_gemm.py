@@ -32,6 +32,8 @@ from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
 
 INTERPRET = triton.knobs.runtime.interpret
+# Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
+ASSEMBLY = not INTERPRET
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
@@ -279,7 +281,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
         HAS_BIAS=bias_N is not None,
         SCALE_SUMS=shape.scales_sums(weight.group_size),
         EVEN_K=K % block == 0,
-        ASM=not INTERPRET,
+        ASM=ASSEMBLY,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         enable_fp_fusion=True,

@@ -148,6 +148,29 @@ def test_portable_unpacking_of_every_word(bits):
         assert torch.equal(values, ((words >> bits * plane & 2**bits - 1) + power).half())
 
 
+@triton.jit
+def _groups_kernel(ptr, out_ptr, block, N, K, ROWS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    n = tl.arange(0, ROWS)
+    parts = planar_gemm.load_groups(ptr, block, n, N, K, 128, GROUP, COUNT)
+    for i in tl.static_range(COUNT):
+        tl.store(out_ptr + i * ROWS + n, parts[i])
+
+
+@pytest.mark.parametrize(("group", "count"), [(32, 4), (64, 2), (128, 1), (384, 1)])
+def test_groups_are_never_read_past_the_last(group, count):
+    """The scales of the step after the last one are loaded too: they must come from inside of the array."""
+    K = 3 * 384 - (group if group < 128 else 0)
+    groups, rows = K // group, 4
+    scale_GN = torch.arange(groups * 3, dtype=torch.float32).view(groups, 3)
+    for block in range(11):
+        out = torch.full((count, rows), float("nan"))
+        _groups_kernel[(1,)](scale_GN, out, block, 3, K, ROWS=rows, GROUP=group, COUNT=count)
+        columns = [block * 128 + i * (128 // count) for i in range(count)]
+        expected = scale_GN[[min(column // group, groups - 1) for column in columns]]
+        assert torch.equal(out[:, :3], expected)
+        assert (out[:, 3] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_quantize_tokens_bit_for_bit(symmetric, dtype):
