@@ -25,9 +25,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from compress.kernels.int8_gemm import ROW_BLOCK, ROW_WARPS, quantize_tokens_kernel, w8a8_kernel, w8a8_shape
+from compress.kernels.int8_gemm import ROW_BLOCK, ROW_WARPS, quantize_tokens_kernel, w8a8_kernel
 from compress.kernels.pack import PLANE, planar_block
-from compress.kernels.planar_gemm import choose, planar_kernel
+from compress.kernels.planar_gemm import planar_kernel
+from compress.kernels.shapes import W8A8_BLOCK_K, choose, choose_w8a8
 
 HOPPER, AMPERE = 90, 80
 # Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
@@ -185,16 +186,16 @@ def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int
 
 def w8a8(arch: int, M: int) -> Report:
     """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for M tokens."""
-    block_m, block_n, block_k, num_warps, num_stages = w8a8_shape(M, arch >= HOPPER)
+    shape = choose_w8a8(M, arch >= HOPPER)
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm"), "i32")
     types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
     types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
-    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
     constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True)
     aligned = ("N", "K", "stride_xm", "stride_wn")
-    read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, num_warps, num_stages))
-    per_weight = round(read.per_element(num_warps, block_n * block_k), 2)
-    return Report(f"w8a8 tile {block_m}x{block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
+    read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
+    return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
 
 
 def quantize_rows(arch: int, symmetric: bool) -> Report:

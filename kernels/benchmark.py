@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -73,19 +74,22 @@ def int4pack(weight: Operands, x: Tensor) -> Call:
     scales = torch.stack([weight.scale.t(), torch.zeros_like(weight.scale.t())], -1).contiguous()
     if x.is_cuda:
         inner = 8
-        packed = torch._convert_weight_to_int4pack((unsigned[:, ::2] << 4 | unsigned[:, 1::2]).to(torch.uint8), inner)
-        return lambda: torch._weight_int4pack_mm(x, packed, GROUP, scales)
-    packed = torch._convert_weight_to_int4pack_for_cpu(unsigned, 2)
-    return lambda: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+        packed = torch.ops.aten._convert_weight_to_int4pack(
+            (unsigned[:, ::2] << 4 | unsigned[:, 1::2]).to(torch.uint8), inner
+        )
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 2)
+    return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
 
 
 def gemlite(weight: Operands, x: Tensor) -> Call:
     """GemLite's Triton product, where the package is installed."""
-    from gemlite.core import DType, GemLiteLinear
-
-    dtype = {torch.float16: DType.FP16, torch.bfloat16: DType.BF16}[x.dtype]
+    core = import_module("gemlite.core")
+    dtype = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[x.dtype]
     N, K = weight.codes.shape
-    layer = GemLiteLinear(4, group_size=GROUP, in_features=K, out_features=N, input_dtype=dtype, output_dtype=dtype)
+    layer = core.GemLiteLinear(
+        4, group_size=GROUP, in_features=K, out_features=N, input_dtype=dtype, output_dtype=dtype
+    )
     layer.pack((weight.codes + 8).to(torch.uint8), weight.scale.view(-1, 1), torch.full_like(weight.scale, 8), None)
     return lambda: layer(x)
 
@@ -102,7 +106,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
             "w8a8",
         ),
         "torch._weight_int4pack_mm": (lambda w: int4pack(w, x), "w4"),
-        "torch._int_mm": (lambda w: lambda: torch._int_mm(codes, w.codes8.t()), "int32"),
+        "torch._int_mm": (lambda w: lambda: torch.ops.aten._int_mm(codes, w.codes8.t()), "int32"),
         "gemlite w4a16": (lambda w: gemlite(w, x), "w4"),
     }
 

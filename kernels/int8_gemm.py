@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.shapes import W8A8_BLOCK_K, choose_w8a8, device_of
+
 # Elements of a row that one program holds at a time, and the warps that share them.
 ROW_BLOCK = 8192
 ROW_WARPS = 8
@@ -172,18 +174,6 @@ def quantize_tokens_kernel(
         tl.store(codes_ptr + m * K + start + k, code.to(tl.int8), mask=start + k < K)
 
 
-def w8a8_shape(M: int, hopper: bool = True) -> tuple[int, int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K, warps, stages) for M tokens. Not tuned by measurement.
-
-    Before Hopper both operands pass through registers, and the largest tile would spill.
-    """
-    if M <= 64:
-        return max(16, triton.next_power_of_2(M)), 128, 128, 4, 4
-    if M <= 256 or not hopper:
-        return 128, 128, 128, 8, 3
-    return 256, 128, 128, 8, 3
-
-
 def w8a8_gemm(
     x_MK: Tensor,
     x_scale_M: Tensor,
@@ -205,9 +195,8 @@ def w8a8_gemm(
     out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
     if M == 0 or N == 0:
         return out_MN
-    hopper = not x_MK.is_cuda or torch.cuda.get_device_properties(x_MK.device).major >= 9
-    block_m, block_n, block_k, num_warps, num_stages = w8a8_shape(M, hopper)
-    w8a8_kernel[(triton.cdiv(N, block_n), triton.cdiv(M, block_m))](
+    shape = choose_w8a8(M, device_of(x_MK.device)[1])
+    w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m))](
         x_MK,
         x_scale_M,
         x_zero_M,
@@ -222,14 +211,14 @@ def w8a8_gemm(
         x_MK.stride(0),
         weight_NK.stride(0),
         0 if len(x_scale_M) == 1 else 1,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=W8A8_BLOCK_K,
         HAS_ZERO=x_zero_M is not None,
         HAS_BIAS=bias_N is not None,
-        EVEN_K=K % block_k == 0,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        EVEN_K=K % W8A8_BLOCK_K == 0,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
         enable_fp_fusion=True,
     )
     return out_MN

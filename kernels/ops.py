@@ -15,7 +15,7 @@ Three paths, the same numbers up to the order of the sums:
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -123,13 +123,13 @@ def _(
     return x.new_empty(*x.shape[:-1], words.shape[0])
 
 
-def _save_weight_only(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save_weight_only(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, words, scale, zero, _, bits, group_size = inputs
     ctx.save_for_backward(words, scale, zero)
     ctx.layout = (bits, group_size, x.shape[-1])
 
 
-def _weight_only_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     words, scale, zero = ctx.saved_tensors
     bits, group_size, columns = ctx.layout
     dense_NK = planar_weight(Planar(words, scale, zero, group_size, bits), columns)
@@ -175,7 +175,9 @@ def w8a8_linear(
 
         out_MN = w8a8_gemm(codes_MK, scale, zero, weight, weight_scale, row_sum, bias, x.dtype)
     else:
-        product = torch._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
+        product = (
+            torch.ops.aten._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
+        )
         out_MN = reference.rescale(product, scale, weight_scale, zero, row_sum, bias, x.dtype)
     return out_MN.view(*x.shape[:-1], len(weight))
 
@@ -195,11 +197,11 @@ def _(
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _save_w8a8(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+def _save_w8a8(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
-def _w8a8_gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _w8a8_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight_NK, scale_N = ctx.saved_tensors
     dense_NK = weight_NK.to(torch.float32) * scale_N.unsqueeze(-1)
     return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None, None

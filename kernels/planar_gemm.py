@@ -19,8 +19,6 @@ plane multiplied by its own slice of x.
 Given up: a layout of words by tile, tensor memory accelerator loads, dequantize-then-cuBLAS for thousands of tokens.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,58 +28,12 @@ from compress.kernels import workspace
 from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.shapes import Shape, choose, device_of
 
 INTERPRET = triton.knobs.runtime.interpret
 # Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
 ASSEMBLY = not INTERPRET
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-# Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
-PROCESSORS = 132
-SPLIT_LIMIT = 8
-BLOCKS_PER_SPLIT = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One compiled configuration: tokens, rows and programs per tile, warps, and depth of the load pipeline."""
-
-    block_m: int
-    block_n: int
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-
-    def scales_sums(self, group_size: int) -> bool:
-        """Whether scaling the sums takes fewer instructions than scaling the weights.
-
-        BLOCK_M multiply-adds per row and group against about a quarter per weight more; measured on the compiled
-        loops, where the two are equal near 4 BLOCK_M = group. A group is at most one step of the loop.
-        """
-        return group_size != -1 and 4 * self.block_m <= min(group_size, 128)
-
-
-def choose(
-    M: int, N: int, K: int, bits: int, group_size: int, processors: int = PROCESSORS, hopper: bool = True
-) -> Shape:
-    """The configuration for a product of these sizes. Depends on sizes only, so that graphs can be captured.
-
-    The tiles are those whose compiled loops do not spill and take the fewest instructions per weight, the splits fill
-    the processors twice; neither has been tuned by measurement. Before Hopper activations pass through registers too.
-    """
-    if M > 64:
-        if not hopper:
-            return Shape(64, 256, num_warps=8, num_stages=3)
-        wide = triton.cdiv(M, 128) * triton.cdiv(N, 256)
-        if wide >= processors or group_size == 32:
-            return Shape(128, 256, num_warps=8, num_stages=3)
-        return Shape(128, 128, num_stages=3)
-    tiles = triton.cdiv(N, 128)
-    blocks = triton.cdiv(K, planar_block(bits))
-    split = SPLIT_LIMIT if tiles <= workspace.SLICE else 1
-    while split > 1 and (split * tiles > 2 * processors or split * BLOCKS_PER_SPLIT > blocks):
-        split //= 2
-    return Shape(max(16, triton.next_power_of_2(M)), 128, split_k=split)
 
 
 @triton.constexpr_function
@@ -287,11 +239,3 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
         enable_fp_fusion=True,
     )
     return out_MN
-
-
-def device_of(device: torch.device) -> tuple[int, bool]:
-    """(streaming multiprocessors, whether it is Hopper or later) of a device; an H200's under the interpreter."""
-    if device.type != "cuda":
-        return PROCESSORS, True
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9

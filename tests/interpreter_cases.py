@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels import int8_gemm, ops, pack, planar_gemm, reference, workspace
+from compress.kernels import int8_gemm, ops, pack, planar_gemm, reference, shapes, workspace
 from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
-from compress.kernels.planar_gemm import Shape
+from compress.kernels.shapes import Shape
 
 GUARD = 4096
 POISON = 77
@@ -109,7 +109,7 @@ def test_split_k(split_k, bits):
 
 
 def test_split_k_is_chosen_and_right():
-    assert planar_gemm.choose(1, 32, 2048, 4, 128).split_k == 4
+    assert shapes.choose(1, 32, 2048, 4, 128).split_k == 4
     check_weight_only(1, 32, 2048, 4, 128, False, bias=True, dtype=torch.float16)
 
 

@@ -4,7 +4,7 @@ graphs, every shape agrees with the reference. Run with `pytest -m gpu`."""
 import pytest
 import torch
 
-from compress.kernels import ops, pack, reference, workspace
+from compress.kernels import ops, pack, reference, shapes, workspace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,11 +68,9 @@ def test_assembly_equals_portable(M, bits, dtype, monkeypatch):
 
 
 def test_split_k_is_deterministic_also_in_graphs_that_run_side_by_side():
-    from compress.kernels import planar_gemm
-
     workspace.prepare(torch.device("cuda", 0))
     sets = [operands(M, 4096, 4096, 4, 128, True, torch.bfloat16) for M in (1, 16)]
-    assert all(planar_gemm.choose(len(x), 4096, 4096, 4, 128).split_k > 1 for x, _, _ in sets)
+    assert all(shapes.choose(len(x), 4096, 4096, 4, 128).split_k > 1 for x, _, _ in sets)
     expected = [run(*arguments) for arguments in sets]
     graphs, outputs = [], []
     for arguments in sets:
