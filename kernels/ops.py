@@ -9,7 +9,7 @@ gradient, grad W for a weight-only linear and the straight-through grad W for w8
 Three paths, the same numbers up to the order of the sums:
 
     triton       on CUDA, and on the CPU under TRITON_INTERPRET=1, when `why_not_...` has nothing against it
-    cpu          torch's own CPU kernels
+    cpu          torch's own CPU kernels; a 4-bit weight that stays there is faster through `int4_cpu`
     reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly
 """
 
@@ -77,6 +77,10 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
     if not reasons:
         return "triton"
     return "cpu" if device.type == "cpu" else "reference"
+
+
+def _int_mm(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    return torch.ops.aten._int_mm(x_MK, weight_NK.t())
 
 
 def _rows(x: Tensor) -> Tensor:
