@@ -79,7 +79,7 @@ def unpack8(words, DT: tl.constexpr, ASM: tl.constexpr):
         return ((wide & 255) + power8(DT)).to(DT), ((wide >> 8 & 255) + power8(DT)).to(DT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_sm"])
 def w8a8_kernel(
     x_ptr,
     x_scale_ptr,

@@ -63,7 +63,8 @@ def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
             return a, b, c, d
 
 
-@triton.jit
+# Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
+@triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def planar_kernel(
     x_ptr,
     words_ptr,
