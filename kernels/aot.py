@@ -33,8 +33,8 @@ from compress.kernels.shapes import W8A8_BLOCK_K, choose, choose_w8a8
 HOPPER, AMPERE = 90, 80
 # Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
 SHARED_LIMIT = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
-# Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz under load. Each
-# issues 4 x 32 thread instructions per clock. Not measured.
+# Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
+# issues 4 x 32 thread instructions per clock. Not measured on a GPU.
 BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
 ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
