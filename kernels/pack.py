@@ -1,17 +1,33 @@
-"""Packing codes into int32 words, as compressed-tensors stores them.
+"""Two layouts of integer codes: the words that are stored on disk, and the words that the kernels read.
 
-A row of K codes of n bits is one little-endian stream of bits: code k occupies bits [k n, k n + n) of the row, bit b of
-the stream is bit b % 32 of word b // 32. A signed code q is stored as q + 2^(n-1). Rows are padded to whole words, so
-a row takes ceil(K n / 32) words; 32 codes fill n words exactly.
+Stored, as compressed-tensors does (`pack_rows`): int32. A row of K codes of n bits is one little-endian stream of bits:
+code k occupies bits [k n, k n + n) of the row, bit b of the stream is bit b % 32 of word b // 32. A signed code q is
+stored as q + 2^(n-1). Rows are padded to whole words, so a row takes ceil(K n / 32) words; 32 codes fill n words.
 
     n = 4:  word 0 = q0 | q1 << 4 | ... | q7 << 28          n = 3:  word 0 = q0 | ... | q9 << 27 | (q10 & 3) << 30
                                                                     word 1 = q10 >> 2 | q11 << 1 | ...
+
+Executed (`pack_planar`): int16, codes of 4 or 8 bits, unsigned (a signed code q is stored as q + 2^(n-1)). A block of
+32 * 16 / n columns becomes 32 words; plane p of a block, bits [p n, p n + n) of its words, holds 32 consecutive
+columns. Rows are padded to whole blocks with zeros; the kernels read zero activations there.
+
+    n = 4, block of 128 columns:   word j = u[j] | u[j + 32] << 4 | u[j + 64] << 8 | u[j + 96] << 12       0 <= j < 32
+    n = 8, block of  64 columns:   word j = u[j] | u[j + 32] << 8
+
+One tile of words [N, 32] thus gives 16 / n tiles of weights [N, 32] by masking alone: every thread unpacks the words
+it loaded into the operand registers of the matrix instruction, without a shuffle and without shared memory. Groups of
+32, 64, 128 ... columns never split a plane, so a group has one scale per row and plane.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from compress.kernels import reference
+
 WORD = 32
+PLANE = 32
 
 
 def words_of(count: int, bits: int) -> int:
@@ -53,3 +69,78 @@ def unpack_rows(words: Tensor, bits: int, count: int, signed: bool = True) -> Te
         codes[:, :, k] = value & (2**bits - 1)
     offset = 2 ** (bits - 1) if signed else 0
     return (codes.view(rows, -1)[:, :count] - offset).to(torch.int8 if signed else torch.uint8)
+
+
+class Planar(NamedTuple):
+    """A weight as the weight-only kernels read it.
+
+    words int16 [N, W] (`pack_planar`); scale [G, N] in the dtype of the activations; zero uint8 [G, N], or None where
+    every code is centred on 2^(bits-1); group_size in columns, -1 for one scale per output channel (G = 1).
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    group_size: int
+    bits: int
+
+
+def planar_block(bits: int) -> int:
+    """Columns of one block: 128 for 4 bits, 64 for 8."""
+    assert bits in (4, 8), bits
+    return PLANE * 16 // bits
+
+
+def planar_words(columns: int, bits: int) -> int:
+    """int16 words that a row of `columns` codes takes."""
+    return -(-columns // planar_block(bits)) * PLANE
+
+
+def pack_planar(codes: Tensor, bits: int) -> Tensor:
+    """[N, K] unsigned codes (uint8, below 2^bits) -> [N, W] int16."""
+    rows, columns = codes.shape
+    padded = torch.zeros(rows, planar_words(columns, bits) * 16 // bits, dtype=torch.int32, device=codes.device)
+    padded[:, :columns] = codes
+    planes = padded.view(rows, -1, 16 // bits, PLANE)
+    words = planes[:, :, 0].clone()
+    for plane in range(1, 16 // bits):
+        words |= planes[:, :, plane] << plane * bits
+    words = torch.where(words >= 2**15, words - 2**16, words)
+    return words.to(torch.int16).view(rows, -1)
+
+
+def unpack_planar(words: Tensor, bits: int, columns: int) -> Tensor:
+    """[N, W] int16 -> [N, columns] uint8. Inverse of `pack_planar`."""
+    blocks = words.view(len(words), -1, 1, PLANE).to(torch.int32)
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=words.device).view(-1, 1)
+    codes = blocks >> shifts & 2**bits - 1
+    return codes.to(torch.uint8).view(len(words), -1)[:, :columns]
+
+
+def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, dtype: torch.dtype) -> Planar:
+    """Lay out a quantized weight for the kernels; `dtype` is the activations', which the scales are cast to.
+
+    codes [N, K] int8 or uint8; scale and zero [N, G], [N, 1] or [1, 1], zero in the dtype of the codes.
+    """
+    rows, columns = codes_NK.shape
+    signed = codes_NK.dtype == torch.int8
+    middle = 2 ** (bits - 1)
+    scale_NG = scale_NG.expand(rows, -1)
+    groups = scale_NG.shape[1]
+    if zero_NG is None and not signed:
+        zero_NG = torch.zeros(1, 1, dtype=codes_NK.dtype, device=codes_NK.device)
+    zero_GN = None
+    if zero_NG is not None:
+        raised = zero_NG.to(torch.int16) + (middle if signed else 0)
+        zero_GN = raised.to(torch.uint8).expand(rows, groups).t().contiguous()
+    raised = (codes_NK.to(torch.int16) + (middle if signed else 0)).to(torch.uint8)
+    scale_GN = scale_NG.to(dtype).t().contiguous()
+    return Planar(pack_planar(raised, bits), scale_GN, zero_GN, -1 if groups == 1 else columns // groups, bits)
+
+
+def planar_weight(weight: Planar, columns: int) -> Tensor:
+    """[N, columns] values that a planar weight stands for, in the dtype of its scale; the kernels' reference."""
+    codes = unpack_planar(weight.words, weight.bits, columns)
+    scale_NG = weight.scale.t()
+    zero = torch.full_like(weight.scale, 2 ** (weight.bits - 1)) if weight.zero is None else weight.zero
+    return reference.dequantize(codes, scale_NG, zero.t())

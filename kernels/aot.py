@@ -1,0 +1,248 @@
+"""Compile kernels for GPUs that are not there, and read what came out: registers, spills, shared memory, instructions.
+
+The compiler, the assembler and the disassembler all ship with Triton, so a machine without a GPU can refuse a kernel
+that spills, does not fit, misses the matrix instruction or spends more instructions per weight than memory bandwidth
+leaves room for. Needs a process in which Triton does not interpret: the decorator decides at import.
+
+    python -m compress.kernels.aot            a selection of the shipped configurations, one JSON line each
+    python -m compress.kernels.aot --all      every one of them
+"""
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from compress.kernels.int8_gemm import ROW_BLOCK, ROW_WARPS, quantize_tokens_kernel, w8a8_kernel
+from compress.kernels.pack import PLANE, planar_block
+from compress.kernels.planar_gemm import planar_kernel
+from compress.kernels.shapes import W8A8_BLOCK_K, choose, choose_w8a8
+
+HOPPER, AMPERE = 90, 80
+# Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
+SHARED_LIMIT = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
+# Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
+# issues 4 x 32 thread instructions per clock. Not measured on a GPU.
+BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
+ISSUED_PER_CLOCK = 128
+DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
+# Tokens and outputs that reach every configuration of `choose` for K = 4096: split K, one program per tile, ...
+SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
+
+
+def instruction_budget(bits_per_weight: float) -> float:
+    """Thread instructions per weight that an H200 can issue while the weight arrives from memory."""
+    return ISSUED_PER_CLOCK * bits_per_weight / 8 / BYTES_PER_CLOCK
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one compiled kernel takes. Bytes, except the counts of PTX instructions and the instructions per weight."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    wgmma: int
+    mma: int
+    loop_instructions: int
+    loop_opcodes: dict[str, int]
+
+    def per_element(self, num_warps: int, elements: int) -> float:
+        """Thread instructions of one main loop iteration, per element of the tile that it consumes."""
+        return self.loop_instructions * num_warps * 32 / elements
+
+
+def compile_for(
+    kernel: triton.runtime.JITFunction,
+    arch: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    aligned: Sequence[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> CompiledKernel:
+    """Compile `kernel` for compute capability `arch` (90, 80).
+
+    types: argument -> "*fp16", "i32" ...; constants: argument -> value (None for a pointer that is absent); aligned:
+    integer arguments that are multiples of 16, which decides the width of memory accesses.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *aligned]}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _disassemble(compiled: CompiledKernel, flag: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, flag, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(sass: str) -> Iterator[tuple[int, str, str]]:
+    """(address, opcode, operands) of a disassembly."""
+    for line in sass.splitlines():
+        match = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        if match:
+            yield int(match[1], 16), match[3], match[4]
+
+
+def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Opcodes between the target of a backward branch and the branch: the longest such stretch with a matrix product,
+    or the longest at all. Empty where nothing loops."""
+    code = list(code)
+    position = {address: i for i, (address, _, _) in enumerate(code)}
+    loops = []
+    for i, (address, opcode, operands) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
+        if target and int(target[1], 16) < address and int(target[1], 16) in position:
+            loops.append([name for _, name, _ in code[position[int(target[1], 16)] : i + 1]])
+    products = [loop for loop in loops if any("MMA" in name for name in loop)]
+    return max(products or loops, key=len, default=[])
+
+
+def cost(compiled: CompiledKernel) -> Cost:
+    """Read a compiled kernel. Raises RuntimeError where the resource report cannot be parsed."""
+    report = _disassemble(compiled, "-res-usage")
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if match is None:
+        raise RuntimeError(f"no resource usage in the report of cuobjdump: {report[:200]!r}")
+    loop = main_loop(instructions(_disassemble(compiled, "-sass")))
+    ptx = compiled.asm["ptx"]
+    return Cost(
+        registers=int(match[1]),
+        stack=int(match[2]),
+        local=int(match[3]),
+        shared=compiled.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        mma=ptx.count("mma.sync"),
+        loop_instructions=len(loop),
+        loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled configuration: what it is, what it takes, and thread instructions per weight against the budget."""
+
+    name: str
+    arch: int
+    cost: Cost
+    per_weight: float
+    budget: float
+
+
+def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096) -> Report:
+    """Compile the weight-only kernel as it would run for these sizes."""
+    shape = choose(M, N, K, bits, group, hopper=arch >= HOPPER)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": shape.scales_sums(group),
+        "EVEN_K": True,
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    compiled = compile_for(planar_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages)
+    read = cost(compiled)
+    per_weight = read.per_element(shape.num_warps, shape.block_n * planar_block(bits))
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+
+
+def w8a8(arch: int, M: int) -> Report:
+    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for M tokens."""
+    shape = choose_w8a8(M, arch >= HOPPER)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm"), "i32")
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
+    constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True)
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
+    return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
+
+
+def quantize_rows(arch: int, symmetric: bool) -> Report:
+    """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": ROW_BLOCK, "SYMMETRIC": symmetric}
+    read = cost(compile_for(quantize_tokens_kernel, arch, types, constants, ("K", "stride_xm"), ROW_WARPS))
+    per_element = round(read.per_element(ROW_WARPS, ROW_BLOCK), 2)
+    name = f"quantize tokens {'symmetric' if symmetric else 'asymmetric'}"
+    return Report(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def selection() -> Iterator[Report]:
+    """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
+    for M, N in SIZES:
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
+    for M in (1, 64):
+        yield weight_only(HOPPER, 4, 128, False, "fp16", M, 4096)
+    for M, group, zero in ((1, 32, True), (4096, 32, True), (1, 64, False), (1, -1, False)):
+        yield weight_only(HOPPER, 4, group, zero, "bf16", M, 4096)
+    for M in (1, 4096):
+        yield weight_only(HOPPER, 8, 128, True, "bf16", M, 4096)
+    yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
+    for M in (1, 64):
+        yield weight_only(AMPERE, 4, 128, True, "bf16", M, 4096)
+    yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
+    for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
+        yield w8a8(arch, M)
+    yield quantize_rows(HOPPER, False)
+
+
+def everything() -> Iterator[Report]:
+    """The product of all shapes and variants, on both architectures."""
+    for arch, bits, group, zero, dtype, (M, N) in itertools.product(
+        (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
+    ):
+        yield weight_only(arch, bits, group, zero, dtype, M, N)
+    for arch in (HOPPER, AMPERE):
+        for M in (1, 32, 64, 128, 4096):
+            yield w8a8(arch, M)
+        for symmetric in (False, True):
+            yield quantize_rows(arch, symmetric)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Compile the kernels without a GPU and report what they take.")
+    parser.add_argument("--all", action="store_true", help="every configuration, not only the selection")
+    for report in everything() if parser.parse_args().all else selection():
+        print(json.dumps(asdict(report)), flush=True)

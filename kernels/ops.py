@@ -1,0 +1,214 @@
+"""The low-bit linears as torch operators: schema, shapes for tracing, input gradient, and which path runs.
+
+    weight_only_linear   w4a16, w8a16: x times a weight in planar words (`pack.Planar`)
+    w8a8_linear          x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
+
+Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs, G groups. Weights are frozen: only x gets a
+gradient, grad W for a weight-only linear and the straight-through grad W for w8a8, which treats rounding as identity.
+
+Three paths, the same numbers up to the order of the sums:
+
+    triton       on CUDA, and on the CPU under TRITON_INTERPRET=1, when `why_not_...` has nothing against it
+    cpu          torch's own CPU kernels; a 4-bit weight that stays there is faster through `int4_cpu`
+    reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.kernels import reference
+from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words
+
+Path = Literal["triton", "cpu", "reference"]
+
+# 255 * 128 * K, the largest sum with an asymmetric activation, must stay within int32.
+MAX_INT8_COLUMNS = 2**16
+OLDEST_CAPABILITY = (8, 0)
+HALF = (torch.float16, torch.bfloat16)
+
+
+@cache
+def _why_not_triton(device: torch.device) -> tuple[str, ...]:
+    if find_spec("triton") is None:
+        return ("triton is not installed",)
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return ()
+    if device.type != "cuda":
+        return (f"the device is {device.type}, not cuda",)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return (f"compute capability {capability[0]}.{capability[1]}; at least 8.0 is needed",)
+    return ()
+
+
+def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
+    """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can."""
+    reasons = [*_why_not_triton(x.device)]
+    block = planar_block(weight.bits)
+    group = weight.group_size
+    if x.dtype not in HALF:
+        reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16")
+    if weight.scale.dtype != x.dtype:
+        reasons.append(f"scales are {weight.scale.dtype}, x is {x.dtype}; lay the weight out for the dtype of x")
+    if group != -1 and (group % PLANE or (group % block and block % group)):
+        reasons.append(f"group size {group}; allowed: 32, 64, multiples of {block}, -1 (one scale per channel)")
+    return reasons
+
+
+def why_not_w8a8(x: Tensor, weight_NK: Tensor) -> list[str]:
+    """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can."""
+    reasons = [*_why_not_triton(x.device)]
+    if x.dtype not in (*HALF, torch.float32):
+        reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16, float32")
+    if weight_NK.shape[1] >= MAX_INT8_COLUMNS:
+        reasons.append(f"{weight_NK.shape[1]} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
+    return reasons
+
+
+def path_of(device: torch.device, reasons: list[str]) -> Path:
+    """The path that runs on a device given the reasons against Triton."""
+    if not reasons:
+        return "triton"
+    return "cpu" if device.type == "cpu" else "reference"
+
+
+def _int_mm(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    return torch.ops.aten._int_mm(x_MK, weight_NK.t())
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [M, K], contiguous along K."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@torch.library.custom_op("compress::weight_only_linear", mutates_args=())
+def weight_only_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`."""
+    if words.shape[1] != planar_words(x.shape[-1], bits):
+        raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
+    weight = Planar(words, scale, zero, group_size, bits)
+    x_MK = _rows(x)
+    path = path_of(x.device, why_not_weight_only(x, weight))
+    if path == "triton":
+        from compress.kernels.planar_gemm import planar_gemm
+
+        out_MN = planar_gemm(x_MK, weight, bias)
+    else:
+        dense_NK = planar_weight(weight, x_MK.shape[1])
+        if path == "cpu" and scale.dtype == x.dtype:
+            bias = None if bias is None else bias.to(x.dtype)
+            out_MN = torch.nn.functional.linear(x_MK, dense_NK, bias)
+        else:
+            out_MN = reference.linear(x_MK, dense_NK, bias)
+    return out_MN.view(*x.shape[:-1], len(words))
+
+
+@weight_only_linear.register_fake
+def _(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, bits: int, group_size: int
+) -> Tensor:
+    torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
+    return x.new_empty(*x.shape[:-1], words.shape[0])
+
+
+def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, words, scale, zero, _, bits, group_size = inputs
+    ctx.save_for_backward(words, scale, zero)
+    ctx.layout = (bits, group_size, x.shape[-1])
+
+
+def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    words, scale, zero = ctx.saved_tensors
+    bits, group_size, columns = ctx.layout
+    dense_NK = planar_weight(Planar(words, scale, zero, group_size, bits), columns)
+    return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None
+
+
+weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
+
+
+@torch.library.custom_op("compress::w8a8_linear", mutates_args=())
+def w8a8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    symmetric: bool,
+) -> Tensor:
+    """[..., N] = quantize(x) weight^T scaled + bias, in the dtype of x.
+
+    weight int8 [N, K]; weight_scale fp32 [N]; row_sum int32 [N] = `reference.row_sums(weight)`, needed where the
+    activations have a zero point. input_scale fp32 [1] and input_zero int32 [1]: static activations; without them
+    every token is fitted, `symmetric` or not.
+    """
+    if weight.shape[1] != x.shape[-1]:
+        raise InputError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
+    x_MK = _rows(x)
+    path = path_of(x.device, why_not_w8a8(x, weight))
+    if input_scale is not None:
+        codes_MK, scale, zero = reference.quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
+    elif path == "triton":
+        from compress.kernels.int8_gemm import quantize_tokens
+
+        codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
+    else:
+        codes_MK, scale, zero = reference.quantize_tokens(x_MK, symmetric)
+    if zero is not None and row_sum is None:
+        raise InputError("asymmetric activations need the row sums of the weight: pass reference.row_sums(weight)")
+    if path == "triton":
+        from compress.kernels.int8_gemm import w8a8_gemm
+
+        out_MN = w8a8_gemm(codes_MK, scale, zero, weight, weight_scale, row_sum, bias, x.dtype)
+    else:
+        product = (
+            torch.ops.aten._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
+        )
+        out_MN = reference.rescale(product, scale, weight_scale, zero, row_sum, bias, x.dtype)
+    return out_MN.view(*x.shape[:-1], len(weight))
+
+
+@w8a8_linear.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    symmetric: bool,
+) -> Tensor:
+    torch._check(weight.shape[1] == x.shape[-1], lambda: "weight and x differ in columns")
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _save_w8a8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _w8a8_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight_NK, scale_N = ctx.saved_tensors
+    dense_NK = weight_NK.to(torch.float32) * scale_N.unsqueeze(-1)
+    return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None, None
+
+
+w8a8_linear.register_autograd(_w8a8_gradient, setup_context=_save_w8a8)

@@ -1,0 +1,139 @@
+"""What every kernel computes, in plain torch: the truth the kernels are tested against, and the path of last resort.
+
+Shapes: M tokens, N outputs, K inputs, G groups of K / G consecutive inputs (G = 1: one scale per output channel).
+
+    weight only   out = x (codes - zero)^T scale + bias            codes of 2 to 8 bits, dequantized, then multiplied
+    w8a8          acc = x_codes w_codes^T                          int8 x int8 -> int32, exact
+                  out = x_scale_m w_scale_n (acc_mn - x_zero_m row_sum_n) + bias_n,   row_sum_n = sum_k w_codes_nk
+
+The zero point of the activations costs one row sum per output channel, computed once from the weights, because
+sum_k (x - x_zero) w = sum_k x w - x_zero sum_k w.
+"""
+
+import torch
+from torch import Tensor
+
+INT8_MIN, INT8_MAX = -128, 127
+INT8_STEPS = INT8_MAX - INT8_MIN
+# A symmetric grid spreads the largest magnitude over 127.5 steps, as `compress.grid` does for a whole int8 range.
+INT8_HALF_RANGE = INT8_STEPS / 2
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dequantize(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None = None) -> Tensor:
+    """[N, K] values (codes - zero) * scale, the product rounded once, to the dtype of the scale.
+
+    codes: integers. scale [N, G] or [1, 1]; zero of the same shape, any integer dtype. G divides K.
+    """
+    rows, columns = codes_NK.shape
+    groups = codes_NK.reshape(rows, scale_NG.shape[-1], -1).to(scale_NG.dtype)
+    if zero_NG is not None:
+        groups = groups - zero_NG.unsqueeze(-1).to(scale_NG.dtype)
+    return (groups * scale_NG.unsqueeze(-1)).reshape(rows, columns)
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """[..., N] x weight^T + bias: fp32 products and sums (fp64 for fp64 input), rounded once to the dtype of x."""
+    work = _accumulator(x_MK.dtype)
+    out = x_MK.to(work) @ weight_NK.to(work).t()
+    if bias_N is not None:
+        out = out + bias_N.to(work)
+    return out.to(x_MK.dtype)
+
+
+def weight_only(
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scale_NG: Tensor,
+    zero_NG: Tensor | None = None,
+    bias_N: Tensor | None = None,
+) -> Tensor:
+    """w4a16, w8a16 and every other width: multiply by the dequantized weight. Result in the dtype of x."""
+    return linear(x_MK, dequantize(codes_NK, scale_NG, zero_NG), bias_N)
+
+
+def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, N] the largest distance from `out`, the exact product, of a kernel that does what it should.
+
+    K products are summed in fp32, in any order, each sum off by at most one unit in the last place (matrix units
+    truncate): K eps32 (|x| |weight|^T). The result is rounded once to `dtype`, at worst by truncation: eps |out|.
+    All arguments fp64; `weight` holds the values that the kernel multiplies by.
+    """
+    sums = x_MK.shape[-1] * torch.finfo(torch.float32).eps * (x_MK.abs() @ weight_NK.abs().t())
+    return sums + torch.finfo(dtype).eps * out_MN.abs() + torch.finfo(dtype).tiny
+
+
+def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes int8 [M, K], scale fp32 [M], zero int32 [M] or None): one scale per row, fitted to the row.
+
+    The values are those of `compress.grid` for 8 bits per token: ties to even, out of range saturates, a row of zeros
+    has the smallest normal scale and codes equal to its zero point.
+    """
+    x = x_MK.to(torch.float32)
+    tiny = torch.finfo(torch.float32).tiny
+    lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    zero = torch.zeros_like(lo)
+    if symmetric:
+        scale = (torch.maximum(-lo, hi) / INT8_HALF_RANGE).clamp(min=tiny)
+    else:
+        scale = ((hi - lo) / INT8_STEPS).clamp(min=tiny)
+        zero = torch.round(INT8_MIN - lo / scale).clamp(INT8_MIN, INT8_MAX)
+    codes = (torch.round(x / scale.unsqueeze(-1)) + zero.unsqueeze(-1)).clamp(INT8_MIN, INT8_MAX)
+    return codes.to(torch.int8), scale, None if symmetric else zero.to(torch.int32)
+
+
+def quantize_static(x_MK: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """int8 codes [M, K] by a scale fp32 [1] and a zero point int32 [1] that calibration has fixed."""
+    codes = torch.round(x_MK.to(torch.float32) / scale)
+    if zero is not None:
+        codes = codes + zero
+    return codes.clamp(INT8_MIN, INT8_MAX).to(torch.int8)
+
+
+def row_sums(weight_NK: Tensor) -> Tensor:
+    """int32 [N]: the sum of each row of int8 weight codes."""
+    return weight_NK.sum(-1, dtype=torch.int32)
+
+
+def int8_matmul(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """int32 [M, N] = x weight^T of int8 codes, exact for K < 2^17 (where the sum could leave int32).
+
+    fp64 holds every partial sum exactly and runs on every device, unlike an integer matrix product.
+    """
+    return (x_MK.to(torch.float64) @ weight_NK.to(torch.float64).t()).to(torch.int32)
+
+
+def rescale(
+    sums_MN: Tensor,
+    x_scale_M: Tensor,
+    weight_scale_N: Tensor,
+    x_zero_M: Tensor | None,
+    row_sum_N: Tensor | None,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The w8a8 epilogue: int32 sums [M, N] to `dtype`. x_scale and x_zero may be [1] (static, per tensor)."""
+    if x_zero_M is not None:
+        assert row_sum_N is not None
+        sums_MN = sums_MN - x_zero_M.to(torch.int32).unsqueeze(-1) * row_sum_N
+    out = sums_MN.to(torch.float32) * x_scale_M.to(torch.float32).unsqueeze(-1) * weight_scale_N.to(torch.float32)
+    if bias_N is not None:
+        out = out + bias_N.to(torch.float32)
+    return out.to(dtype)
+
+
+def w8a8(
+    x_MK: Tensor,
+    x_scale_M: Tensor,
+    x_zero_M: Tensor | None,
+    weight_NK: Tensor,
+    weight_scale_N: Tensor,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[M, N] from int8 activations and int8 weights (symmetric, one scale per output channel)."""
+    row_sum_N = None if x_zero_M is None else row_sums(weight_NK)
+    return rescale(int8_matmul(x_MK, weight_NK), x_scale_M, weight_scale_N, x_zero_M, row_sum_N, bias_N, dtype)

@@ -1,0 +1,225 @@
+"""The Triton kernels, run on the CPU by Triton's interpreter. Needs TRITON_INTERPRET=1 before the first import:
+`test_kernels_interpreter.py` runs this file that way, and so can you.
+
+Every output is allocated full of NaN between two guard zones, so that an element that is never written and a write
+beyond the end both show. The interpreter multiplies in fp32, so the weights are exact here.
+"""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from compress.kernels import int8_gemm, ops, pack, planar_gemm, reference, shapes, workspace
+from compress.kernels.int4_gemm import power4, unpack4
+from compress.kernels.int8_gemm import power8, unpack8
+from compress.kernels.shapes import Shape
+
+GUARD = 4096
+POISON = 77
+
+
+@pytest.fixture(autouse=True)
+def guarded(monkeypatch):
+    assert planar_gemm.INTERPRET, "set TRITON_INTERPRET=1"
+    zones = []
+
+    def empty(*size, dtype, device):
+        count = math.prod(size)
+        fill = float("nan") if dtype.is_floating_point else POISON
+        whole = torch.full((count + 2 * GUARD,), fill, dtype=dtype, device=device)
+        zones.append((whole[:GUARD], whole[-GUARD:], fill))
+        return whole[GUARD:-GUARD].view(*size)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    yield
+    for before, after, fill in zones:
+        for zone in (before, after):
+            assert (zone.isnan() if fill != fill else zone == fill).all(), "a write outside of the output"
+
+
+def weight_and_truth(bits, N, K, group, zero, dtype, seed):
+    """(Planar, fp64 [N, K] values) with scales of both signs."""
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (N, K), generator=g).to(torch.uint8)
+    groups = 1 if group == -1 else K // group
+    scale = (torch.randn(N, groups, generator=g) * 0.05).to(dtype)
+    zeros = torch.randint(0, 2**bits, (N, groups), generator=g).to(torch.uint8)
+    if not zero:
+        zeros.fill_(2 ** (bits - 1))
+    wide = [t.double().repeat_interleave(K // groups, 1) for t in (zeros, scale)]
+    truth = (codes.double() - wide[0]) * wide[1]
+    planar = pack.to_planar(codes, scale, zeros, bits, dtype)
+    return (planar if zero else planar._replace(zero=None)), truth
+
+
+def check_weight_only(M, N, K, bits, group, zero, bias, dtype, shape=None):
+    g = torch.Generator().manual_seed(M + N + K)
+    x = torch.randn(M, K, generator=g).to(dtype)
+    added = torch.randn(N, generator=g).to(dtype) if bias else None
+    planar, weight = weight_and_truth(bits, N, K, group, zero, dtype, seed=M)
+    out = planar_gemm.planar_gemm(x, planar, added, shape)
+    truth = x.double() @ weight.t() + (added.double() if bias else 0)
+    assert out.dtype == dtype
+    assert out.shape == (M, N)
+    assert ((out.double() - truth).abs() <= reference.tolerance(x.double(), weight, truth, dtype)).all()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("M", [1, 17, 63])
+def test_weight_only(M, group, zero, bits, dtype):
+    check_weight_only(M, 64, 256, bits, group, zero, bias=M == 17, dtype=dtype)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "group"), [(1, 130, 96, 32), (17, 3, 224, 32), (63, 100, 200, -1), (5, 1, 1, -1)]
+)
+@pytest.mark.parametrize("zero", [False, True])
+def test_tails_of_every_dimension(M, N, K, group, bits, zero):
+    check_weight_only(M, N, K, bits, group, zero, bias=True, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("M", [65, 130])
+def test_many_tokens(M):
+    check_weight_only(M, 140, 256, 4, 64, True, bias=True, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("group", [256, 384])
+def test_a_group_may_span_blocks(group):
+    check_weight_only(3, 32, 768, 4, group, True, bias=False, dtype=torch.float16, shape=Shape(16, 32, split_k=2))
+
+
+@pytest.mark.parametrize("split_k", [2, 3, 8])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_split_k(split_k, bits):
+    """8 splits of 5 blocks leave some programs without work; they must count all the same."""
+    K = 5 * pack.planar_block(bits) - 32
+    shape = Shape(16, 64, split_k=split_k)
+    first = check_weight_only(17, 64, K, bits, 32, True, bias=True, dtype=torch.float16, shape=shape)
+    assert workspace.counters(torch.device("cpu")).count_nonzero() == 0
+    again = check_weight_only(17, 64, K, bits, 32, True, bias=True, dtype=torch.float16, shape=shape)
+    assert torch.equal(first, again)
+
+
+def test_split_k_is_chosen_and_right():
+    assert shapes.choose(1, 32, 2048, 4, 128).split_k == 4
+    check_weight_only(1, 32, 2048, 4, 128, False, bias=True, dtype=torch.float16)
+
+
+def test_x_may_be_a_slice_of_something_wider():
+    planar, weight = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
+    wide = torch.randn(9, 300, generator=torch.Generator().manual_seed(0)).half()
+    x = wide[::2, 100:228]
+    out = planar_gemm.planar_gemm(x, planar)
+    assert torch.equal(out, planar_gemm.planar_gemm(x.contiguous(), planar))
+    truth = x.double() @ weight.t()
+    assert ((out.double() - truth).abs() <= reference.tolerance(x.double(), weight, truth, torch.float16)).all()
+
+
+def test_no_tokens():
+    planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
+    assert planar_gemm.planar_gemm(torch.zeros(0, 128).half(), planar).shape == (0, 32)
+
+
+@triton.jit
+def _unpack_kernel(words_ptr, out_ptr, BITS: tl.constexpr, COUNT: tl.constexpr, DT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    words = tl.load(words_ptr + at)
+    parts = unpack4(words, DT, False) if BITS == 4 else unpack8(words, DT, False)
+    for plane in tl.static_range(16 // BITS):
+        tl.store(out_ptr + plane * COUNT + at, parts[plane])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_portable_unpacking_of_every_word(bits):
+    """The inline assembly is held to the same numbers, bit for bit, in test_kernels_ptx.py."""
+    words = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    out = torch.full((16 // bits, 2**16), float("nan"), dtype=torch.float16)
+    _unpack_kernel[(1,)](words.to(torch.int16), out, BITS=bits, COUNT=2**16, DT=tl.float16)
+    for plane, values in enumerate(out):
+        power = power4(plane, tl.float16) if bits == 4 else power8(tl.float16)
+        assert torch.equal(values, ((words >> bits * plane & 2**bits - 1) + power).half())
+
+
+@triton.jit
+def _groups_kernel(ptr, out_ptr, block, N, K, ROWS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    n = tl.arange(0, ROWS)
+    parts = planar_gemm.load_groups(ptr, block, n, N, K, 128, GROUP, COUNT)
+    for i in tl.static_range(COUNT):
+        tl.store(out_ptr + i * ROWS + n, parts[i])
+
+
+@pytest.mark.parametrize(("group", "count"), [(32, 4), (64, 2), (128, 1), (384, 1)])
+def test_groups_are_never_read_past_the_last(group, count):
+    """The scales of the step after the last one are loaded too: they must come from inside of the array."""
+    K = 3 * 384 - (group if group < 128 else 0)
+    groups, rows = K // group, 4
+    scale_GN = torch.arange(groups * 3, dtype=torch.float32).view(groups, 3)
+    for block in range(11):
+        out = torch.full((count, rows), float("nan"))
+        _groups_kernel[(1,)](scale_GN, out, block, 3, K, ROWS=rows, GROUP=group, COUNT=count)
+        columns = [block * 128 + i * (128 // count) for i in range(count)]
+        expected = scale_GN[[min(column // group, groups - 1) for column in columns]]
+        assert torch.equal(out[:, :3], expected)
+        assert (out[:, 3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantize_tokens_bit_for_bit(symmetric, dtype):
+    x = (torch.randn(5, 100, generator=torch.Generator().manual_seed(1)) * 3 + 1).to(dtype)
+    x[0] = 0
+    x[1] = -x[1].abs()
+    x[2] = x[2].abs() * 1e-6
+    ours = int8_gemm.quantize_tokens(x, symmetric)
+    for mine, theirs in zip(ours, reference.quantize_tokens(x, symmetric), strict=True):
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+def test_quantize_tokens_of_a_row_in_pieces(monkeypatch):
+    monkeypatch.setattr(int8_gemm, "ROW_BLOCK", 64)
+    x = torch.randn(2, 200, generator=torch.Generator().manual_seed(1))
+    for mine, theirs in zip(int8_gemm.quantize_tokens(x, False), reference.quantize_tokens(x, False), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 256), (17, 100, 200), (63, 130, 33), (300, 20, 128)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("static", [True, False])
+def test_w8a8(M, N, K, symmetric, static):
+    g = torch.Generator().manual_seed(M)
+    x = torch.randint(-128, 128, (M, K), generator=g, dtype=torch.int8)
+    weight = torch.randint(-128, 128, (N, K), generator=g, dtype=torch.int8)
+    count = 1 if static else M
+    x_scale, weight_scale = torch.rand(count, generator=g), torch.randn(N, generator=g)
+    x_zero = None if symmetric else torch.randint(-128, 128, (count,), generator=g, dtype=torch.int32)
+    bias = torch.randn(N, generator=g)
+    out = int8_gemm.w8a8_gemm(x, x_scale, x_zero, weight, weight_scale, reference.row_sums(weight), bias, torch.float32)
+    assert torch.equal(out, reference.w8a8(x, x_scale, x_zero, weight, weight_scale, bias))
+
+
+def test_int8_sums_are_exact_at_the_extremes():
+    x = torch.full((1, 1024), -128, dtype=torch.int8)
+    one = torch.ones(1)
+    out = int8_gemm.w8a8_gemm(x, one, None, x, one, None, None, torch.float32)
+    assert out.item() == 128 * 128 * 1024
+
+
+def test_the_operators_take_this_path():
+    planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
+    x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0)).half()
+    assert ops.why_not_weight_only(x, planar) == []
+    out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, None, 4, 32)
+    assert torch.equal(out, planar_gemm.planar_gemm(x.view(6, 128), planar).view(2, 3, 32))
+    codes = torch.randint(-128, 128, (7, 128), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    out = ops.w8a8_linear(x, codes, torch.ones(7), reference.row_sums(codes), None, None, None, False)
+    xq, scale, zero = reference.quantize_tokens(x.view(6, 128), False)
+    expected = reference.w8a8(xq, scale, zero, codes, torch.ones(7), dtype=torch.float32)
+    torch.testing.assert_close(out.view(6, 7).float(), expected, rtol=torch.finfo(torch.float16).eps, atol=0)

@@ -1,0 +1,73 @@
+"""The shipped configurations, compiled for sm_90a and sm_80 without a GPU: they fit, do not spill, use the matrix
+instruction, and a weight takes fewer instructions than its journey from memory leaves time for."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# The budget of 4-bit weights in groups of 128 on an H200, 4.125 bits each (see `aot.instruction_budget`).
+W4_BUDGET = 3.7
+
+
+@pytest.fixture(scope="module")
+def reports():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "compress.kernels.aot"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def pick(reports, start, arch=None):
+    found = [r for r in reports if r["name"].startswith(start) and arch in (None, r["arch"])]
+    assert found, f"nothing was compiled as {start!r}"
+    return found
+
+
+def test_nothing_spills(reports):
+    assert [r["name"] for r in reports if r["cost"]["stack"] or r["cost"]["local"]] == []
+
+
+def test_shared_memory_fits(reports):
+    limit = {90: 227 * 1024, 80: 163 * 1024}
+    assert [r["name"] for r in reports if r["cost"]["shared"] > limit[r["arch"]]] == []
+
+
+def test_products_use_the_matrix_instruction(reports):
+    for r in pick(reports, "w"):
+        hopper = r["arch"] == 90
+        assert (r["cost"]["wgmma"] > 0) == hopper, r["name"]
+        assert (r["cost"]["mma"] > 0) == (not hopper), r["name"]
+
+
+def test_w4a16_fits_between_the_bytes(reports):
+    """Groups of 32 with zero points are 4.75 bits per weight and have as much more time; the rest keeps to 3.7."""
+    for r in pick(reports, "w4a16", arch=90):
+        budget = r["budget"] if "group 32 " in r["name"] else W4_BUDGET
+        assert 2 < r["per_weight"] <= budget, r["name"]
+
+
+def test_w8_fits_between_the_bytes(reports):
+    for r in pick(reports, "w8", arch=90):
+        assert 0.5 < r["per_weight"] <= r["budget"], r["name"]
+
+
+def test_every_shape_of_the_small_product_was_seen(reports):
+    names = " ".join(r["name"] for r in pick(reports, "w4a16", arch=90))
+    for tile in ("16x128 split 8", "16x128 split 1", "32x128", "64x128", "128x128", "128x256"):
+        assert f"tile {tile}" in names
+
+
+def test_the_main_loop_is_the_unpacking_loop(reports):
+    """The count above is of the loop that unpacks and multiplies: lop3, conversions by subtraction, wgmma."""
+    opcodes = pick(reports, "w4a16 fp16 group 128 tile 16x128", arch=90)[0]["cost"]["loop_opcodes"]
+    weights_per_thread = 128 * 128 / 128
+    assert opcodes["LOP3"] >= weights_per_thread / 2
+    assert opcodes["HADD2"] >= weights_per_thread / 2
+    assert opcodes["HGMMA"] == 16
+    assert opcodes.get("I2F", 0) + opcodes.get("F2F", 0) == 0
