@@ -13,13 +13,11 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.table import Table
 
 import compress
+from compress import show
 from compress.errors import CompressError, InputError
 
-MIB = 2**20
 STOPPED = 130  # what a shell reports for a command that was interrupted
 TRACEBACK = "COMPRESS_TRACEBACK"
 
@@ -77,12 +75,6 @@ def write_report(target: str | None, value: Any) -> None:
             Path(target).write_text(text, encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {target}: {error.strerror}") from None
-
-
-def console() -> Console:
-    """Standard output; wide enough for whole tables when it is no terminal."""
-    out = Console()
-    return out if out.is_terminal else Console(width=160)
 
 
 def _writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -221,7 +213,7 @@ def quantize(
     assert result.output is not None
     write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
     if not quiet and json_file != "-":
-        show_result(result, model)
+        show.result(result, model)
 
 
 @contextmanager
@@ -249,45 +241,6 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
         dist.barrier()  # ranks that leave before the others abort them
     finally:
         dist.destroy_process_group()
-
-
-def show_result(result: compress.Result, model: str) -> None:
-    """A short table: what was compressed, at what loss, to what size."""
-    from compress.evaluation.size import measure_size
-    from compress.source import find_source
-
-    assert result.output is not None
-    before, after = measure_size(find_source(model)), measure_size(find_source(str(result.output)))
-    out = console()
-    table = Table(title=f"{model} -> {result.output}", title_justify="left")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
-    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
-    losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in result.record.layers if "rtn_loss" in r.figures]
-    out.print(table)
-    if losses:
-        own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
-        out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
-    kinds: dict[str, int] = {}
-    for reason in result.record.left_alone.values():
-        kinds[reason] = kinds.get(reason, 0) + 1
-    alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
-    out.print(
-        f"{len(result.record.layers)} layers compressed in {result.record.seconds:.1f} s; left alone: {alone or 'none'}"
-    )
-    seen = result.verification
-    if seen is None:
-        out.print("not verified: run `compress verify` on the output")
-    elif seen["transformers"] == "compared":
-        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
-        out.print(
-            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal{how}"
-        )
-    else:
-        out.print(
-            f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
-        )
 
 
 @cli.command(short_help="Measure perplexity, KL divergence to the original, and size.")
@@ -318,46 +271,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
         )
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
-        names = [model] if reference is None else [model, reference]
-        console().print(evaluation_table([(names[0], found)], reference, found))
-
-
-def evaluation_table(
-    rows: list[tuple[str, "compress.Evaluation"]], reference: str | None, last: "compress.Evaluation"
-) -> Table:
-    """One row per model, the original first where there is one."""
-    table = Table(
-        title=f"{last.text}: {last.tokens} tokens, windows of {last.length}, {last.dtype}", title_justify="left"
-    )
-    for heading in ("model", "perplexity", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-
-    def number(value: float | None, form: str, scale: float = 1.0) -> str:
-        return "-" if value is None else format(value / scale, form)
-
-    if reference is not None:
-        table.add_row(
-            reference,
-            number(last.reference_perplexity, ".4f"),
-            "-",
-            "-",
-            "-",
-            "-",
-            number(last.reference_bytes, ".2f", MIB),
-            "-",
-        )
-    for name, e in rows:
-        table.add_row(
-            name,
-            number(e.perplexity, ".4f"),
-            number(e.kl_mean, ".5f"),
-            number(e.kl_median, ".5f"),
-            number(e.kl_p99, ".4f"),
-            number(e.same_top, ".2%"),
-            number(e.bytes, ".2f", MIB),
-            number(e.bits_per_weight, ".2f"),
-        )
-    return table
+        show.evaluations([(model, found)], reference)
 
 
 @cli.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
@@ -373,25 +287,7 @@ def inspect(model: str, json_file: str | None, quiet: bool) -> None:
     write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
     if quiet or json_file == "-":
         return
-    table = Table()
-    for heading in ("layer", "shape", "scheme", "bits/weight", "bytes", "remark"):
-        table.add_column(
-            heading,
-            justify="right" if heading in ("bits/weight", "bytes") else "left",
-            overflow="fold" if heading in ("layer", "remark") else "ellipsis",
-        )
-    for row in rows:
-        table.add_row(
-            row.name, " x ".join(map(str, row.shape)), row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark
-        )
-    out = console()
-    out.print(table)
-    out.print(
-        f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files, {size.bits_per_parameter:.2f} bits "
-        f"per parameter, {size.compressed_weights} of them compressed to {size.bits_per_weight:.2f} bits each"
-        if size.compressed_weights
-        else f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files, not compressed"
-    )
+    show.inspection(rows, size)
 
 
 @cli.command(short_help="Continue a prompt with a model, compressed or not.")
@@ -502,7 +398,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
     if not quiet:
-        console().print(evaluation_table(rows, "fp16 (original)", rows[-1][1]))
+        show.evaluations(rows, "fp16 (original)")
 
 
 def main() -> None:

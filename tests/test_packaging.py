@@ -115,6 +115,7 @@ LAYERS = (
     ("compress.source", "compress.data"),
     ("compress.api", "compress.verify", "compress.evaluation.*"),
     ("compress",),
+    ("compress.show",),
     ("compress.cli", "compress.recipes.*"),
     ("compress.__main__",),
 )
@@ -174,7 +175,7 @@ def test_kernels_import_nothing_of_compress_but_kernels_and_errors() -> None:
 
 
 def test_evaluation_and_pipeline_do_not_know_each_other() -> None:
-    for name in NAMES - {"compress", "compress.cli"}:
+    for name in NAMES - {"compress", "compress.cli", "compress.show"}:
         if not name.startswith(("compress.evaluation", "compress.recipes")):
             assert not {t for t in GRAPH[name] if t.startswith("compress.evaluation")}, name
     for name in NAMES:

@@ -1,0 +1,107 @@
+"""What a person reads on standard output: tables of results, evaluations and layers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from compress.api import Result
+from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.size import Row, Size, measure_size
+from compress.source import find_source
+
+MIB = 2**20
+WIDTH = 160  # columns where standard output is no terminal
+
+
+def console() -> Console:
+    """Standard output; wide enough for whole tables when it is no terminal."""
+    out = Console()
+    return out if out.is_terminal else Console(width=WIDTH)
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A figure, or a dash for one that there is not."""
+    return "-" if value is None else format(value / scale, form)
+
+
+def result(made: Result, model: str) -> None:
+    """A short table: what was compressed, at what loss, to what size."""
+    assert made.output is not None
+    before, after = measure_size(find_source(model)), measure_size(find_source(str(made.output)))
+    out = console()
+    table = Table(title=f"{model} -> {made.output}", title_justify="left")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
+    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in made.record.layers if "rtn_loss" in r.figures]
+    out.print(table)
+    if losses:
+        own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
+        out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    kinds: dict[str, int] = {}
+    for reason in made.record.left_alone.values():
+        kinds[reason] = kinds.get(reason, 0) + 1
+    alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
+    out.print(
+        f"{len(made.record.layers)} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}"
+    )
+    seen = made.verification
+    if seen is None:
+        out.print("not verified: run `compress verify` on the output")
+    elif seen["transformers"] == "compared":
+        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal{how}"
+        )
+    else:
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
+        )
+
+
+def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
+    """One row per model, evaluated on the same text; the original first where there is one."""
+    last = rows[-1][1]
+    title = f"{last.text}: {last.tokens} tokens, windows of {last.length}, {last.dtype}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "perplexity", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    if reference is not None:
+        original = [number(last.reference_perplexity, ".4f"), *"----", number(last.reference_bytes, ".2f", MIB), "-"]
+        table.add_row(reference, *original)
+    for name, e in rows:
+        table.add_row(
+            name,
+            number(e.perplexity, ".4f"),
+            number(e.kl_mean, ".5f"),
+            number(e.kl_median, ".5f"),
+            number(e.kl_p99, ".4f"),
+            number(e.same_top, ".2%"),
+            number(e.bytes, ".2f", MIB),
+            number(e.bits_per_weight, ".2f"),
+        )
+    console().print(table)
+
+
+def inspection(rows: Sequence[Row], size: Size) -> None:
+    """One row per layer, and a sentence about the whole."""
+    table = Table()
+    for heading in ("layer", "shape", "scheme", "bits/weight", "bytes", "remark"):
+        side: Literal["left", "right"] = "right" if heading in ("bits/weight", "bytes") else "left"
+        table.add_column(heading, justify=side, overflow="fold" if heading in ("layer", "remark") else "ellipsis")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape))
+        table.add_row(row.name, shape, row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark)
+    out = console()
+    out.print(table)
+    whole = f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files"
+    if size.compressed_weights:
+        out.print(
+            f"{whole}, {size.bits_per_parameter:.2f} bits per parameter; {size.compressed_weights} of them compressed "
+            f"to {size.bits_per_weight:.2f} bits each"
+        )
+    else:
+        out.print(f"{whole}, not compressed")
