@@ -18,6 +18,8 @@ import torch
 import transformers
 
 import compress
+from compress.data import load_tokens
+from compress.source import find_source, load_tokenizer
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
 POLISH = {"refit": 2, "sweeps": 2}
@@ -55,20 +57,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of rows")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     transformers.utils.logging.disable_progress_bar()
     original = compress.load(arguments.model, torch.float32)
-    # Calibration text needs the tokenizer that only a path has: windows are made once, here.
-    from compress.data import load_tokens
-    from compress.source import find_source, load_tokenizer
-
+    # Text needs the tokenizer that only a path has: windows are made once, here.
     source = find_source(arguments.model)
 
     def tokenizer() -> Any:
         return load_tokenizer(source)
 
-    text = arguments.calibration.endswith((".pt", ".npy"))
+    is_tokens = arguments.calibration.endswith((".pt", ".npy"))
     calibration = load_tokens(
-        arguments.calibration, tokenizer, original.config, what="calibration", samples=None if text else 128
+        arguments.calibration, tokenizer, original.config, what="calibration", samples=None if is_tokens else 128
     ).ids
     held_out = load_tokens(arguments.text, tokenizer, original.config, what="held-out", samples=arguments.samples).ids
     rows = []
@@ -87,7 +87,6 @@ def main() -> None:
             print(
                 f"W{bits} {name:34} ppl {found.perplexity:8.4f}  KL {found.kl_mean:.5f}  {seconds:6.1f} s", flush=True
             )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
         "model": Path(arguments.model).name,
         "group_size": arguments.group_size,

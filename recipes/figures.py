@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--grids", nargs="+", default=["signed-scale", "asymmetric"])
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rows = []
     for bits in arguments.bits:
         for grid in arguments.grids:
@@ -57,7 +58,6 @@ def main() -> None:
                     f"{found['same_top']:.2%} | {found['bits_per_weight']:.2f} | {found['bytes']} |",
                     flush=True,
                 )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
         "model": Path(arguments.model).name,
         "group_size": int(arguments.group_size),
