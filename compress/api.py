@@ -9,32 +9,35 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from compress.checkpoint import Discard, Writer, checksum, fingerprint, read_json, scheme_of
+from compress.architecture import find_stacks
+from compress.checkpoint import RECORD, checksum, fingerprint, read_json, scheme_of, write_json
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
-from compress.forward import Batch
+from compress.forward import Batch, ChainBrokenError, evaluating
 from compress.grid import Grid
 from compress.passes.base import Pass
-from compress.pipeline import ChainBrokenError, Plan, RunRecord, plan, run
+from compress.pipeline import Plan, RunRecord, plan, run
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.residency import Local, Residency, Sharded, shard
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
 from compress.version import VERSION
+from compress.writer import Discard, Writer
 
 Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
+RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
 
 
@@ -95,8 +98,6 @@ def quantize(
     notes: list[str] = []
     network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
-    was_training = network.training
-    network.eval()
     plan_ = plan(network, passes, ignore, one_block)
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
@@ -115,19 +116,27 @@ def quantize(
         "compute_dtype": str(compute),
         "one_block": one_block,
     }
+    try:
+        json.dumps(identity)
+    except TypeError as error:
+        raise InputError(
+            f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
+        ) from None
     sink: Writer | Discard = Discard()
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
+    if plan_.stacks[0].container is None and not one_block and len(find_stacks(network)) > 1:
+        notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
     for note in notes:
         reporter.note(note)
     record = RunRecord(notes=notes)
     mine = batches[comm.rank :: comm.world]
-    with _nothing_left_of_nothing(sink):
+    with _nothing_left_of_nothing(sink), evaluating(network):
         residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
         try:
             run(network, plan_, mine, residency, sink, comm, record, reporter)
@@ -141,12 +150,18 @@ def quantize(
         result.output = sink.output
         small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
         if comm.rank == 0 and (verify or small):
-            blocks = sum(len(stack.blocks) for stack in plan_.stacks)
-            reporter.step(blocks, blocks, "verifying in a fresh process")
-            result.verification = _verify(sink.output)
-            _store_verification(sink.output, result.verification)
+            reporter.note("verifying the output in a fresh process")
+            problem = None
+            try:
+                result.verification = _verify(sink.output)
+                _store_verification(sink.output, result.verification)
+            except CompressError as error:
+                problem = str(error)
+            comm.fail_together(problem)
+        elif comm.active and (verify or small):
+            comm.fail_together(None)
     if residency.keep:
-        result.model = network.train(was_training)
+        result.model = network
     return result
 
 
@@ -190,9 +205,7 @@ def _calibration(
         return None, []
     if calibration is None:
         needing = next(p for p in plan_.passes if p.needs())
-        raise InputError(
-            f"{getattr(needing, 'inner', needing).name} needs calibration data; give text, token ids or 'demo'"
-        )
+        raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if samples is not None or length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
@@ -231,7 +244,7 @@ def _residency(
         raise InputError("a sharded run needs a process group; start it with torchrun")
     Sharded.require()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    return Sharded(shard(model, list(plan_.stacks), mesh), device, dtype)
+    return Sharded(shard(model, find_stacks(model), mesh), device, dtype)
 
 
 def _bytes(model: nn.Module) -> int:
@@ -325,11 +338,8 @@ def _finish(
             "length": tokens.ids.shape[1],
             "sha256": tokens.fingerprint(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in RECORDED_VERSIONS}},
+        "seeds": "none: a run draws no random numbers",
         "world_size": comm.world,
         "seconds": round(record.seconds, 3),
         "peak_memory_bytes": peak,
@@ -355,8 +365,6 @@ def _verify(output: Path) -> dict[str, Any]:
 
 
 def _store_verification(output: Path, verification: dict[str, Any]) -> None:
-    from compress.checkpoint import RECORD, write_json
-
     record = read_json(output / RECORD)
     record["verification"] = verification
     write_json(output / RECORD, record)

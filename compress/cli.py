@@ -224,6 +224,8 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
             raise InputError("several processes were started; add --fsdp to shard the model over them")
         yield 0
         return
+    if device is not None and ":" in device:
+        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
     if "RANK" not in os.environ:
         raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
     import torch

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compress.errors import CompressError
+
 Reduction = Literal["sum", "max", "min"]
 
 
@@ -50,6 +52,13 @@ class Comm:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def fail_together(self, problem: str | None) -> None:
+        """Raise CompressError on every rank where any rank has a problem: a rank that raises alone leaves the others
+        waiting in a collective for ever."""
+        first = next((p for p in self.gather_objects(problem) if p is not None), None)
+        if first is not None:
+            raise CompressError(first)
 
     def barrier(self) -> None:
         if self.active:

@@ -14,6 +14,7 @@ prefix of its own block.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -24,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from compress.architecture import Layer, Stack
-from compress.errors import CompressError
+from compress.errors import CompressError, InputError
 from compress.residency import Residency
 
 Batch = Mapping[str, Any]
@@ -62,16 +63,20 @@ def hidden_of(output: Any) -> Tensor:
 
 
 def real_tokens(x: Tensor, call: Call) -> Tensor:
-    """The tokens of a layer's input as rows [M, K], pads removed."""
+    """The tokens of a layer's input as rows [M, K], pads removed.
+
+    Raises CompressError where the input's leading shape is not that of the padding mask.
+    """
     rows = x.reshape(-1, x.shape[-1])
     if call.tokens is None:
         return rows
-    if x.shape[:-1].numel() != call.tokens.numel():
+    mask = call.tokens
+    if x.shape[:-1] not in (mask.shape, (mask.numel(),)):
         raise CompressError(
             f"a layer's input of shape {tuple(x.shape)} cannot be matched with the batch's padding mask "
-            f"{tuple(call.tokens.shape)}; calibrate with samples of one length"
+            f"{tuple(mask.shape)}; calibrate with samples of one length"
         )
-    return rows[call.tokens.reshape(-1)]
+    return rows[mask.reshape(-1)]
 
 
 class ChainBrokenError(Exception):
@@ -87,7 +92,7 @@ class _Recorder(nn.Module):
 
     def __init__(self, block: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self.stands_for = block  # a submodule, so that FSDP's root finds the block's unit when it first runs
+        self.stands_for = block
         self.record = record
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +106,19 @@ class _Recorder(nn.Module):
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
     """Key-value caches off: a cache would be filled by every block forward."""
     configs = [c for c in (getattr(model, "config", None),) if c is not None]
     configs += [c for c in (getattr(configs[0], "text_config", None),) if c is not None] if configs else []
@@ -137,10 +154,18 @@ def _hidden_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
 
 
 def token_mask(batch: Batch) -> Tensor | None:
-    """Which tokens of a batch count: its attention mask, or None where all of them do."""
+    """Which tokens of a batch count: its attention mask [B, T], or None where all of them do.
+
+    Raises InputError for padding that does not say which token of which layer it is about.
+    """
     mask = batch.get("attention_mask")
-    if mask is None or mask.ndim != 2 or bool((mask != 0).all()):
+    if mask is None or bool((mask != 0).all()):
         return None
+    if mask.ndim != 2 or any(name.startswith("decoder_") for name in batch):
+        raise InputError(
+            f"calibration with padding needs an attention mask [batch, tokens] and one token sequence per sample; this "
+            f"one has shape {tuple(mask.shape)} with {', '.join(batch)}: calibrate with samples of one length"
+        )
     return mask != 0
 
 
@@ -148,84 +173,99 @@ def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
+class _Capture:
+    """Notes the arguments of every block while the model runs on recorders that only hand the hidden state on."""
+
+    def __init__(self, count: int, output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        self.calls: list[list[Call]] = [[] for _ in range(count)]
+        self.output_of_first = output_of_first
+        self.shape: Any = None
+        self.tokens: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.extras: list[Tensor] = []
+
+    def record(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for block i: keep its call, check the chain, return the hidden state as the block would."""
+        call = Call(args, kwargs, _hidden_key(args, kwargs), self.tokens)
+        if i > 0:
+            if call.hidden is not self.hidden:
+                raise ChainBrokenError("the hidden state changes between two blocks")
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            if any(t is extra for t in tensors for extra in self.extras):
+                raise ChainBrokenError("a block's second output feeds the next block")
+        self.calls[i].append(call)
+        if i == len(self.calls) - 1:
+            raise _StopError
+        if self.shape is None:
+            self.shape = self.output_of_first(args, kwargs)
+        self.hidden = call.hidden
+        return self.handed_on(call.hidden)
+
+    def handed_on(self, hidden: Tensor) -> Any:
+        """The hidden state in the structure that a block returns; other tensors are empty and recognisable."""
+        self.extras = []
+        if isinstance(self.shape, Tensor):
+            return hidden
+        rest = [torch.empty(0, device=hidden.device) if isinstance(o, Tensor) else o for o in self.shape[1:]]
+        self.extras = [r for r in rest if isinstance(r, Tensor)]
+        return (hidden, *rest)
+
+
 def capture(
     model: nn.Module,
     stack: Stack,
-    done: Sequence[Stack],
     batches: Sequence[Batch],
     residency: Residency,
-    calls_of_all_ranks: int,
-    outputs: Callable[[int, tuple[Any, ...], Mapping[str, Any]], Any],
+    output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
 ) -> list[list[Call]]:
-    """calls[block][micro-batch] of one stack. `done` are the stacks before it, which run for real.
+    """calls[block][micro-batch] of a stack. Raises ChainBrokenError where the blocks cannot be run one by one.
 
-    `outputs(block, args, kwargs)` gives a block's return structure with tensors on the meta device.
-    calls_of_all_ranks: how often every rank runs the model (ranks with fewer micro-batches repeat their last), since
-    a sharded embedding is gathered by all of them together.
+    `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data.
     """
     if stack.container is None:
         return [[Call((), b, None, token_mask(b)) for b in (_moved(b, residency.device) for b in batches)]]
-    count = len(stack.blocks)
-    calls: list[list[Call]] = [[] for _ in range(count)]
-    inside = {block for s in [stack, *done] for _, block in s.blocks}
-    previous: dict[str, Any] = {}
-
-    def recorder(i: int, block: nn.Module) -> _Recorder:
-        def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = _hidden_key(args, kwargs)
-            call = Call(args, kwargs, key, previous["tokens"])
-            if i > 0:
-                if call.hidden is not previous["hidden"]:
-                    raise ChainBrokenError("the hidden state changes between two blocks")
-                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-                if any(t is extra for t in tensors for extra in previous["extras"]):
-                    raise ChainBrokenError("a block's second output feeds the next block")
-            calls[i].append(call)
-            if i == count - 1:
-                raise _StopError
-            if i == 0 and "shape" not in previous:
-                previous["shape"] = outputs(i, args, kwargs)
-            previous["hidden"] = call.hidden
-            previous["extras"] = []
-            shape = previous["shape"]
-            if isinstance(shape, Tensor):
-                return call.hidden
-            rest = [torch.empty(0, device=call.hidden.device) if isinstance(o, Tensor) else o for o in shape[1:]]
-            previous["extras"] = [r for r in rest if isinstance(r, Tensor)]
-            return (call.hidden, *rest)
-
-        return _Recorder(block, record)
-
-    def runner(block: nn.Module) -> _Recorder:
-        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            with residency.open(block):
-                return block(*args, **kwargs)
-
-        return _Recorder(block, run)
-
-    stand_ins = [recorder(i, block) for i, (_, block) in enumerate(stack.blocks)]
-    with torch.no_grad(), _without_cache(model), residency.open(model, inside), _swapped(stack.container, stand_ins):
-        for other in done:
-            assert other.container is not None
-            for i, (_, block) in enumerate(other.blocks):
-                other.container[i] = runner(block)
-        try:
-            for j in range(calls_of_all_ranks):
-                batch = batches[min(j, len(batches) - 1)]
+    noted = _Capture(len(stack.blocks), output_of_first)
+    blocks = [block for _, block in stack.blocks]
+    stand_ins = [_Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
+    with torch.no_grad(), residency.open(model, set(blocks)):
+        with _swapped(stack.container, stand_ins):
+            for batch in batches:
                 moved = _moved(batch, residency.device)
-                previous["tokens"] = token_mask(moved)
+                noted.tokens = token_mask(moved)
                 try:
                     model(**moved)
                 except _StopError:
                     pass
                 else:
                     raise ChainBrokenError("the last block of the list is never called")
-        finally:
-            for other in done:
-                assert other.container is not None
-                for i, (_, block) in enumerate(other.blocks):
-                    other.container[i] = block
-    return [of_block[: len(batches)] for of_block in calls]
+        if noted.shape is None:  # a stack of one block
+            noted.shape = output_of_first(noted.calls[0][0].args, noted.calls[0][0].kwargs)
+        _check_called_once(model, stack, noted, _moved(batches[0], residency.device))
+    return noted.calls
+
+
+def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: Batch) -> None:
+    """Raise ChainBrokenError for a model that runs through its blocks more than once (ALBERT shares one block).
+
+    Recording stops at the last block; this goes on to the end, on tensors without data, at no cost.
+    """
+    assert stack.container is not None
+    counts = [0] * len(stack.blocks)
+
+    def count(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counts[i] += 1
+        key = _hidden_key(args, kwargs)
+        return noted.handed_on(args[key] if isinstance(key, int) else kwargs[key])
+
+    stand_ins = [_Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
+    with _swapped(stack.container, stand_ins):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                model(**tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, dict(batch)))
+        except Exception:  # noqa: BLE001 - a head that cannot be traced says nothing about the blocks before it
+            pass
+    if any(n > 1 for n in counts):
+        raise ChainBrokenError("a block is called several times in one forward pass")
 
 
 @dataclass(frozen=True)
@@ -253,11 +293,11 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
         seen = _observe(block, call.args, call.kwargs, layers)
         traced = False
-    order: dict[int, list[str]] = {}
+    order: dict[tuple[int, int], list[str]] = {}
     counts: dict[str, int] = {}
-    for name, x in seen:
+    for name, x, version in seen:
         counts[name] = counts.get(name, 0) + 1
-        order.setdefault(id(x), []).append(name)
+        order.setdefault((id(x), version), []).append(name)
     repeated = {name for name, n in counts.items() if n > 1}
     sites = [tuple(n for n in names if n not in repeated) for names in order.values()]
     return Structure(
@@ -268,11 +308,11 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
     )
 
 
-def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor]]:
-    """(layer, its input) in call order; the inputs are kept alive so that identity means something."""
-    seen: list[tuple[str, Tensor]] = []
+def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor, int]]:
+    """(layer, its input, the input's version) in call order; inputs are kept alive so that identity means something."""
+    seen: list[tuple[str, Tensor, int]] = []
     hooks = [
-        layer.module.register_forward_pre_hook(lambda _, a, name=layer.name: seen.append((name, a[0])))
+        layer.module.register_forward_pre_hook(lambda _, a, name=layer.name: seen.append((name, a[0], a[0]._version)))
         for layer in layers
     ]
     try:
@@ -304,7 +344,9 @@ class _Runner:
         self.parked: tuple[int, Tensor] | None = None
         self.output: Any = None
         self.finished = False
-        self.task = greenlet.greenlet(lambda: block(*call.args, **call.kwargs))
+        # One block in all: what it returns are the model's logits, which nobody needs.
+        keep = (lambda output: output) if call.key is not None else (lambda output: None)
+        self.task = greenlet.greenlet(lambda: keep(block(*call.args, **call.kwargs)))
 
     def reach(self, module: nn.Module, x: Tensor) -> None:
         """Called inside the forward, before a layer runs."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +24,13 @@ from compress.forward import (
     Arrival,
     Batch,
     Call,
-    ChainBrokenError,
     Structure,
     capture,
     hidden_of,
     output_shape,
-    real_tokens,
     structure_of,
     suspended_forward,
+    without_cache,
 )
 from compress.grid import Quantized
 from compress.passes.base import Decision, Only, Pass, Site
@@ -68,20 +68,30 @@ class RunRecord:
             reporter.note(message)
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), records and reasons."""
+
+    decided: Mapping[str, Quantized | Tensor]
+    records: list[LayerRecord]
+    left_alone: Mapping[str, str]
+
+
 class Sink(Protocol):
     """Takes finished blocks; knows which are finished already."""
 
-    def finished(self, block: str) -> tuple[dict[str, Quantized | Tensor], list[LayerRecord]] | None:
-        """The decisions for a block that an earlier run wrote, with its records; None where it did not."""
+    def finished(self, block: str) -> Finished | None:
+        """What an earlier run wrote for a block; None where it did not."""
         ...
 
     def write(
         self,
         block: str,
         opened: Opened,
-        decided: Mapping[str, Quantized],
         layers: Mapping[str, Layer],
+        decided: Mapping[str, Quantized],
         records: list[LayerRecord],
+        left_alone: Mapping[str, str],
     ) -> None:
         """Write a finished block. Called on every rank while the block is open."""
         ...
@@ -111,8 +121,14 @@ class Plan:
 
 
 def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), one_block: bool = False) -> Plan:
-    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing."""
-    stacks = [whole_model(model)] if one_block else find_stacks(model)
+    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
+
+    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    """
+    stacks = find_stacks(model)
+    if one_block or (len(stacks) > 1 and any(p.needs() for p in passes)):
+        stacks = [whole_model(model)]
+    shared = _shared_weights(model)
     head = output_head(model)
     ignored: dict[str, str] = {}
     layers: dict[str, tuple[Layer, ...]] = {}
@@ -125,8 +141,12 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
                 matched.update(hits)
                 if hits:
                     ignored[layer.name] = f"ignored by {hits[0]!r}"
+                elif id(layer.parameter) in shared:
+                    ignored[layer.name] = "shares its weight with another module"
                 elif layer.module is not head:
                     kept.append(layer)
+                    if not any(p.wants(layer.name) for p in passes):
+                        ignored[layer.name] = "no pass asks for it"
             layers[block_name] = tuple(kept)
     unmatched = [p for p in ignore if p not in matched]
     if unmatched:
@@ -137,6 +157,17 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
     return result
 
 
+def _shared_weights(model: nn.Module) -> set[int]:
+    """Identities of the weights that several modules use."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
+
+
 def _check(plan: Plan) -> None:
     everything = [layer for layers in plan.layers.values() for layer in layers]
     if not everything:
@@ -145,15 +176,15 @@ def _check(plan: Plan) -> None:
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
         if not wanted:
-            named = f"pass {getattr(p, 'inner', p).name!r}"
+            named = f"pass {p.innermost.name!r}"
             if isinstance(p, Only):
                 named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
             raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
         p.check({layer.name: layer.shape for layer in wanted})
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
-            if earlier is not None:
-                names = [getattr(q, "inner", q).name for q in (p, earlier)]
+            if earlier is not None and p.reads == "dense weight":
+                names = [q.innermost.name for q in (p, earlier)]
                 advice = "give them different layers (`only`, `but`)"
                 if p.writes != "quantized weight":
                     advice = f"put {names[0]!r} first or {advice}"
@@ -217,16 +248,15 @@ class _Run:
         with self.residency.open(block) as opened:
             versions = _Versions()
             if before is not None:
-                decided, records = before
-                for layer_name, quantized in decided.items():
+                for layer_name, quantized in before.decided.items():
                     self.install(layers[layer_name], quantized, versions)
-                calls, reference = self.propagate(block, calls, reference, versions)
-                self.record.layers.extend(records)
-                return calls, reference
+                self.record.layers.extend(before.records)
+                self.record.left_alone.update(before.left_alone)
+                return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Quantized] = {}
             records = []
             forwarded = False
-            structure = structure_of(block, calls[0], list(layers.values())) if self.plan.calibrated else None
+            structure = self.structure(block, calls, layers) if self.plan.calibrated else None
             for index, p in enumerate(self.plan.passes):
                 wanted = {n: layer for n, layer in layers.items() if p.wants(n)}
                 if not wanted:
@@ -249,9 +279,20 @@ class _Run:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
-            self.sink.write(name, opened, made_here, layers, records)
+            alone = {n: self.record.left_alone[n] for n in layers if n in self.record.left_alone}
+            self.sink.write(name, opened, layers, made_here, records, alone)
             self.record.layers.extend(records)
         return calls, reference
+
+    def structure(self, block: nn.Module, calls: list[Call], layers: Mapping[str, Layer]) -> Structure:
+        """How the block calls its layers, the same on every rank or an error on every rank."""
+        found = structure_of(block, calls[0], list(layers.values()))
+        if any(other != found for other in self.comm.gather_objects(found)):
+            raise CompressError(
+                "ranks disagree on which layers a block calls (its control flow depends on the data); "
+                "run it in one process"
+            )
+        return found
 
     def observe(
         self,
@@ -285,15 +326,14 @@ class _Run:
             weight = layers[names[0]].weight
             statistics = {key: make(weight.shape[1], weight.device) for key, make in p.needs().items()}
             seen = 0
+            problem = None
             for arrival in arrivals:
-                if not bool(torch.isfinite(arrival.x_MK).all()):
-                    raise CompressError(
-                        f"the input of {names[0]} has non-finite values during calibration; "
-                        "the model overflows in this dtype or its weights are damaged"
-                    )
-                for statistic in statistics.values():
-                    statistic.update(arrival.x_MK, arrival.reference_MK)
-                seen += len(arrival.x_MK)
+                problem = problem or _problem(names[0], arrival)
+                if problem is None:
+                    for statistic in statistics.values():
+                        statistic.update(arrival.x_MK, arrival.reference_MK)
+                    seen += len(arrival.x_MK)
+            self.comm.fail_together(problem)
             for statistic in statistics.values():
                 statistic.sync(self.comm)
             total = int(self.comm.all_reduce(torch.tensor(seen, device=self.residency.device)))
@@ -319,6 +359,8 @@ class _Run:
         if not self.plan.calibrated:
             return calls, reference
         with torch.no_grad():
+            if calls[0].key is None:
+                return calls, reference  # one block in all: nothing comes after it
             outputs = [block(*c.args, **c.kwargs) for c in calls]
             versions.use_original(True)
             others = [block(*c.args, **c.kwargs) for c in reference]
@@ -334,8 +376,24 @@ class _Run:
         return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]
 
 
+def _problem(layer: str, arrival: Arrival) -> str | None:
+    """Why a micro-batch cannot enter the statistics of a layer."""
+    x, reference = arrival.x_MK, arrival.reference_MK
+    if not bool(torch.isfinite(x).all()):
+        return (
+            f"the input of {layer} has non-finite values during calibration; the model overflows in this dtype or its "
+            "weights are damaged"
+        )
+    if reference is not None and reference.shape != x.shape:
+        return (
+            f"{layer} sees other tokens in the compressed model than in the original (routing); drift correction "
+            "cannot pair them: turn it off (drift=0) or ignore the layer"
+        )
+    return None
+
+
 def _layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    inner = getattr(p, "inner", p)
+    inner = p.innermost
     grid = decision.weight.grid
     return LayerRecord(
         layer.name,
@@ -368,39 +426,26 @@ def run(
     reference = any(p.needs_reference for p in plan_.passes)
     state = _Run(plan_, residency, sink, comm, reporter, record, reference)
     total = sum(len(stack.blocks) for stack in plan_.stacks)
-    done: list[Stack] = []
     finished = 0
-    most = max(comm.gather_objects(len(batches)))
     reporter.step(0, total, "")
-    for stack in plan_.stacks:
-        captured: list[list[Call]] = [[] for _ in stack.blocks]
-        if plan_.calibrated:
-
-            def outputs(i: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], stack: Stack = stack) -> Any:
-                with residency.open(stack.blocks[i][1]) as opened:
-                    return output_shape(opened.block, args, kwargs)
-
-            try:
-                captured = capture(model, stack, done, batches, residency, most, outputs)
-            except ChainBrokenError as reason:
-                if not done:
-                    raise
-                raise CompressError(
-                    f"the blocks of {stack.name} are no simple chain ({reason}), which shows only after {done[0].name} "
-                    "is compressed; run again with --one-block (one_block=True)"
-                ) from None
-        calls = list(captured[0])
-        shadow = list(calls) if reference else []
-        for i, (name, block) in enumerate(stack.blocks):
-            if i > 0 and plan_.calibrated:
-                calls = [own.with_hidden(c.hidden) for own, c in zip(captured[i], calls, strict=True)]
-                shadow = [own.with_hidden(c.hidden) for own, c in zip(captured[i], shadow, strict=False)]
-                captured[i - 1] = []
-            calls, shadow = state.run_block(name, block, calls, shadow)
-            finished += 1
-            reporter.step(finished, total, name)
-        done.append(stack)
+    with without_cache(model):
+        for stack in plan_.stacks:
+            captured: list[list[Call]] = [[] for _ in stack.blocks]
+            if plan_.calibrated:
+                captured = capture(model, stack, batches, residency, partial(_first_output, residency, stack))
+            calls = list(captured[0])
+            shadow = list(calls) if reference else []
+            for i, (name, block) in enumerate(stack.blocks):
+                if i > 0 and plan_.calibrated:
+                    calls = [own.with_hidden(c.hidden) for own, c in zip(captured[i], calls, strict=True)]
+                    shadow = [own.with_hidden(c.hidden) for own, c in zip(captured[i], shadow, strict=False)]
+                    captured[i - 1] = []
+                calls, shadow = state.run_block(name, block, calls, shadow)
+                finished += 1
+                reporter.step(finished, total, name)
     record.seconds = time.monotonic() - started
 
 
-__all__ = ["ChainBrokenError", "LayerRecord", "Plan", "RunRecord", "Sink", "plan", "real_tokens", "run"]
+def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with residency.open(stack.blocks[0][1]) as opened:
+        return output_shape(opened.block, args, kwargs)

@@ -1,7 +1,7 @@
 """Where a block's weights live while nobody looks at them, and how they become plain full tensors while somebody does.
 
     with residency.open(block) as opened:     # every parameter: a full tensor on the device, in the compute dtype
-        opened.stored(name)                   # the value to write, in the dtype the model stores
+        opened.stored()                       # (name, value to write), in the dtype the model stores
     # edits were kept if `keep`, dropped otherwise; the block is back home
 
 `Local`: the parameters sit in RAM or in a lazily mapped file. `Sharded`: FSDP2 shards, one per rank; opening gathers
@@ -25,17 +25,29 @@ from compress.errors import InputError
 
 @dataclass(frozen=True)
 class Opened:
-    """A block whose parameters are full working copies, and the dtype in which the model stores each of them."""
+    """A block whose parameters are full working copies of those in `home`, which have the dtype the model stores."""
 
     block: nn.Module
-    dtypes: dict[str, torch.dtype]
+    home: dict[str, Tensor]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which the model stores each parameter."""
+        return {name: value.dtype for name, value in self.home.items()}
+
+    def value(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter in its stored dtype; what was there before, itself, where it was not edited."""
+        before = self.home[name]
+        if torch.equal(before.to(parameter.device, parameter.dtype), parameter.data):
+            return before  # not rounded through the compute dtype
+        return parameter.data.to(before.dtype)
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""
         # Not state_dict(): FSDP2 reshards in a hook of it.
         for name, parameter in self.block.named_parameters():
-            if name in self.dtypes:
-                yield name, parameter.data.to(self.dtypes[name])
+            if name in self.home:
+                yield name, self.value(name, parameter)
         for prefix, module in self.block.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
@@ -43,7 +55,7 @@ class Opened:
 
 
 class Residency(Protocol):
-    """The contract that `tests/test_residency.py` holds for every residency."""
+    """The contract that `tests/test_residency.py` and `tests/test_sharded.py` hold for both residencies."""
 
     device: torch.device
     keep: bool
@@ -100,12 +112,12 @@ class Local:
     def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:
         """Working copies of the block's parameters, without those of the `excluded` modules inside it."""
         named = _parameters(block, excluded or set())
-        dtypes = {name: p.dtype for name, p in named.items()}
         kept: dict[str, Tensor] = {}
         with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
-            yield Opened(block, dtypes)
+            opened = Opened(block, home)
+            yield opened
             if self.keep and excluded is None:
-                kept = {name: p.data.to(home[name].device, home[name].dtype) for name, p in named.items()}
+                kept = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
         for name, value in kept.items():
             named[name].data = value
 
@@ -117,7 +129,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
         if not isinstance(model, FSDPModule):
-            raise InputError(f"{type(model).__name__} is not sharded; call compress.shard(model) first")
+            raise InputError(f"{type(model).__name__} is not sharded; call fully_shard on its blocks and on it first")
         self.require()
         self.model, self.device, self.dtype = model, device, dtype
 
@@ -132,20 +144,26 @@ class Sharded:
         """Gather the block's units, yield working copies, write this rank's slice of every edit back, reshard."""
         skipped = {m for module in excluded or set() for m in module.modules()}
         units = [m for m in block.modules() if isinstance(m, FSDPModule) and m not in skipped]
-        assert units, "every block of a sharded model is its own FSDP unit"
+        if not units:
+            raise InputError(f"{type(block).__name__} is no FSDP unit; call fully_shard on every block, then the model")
         shards = {name: p for name, p in _parameters(block, excluded or set()).items() if isinstance(p, DTensor)}
         for unit in units:
             unit.unshard()
         try:
             named = _parameters(block, excluded or set())
-            dtypes = {name: p.dtype for name, p in named.items()}
+            if any(shards[name].dtype != named[name].dtype for name in shards):
+                raise InputError(
+                    "the model is sharded with a mixed-precision policy, which hides its full weights: "
+                    "call fully_shard without MixedPrecisionPolicy(param_dtype=...)"
+                )
             buffers = _buffers(block, excluded or set())
-            with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype):
-                yield Opened(block, dtypes)
+            with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype) as home:
+                opened = Opened(block, home)
+                yield opened
                 if excluded is None:
                     with torch.no_grad():
                         for name, shard in shards.items():
-                            value = named[name].data.to(shard.device, shard.dtype)
+                            value = opened.value(name, named[name]).to(shard.device)
                             # The local slice only: every rank holds the full value, nothing is sent.
                             mine = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
                             shard.to_local().copy_(mine.to_local())

@@ -20,6 +20,7 @@ from compress.grid import Grid, Quantized
 
 DEMO = Path(__file__).parent / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
+SHOWN = 60  # characters of a name in a message
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,22 @@ class Source:
         return digest.hexdigest()
 
 
+def path_of(name: str, what: str) -> Path:
+    """A path that can be asked whether it exists. Raises InputError where the system refuses even that."""
+    path = Path(name)
+    try:
+        path.exists()
+    except OSError as error:
+        shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
+        raise InputError(f"{what} {shown!r} cannot be looked up: {error.strerror}") from None
+    return path
+
+
 def find_source(name: str) -> Source:
     """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint."""
-    path = DEMO if name == "demo" else Path(name)
     if not name.strip():
         raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
+    path = DEMO if name == "demo" else path_of(name, "model")
     if not path.exists():
         path = _download(name)
     if not path.is_dir():

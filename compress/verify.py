@@ -42,7 +42,9 @@ def probe(vocabulary: int) -> Tensor:
 @torch.no_grad()
 def outputs(model: nn.Module, ids: Tensor) -> Tensor:
     """Logits, or the last hidden state of a model without a head."""
-    result = model(input_ids=ids)
+    config: Any = model.config
+    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+    result = model(input_ids=ids, **decoder)
     return result.logits if "logits" in result else result[0]
 
 
@@ -86,7 +88,11 @@ def verify(path: str | Path) -> dict[str, Any]:
         return {**result, "transformers": "not compared: the configuration has no vocab_size"}
     ids = probe(vocabulary)
     ours = load(path)
-    expected = outputs(ours, ids)
+    try:
+        expected = outputs(ours, ids)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain token ids ({reason})"}
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
     theirs, result["loader"] = load_with_transformers(source)

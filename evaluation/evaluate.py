@@ -12,6 +12,7 @@ from compress.device import find_device
 from compress.errors import InputError
 from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
+from compress.forward import evaluating
 from compress.progress import Reporter, Silent
 from compress.source import find_source, load, load_tokenizer, read_config
 
@@ -59,7 +60,7 @@ def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: tor
     network: Any = load(model, dtype, device) if isinstance(model, str | Path) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
-    return network.eval()
+    return network
 
 
 def evaluate(
@@ -77,7 +78,7 @@ def evaluate(
 
     model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration. length:
     tokens per window of text (the model's context, at most 2048). samples: at most so many windows. dtype: of the
-    arithmetic (float32 on a CPU, the checkpoint's own on a GPU).
+    arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
 
     Raises InputError for models that predict no next token and for text that cannot be used.
     """
@@ -103,7 +104,10 @@ def evaluate(
         reporter.note(note)
     network = _ready(model, work, target)
     original = None if reference is None else _ready(reference, work, target)
-    quality = measure(network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows"))
+    with evaluating(network), evaluating(network if original is None else original):
+        quality = measure(
+            network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")
+        )
     return Evaluation(
         perplexity=quality.perplexity,
         reference_perplexity=quality.reference_perplexity,

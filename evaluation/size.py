@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import safe_open
 
 from compress.checkpoint import PARTS, RECORD, read_json
+from compress.errors import CheckpointError
 from compress.source import Source, find_source, grids_of
 
 BYTES = {
@@ -18,6 +19,9 @@ BYTES = {
     "I64": 8,
     "I32": 4,
     "I16": 2,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
     "I8": 1,
     "U8": 1,
     "BOOL": 1,
@@ -36,6 +40,9 @@ class TensorSize:
 
     @property
     def bytes(self) -> int:
+        """Bytes in the file. Raises CheckpointError for a dtype that is not known."""
+        if self.dtype not in BYTES:
+            raise CheckpointError(f"{self.name} has the dtype {self.dtype}; known: {', '.join(BYTES)}")
         return math.prod(self.shape) * BYTES[self.dtype]
 
 

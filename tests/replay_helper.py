@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.comm import Comm
-from compress.forward import Batch, Call, capture, hidden_of, output_shape, real_tokens, structure_of
+from compress.forward import Batch, Call, capture, hidden_of, output_shape, real_tokens, structure_of, without_cache
 from compress.passes.base import Pass, Site
 from compress.pipeline import plan
 from compress.residency import Local
@@ -14,6 +14,11 @@ from compress.residency import Local
 
 def replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[str, Tensor], int]:
     """Quantize in place; returns the codes by layer and how many block forwards that took."""
+    with without_cache(model):
+        return _replay(model, p, batches)
+
+
+def _replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[str, Tensor], int]:
     plan_ = plan(model, [p])
     residency = Local(torch.device("cpu"), torch.float32)
     codes: dict[str, Tensor] = {}
@@ -27,11 +32,11 @@ def replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[st
 
     for stack in plan_.stacks:
 
-        def outputs(i, args, kwargs, stack=stack):
-            with residency.open(stack.blocks[i][1]) as opened:
+        def first_output(args, kwargs, stack=stack):
+            with residency.open(stack.blocks[0][1]) as opened:
                 return output_shape(opened.block, args, kwargs)
 
-        captured = capture(model, stack, [], batches, residency, len(batches), outputs)
+        captured = capture(model, stack, batches, residency, first_output)
         calls = shadow = captured[0]
         for i, (name, block) in enumerate(stack.blocks):
             if i > 0:

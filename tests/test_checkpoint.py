@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.errors import CheckpointError, CompressError, InputError
+from compress.progress import Silent
 from compress.source import find_source, read_tensors
 from compress.verify import load_with_transformers, outputs, probe
 
@@ -249,14 +250,14 @@ def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):
 
 
 def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, monkeypatch):
-    import compress.checkpoint as checkpoint
+    import compress.writer as writer
 
     def full(tensors, path, metadata):
         if "00001" in str(path):
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata=metadata)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(writer, "save_file", full)
     with pytest.raises(CompressError, match=r"No space left.*--resume") as failure:
         compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
     assert not isinstance(failure.value, InputError)
@@ -265,6 +266,68 @@ def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, mo
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", resume=True, verify=False)
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+class Meanwhile(Silent):
+    """Does something in the middle of a run."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def step(self, done, total, what):
+        if done == 1:
+            self.act()
+
+
+def test_an_output_that_appears_during_the_run_is_not_replaced(llama, tmp_path):
+    out = tmp_path / "out"
+
+    def appear():
+        out.mkdir()
+        (out / "thesis.txt").write_text("years of work")
+
+    with pytest.raises(CompressError, match="exists"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, reporter=Meanwhile(appear))
+    assert (out / "thesis.txt").read_text() == "years of work"
+    shutil.rmtree(out)
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    assert compress.load(out) is not None
+
+
+def test_a_run_stopped_while_it_names_its_output_resumes(llama, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, verify=False)
+    rename = Path.rename
+
+    def stop(self, target):
+        if Path(target) == out:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, overwrite=True)
+    monkeypatch.undo()
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
+    assert files(out) == files(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_reasons_survive_a_resume(tmp_path):
+    model = build("llama")
+    model.model.layers[0].mlp.spare = torch.nn.Linear(32, 32)
+    arguments = {"calibration": tokens(), "output": tmp_path / "out"}
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(model, compress.GPTQ(group_size=16), **arguments, verify=False, reporter=Meanwhile(interrupt))
+    again = build("llama")
+    again.model.layers[0].mlp.spare = model.model.layers[0].mlp.spare
+    result = compress.quantize(again, compress.GPTQ(group_size=16), **arguments, verify=False, resume=True)
+    assert result.record.left_alone["model.layers.0.mlp.spare"] == "never called during calibration"
 
 
 @pytest.fixture

@@ -238,3 +238,9 @@ def test_a_trained_model_has_the_perplexity_that_its_card_states() -> None:
         SHARED / "models" / "babyllama-105", text=str(SHARED / "tokens" / "babyllama-105.eval.pt"), samples=60
     )
     assert found.perplexity == pytest.approx(2.15, abs=0.06)  # 2.1513 on all 500 rows
+
+
+def test_evaluating_leaves_the_training_mode_alone() -> None:
+    model = make_llama().train()
+    compress.evaluate(model, text=torch.randint(VOCABULARY, (2, 16)))
+    assert all(module.training for module in model.modules())

@@ -11,7 +11,16 @@ from compress.architecture import find_stacks, layers_of
 from compress.comm import Comm
 from compress.data import batches_of
 from compress.errors import CompressError
-from compress.forward import Call, capture, hidden_of, output_shape, real_tokens, structure_of, token_mask
+from compress.forward import (
+    Call,
+    capture,
+    hidden_of,
+    output_shape,
+    real_tokens,
+    structure_of,
+    token_mask,
+    without_cache,
+)
 from compress.residency import Local
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
@@ -21,10 +30,11 @@ def captured(model, batches, residency=None):
     residency = residency or Local(torch.device("cpu"))
     (stack,) = find_stacks(model)
 
-    def outputs(i, args, kwargs):
-        return output_shape(stack.blocks[i][1], args, kwargs)
+    def first_output(args, kwargs):
+        return output_shape(stack.blocks[0][1], args, kwargs)
 
-    return stack, capture(model, stack, [], batches, residency, len(batches), outputs)
+    with without_cache(model):
+        return stack, capture(model, stack, batches, residency, first_output)
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, "bert"])

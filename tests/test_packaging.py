@@ -112,6 +112,7 @@ LAYERS = (
     ("compress.forward", "compress.residency"),
     ("compress.pipeline",),
     ("compress.checkpoint", "compress.recipe"),
+    ("compress.writer",),
     ("compress.source", "compress.data"),
     ("compress.api", "compress.verify", "compress.evaluation.*"),
     ("compress",),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from models import DECODERS, FAMILIES, build, tokens
 from torch import nn
 
@@ -177,3 +178,84 @@ def test_the_training_mode_of_a_model_in_memory_is_kept():
     model = build("llama").train()
     compress.quantize(model, compress.RTN(group_size=16))
     assert model.training
+
+
+def test_an_encoder_decoder_runs_as_one_block_and_says_so():
+    model = build("t5")
+    result = compress.quantize(model, compress.GPTQ(group_size=16), calibration=batches("t5"))
+    assert any("several stacks" in note for note in result.record.notes)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[:, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    with pytest.raises(InputError, match="samples of one length"):
+        compress.quantize(build("t5"), compress.GPTQ(group_size=16), calibration=[batch])
+
+
+def test_a_block_that_is_called_repeatedly_is_left_alone_and_named():
+    config = transformers.AlbertConfig(
+        vocab_size=96,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.AlbertModel(config).eval()
+    result = compress.quantize(model, compress.GPTQ(group_size=16), calibration=tokens())
+    assert any("several times" in note for note in result.record.notes)
+    repeated = [n for n, why in result.record.left_alone.items() if why == "called several times in one forward pass"]
+    assert len(repeated) == 6
+    assert all("albert_layer_groups" not in r.name for r in result.record.layers)
+
+
+def test_what_no_pass_asks_for_is_named_so():
+    result = compress.quantize(build("llama"), compress.only(compress.RTN(group_size=16), "*.mlp.*"))
+    assert result.record.left_alone["model.layers.0.self_attn.q_proj"] == "no pass asks for it"
+    assert result.record.left_alone["lm_head"] == "output head"
+
+
+def test_layers_that_share_one_weight_are_left_alone():
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    before = model.model.layers[0].mlp.up_proj.weight.clone()
+    result = compress.quantize(model, compress.RTN(group_size=16))
+    for layer in (0, 1):
+        reason = result.record.left_alone[f"model.layers.{layer}.mlp.up_proj"]
+        assert reason == "shares its weight with another module"
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before)
+
+
+def test_drift_is_refused_where_the_streams_route_tokens_differently():
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.expert = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            x = self.first(x)
+            chosen = x[..., 0] > x[..., 0].median()
+            near = (x[..., 0] > x[..., 0].quantile(0.4)) & (x[..., 1] > 0)
+            x[chosen | near] = self.expert(x[chosen | near])
+            return x
+
+    torch.manual_seed(1)
+    batch = [{"x": torch.randn(1, 64, 16)}]
+    with pytest.raises(CompressError, match="drift=0"):
+        compress.quantize(Routed(), compress.GPTQ(scheme="w2a16", group_size=16), calibration=batch)
+    options = {"scheme": "w2a16", "group_size": 16, "drift": 0.0}
+    assert len(compress.quantize(Routed(), compress.GPTQ(**options), calibration=batch).record.layers) == 2
+
+
+def test_what_is_not_compressed_is_not_rounded_by_the_compute_dtype():
+    model = build("llama")
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.data += 1e-4 * torch.randn_like(p)
+    before = {n: p.clone() for n, p in model.named_parameters() if "norm" in n}
+    compress.quantize(model, compress.RTN(group_size=16), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name in before:
+            assert torch.equal(parameter, before[name]), name

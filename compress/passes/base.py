@@ -27,7 +27,7 @@ SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)}
 class Site:
     """Layers that read one tensor: name -> weight [N, K] in the working dtype, and the finished statistics by name.
 
-    scale_dtypes gives the dtype in which each layer's scales are stored. tokens counts what the statistics saw.
+    scale_dtypes gives the dtype in which each layer's scales are stored.
     """
 
     weights: Mapping[str, Tensor]
@@ -64,6 +64,11 @@ class Pass:
     def needs_reference(self) -> bool:
         """Whether statistics compare with the uncompressed model's inputs (a second forward stream)."""
         return False
+
+    @property
+    def innermost(self) -> "Pass":
+        """The pass itself, without the combinators around it."""
+        return self
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
@@ -150,6 +155,10 @@ class Only(Pass):
     @property
     def writes(self) -> Aspect:  # type: ignore[override]
         return self.inner.writes
+
+    @property
+    def innermost(self) -> Pass:
+        return self.inner.innermost
 
     def wants(self, layer: str) -> bool:
         return any(fnmatchcase(layer, p) for p in self.patterns) != self.but and self.inner.wants(layer)

@@ -62,8 +62,8 @@ class GPTQ(QuantizeWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.damp < float("inf"):
-            raise InputError(f"damp {self.damp}; allowed: above 0 (0.01 is usual)")
+        if not 0 < self.damp <= 1:
+            raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
         if not 0 <= self.drift <= 1:
             raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
         if self.act_order not in ("none", "static", "group"):
@@ -184,14 +184,12 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 
 def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:
-    """The permutation [K] in which columns are visited; dead columns come last."""
+    """The permutation [K] in which columns are visited; dead columns come last (of their group, for `group`)."""
     columns = len(diagonal_K)
-    if act_order == "static":
-        return torch.argsort(diagonal_K, descending=True, stable=True)
-    if act_order == "none" or group_size is None:
-        if act_order == "group":
-            return torch.argsort(diagonal_K, descending=True, stable=True)
+    if act_order == "none":
         return torch.arange(columns, device=diagonal_K.device)
+    if act_order == "static" or group_size is None:
+        return torch.argsort(diagonal_K, descending=True, stable=True)
     groups = diagonal_K.view(-1, group_size)
     inside = torch.argsort(groups, dim=1, descending=True, stable=True)
     outside = torch.argsort(groups.amax(1), descending=True, stable=True)
@@ -278,13 +276,13 @@ def gptq(
         zero_point,
     )
     values, loss = sweep(weight, factor, rule)
-    state = _Polish(weight, values, rule, damped(hessian_KK, POLISH_DAMP))
-    for step in range(max(refit, sweeps)):
-        if step < refit:
-            state.refit_scales()
-        if step < sweeps:
-            state.descend()
     if refit or sweeps:
+        state = _Polish(weight, values, rule, damped(hessian_KK, POLISH_DAMP))
+        for step in range(max(refit, sweeps)):
+            if step < refit:
+                state.refit_scales()
+            if step < sweeps:
+                state.descend()
         loss = state.loss()
     codes = torch.empty_like(weight)
     codes[:, order_K] = rule.codes.t()
@@ -296,10 +294,10 @@ class _Polish:
 
     def __init__(self, weight: Tensor, values: Tensor, rule: _GridRule, hessian: Tensor) -> None:
         self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
-        self.members: dict[int, Tensor] = {}
-        for group in range(len(rule.scale)):
-            columns = [j for j, g in enumerate(rule.group_of) if g == group]
-            self.members[group] = torch.tensor(columns, device=weight.device)
+        group_of = torch.tensor(rule.group_of, device=weight.device)
+        length = weight.shape[1] // len(rule.scale)
+        # Columns of each group, [G, length], in sweep order.
+        self.members = torch.argsort(group_of, stable=True).view(-1, length)
 
     def loss(self) -> Tensor:
         error = self.weight - self.values
@@ -309,7 +307,7 @@ class _Polish:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         rule = self.rule
         gradient = (self.weight - self.values) @ self.hessian
-        for group, columns in self.members.items():
+        for group, columns in enumerate(self.members):
             steps = (rule.codes[columns] - rule.zero_point[group]).t()
             curvature = ((steps @ self.hessian[columns][:, columns]) * steps).sum(1)
             slope = (gradient[:, columns] * steps).sum(1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.grid import quantize
+from compress.grid import quantize, working_dtype
 from compress.passes.base import Decision, QuantizeWeights, Site
 
 
@@ -17,6 +17,7 @@ class RTN(QuantizeWeights):
         decisions = {}
         for name, weight in site.weights.items():
             quantized = quantize(weight, self.weight_grid(), site.scale_dtypes[name])
-            error = (quantized.dequantize(weight.dtype) - weight).norm() / weight.norm().clamp(min=1e-30)
+            exact = weight.to(working_dtype(weight))
+            error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
             decisions[name] = Decision(quantized, {"weight_error": float(error)})
         return decisions

@@ -1,0 +1,327 @@
+"""The directory that a run fills: block by block while it goes on, complete or not there.
+
+While a run goes on, everything is in `OUT.partial`: a file per block and rank, and `progress.json`, which names the
+blocks that are safely on disk. `finish` writes the index, the configuration and the record, renames the directory to
+OUT and only then removes `progress.json`: whenever a run is killed, there is a complete OUT or a partial one to resume.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compress.architecture import Layer
+from compress.checkpoint import INDEX, PARTS, RECORD, checksum, quantized_from, read_json, tensors_of, write_json
+from compress.comm import Comm
+from compress.errors import CheckpointError, InputError
+from compress.grid import Grid, Quantized
+from compress.pipeline import Finished, LayerRecord
+from compress.residency import Opened
+
+PROGRESS = "progress.json"
+KEPT = "finished blocks are kept: make room and run again with --resume"
+# What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
+COMPANIONS = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+class Writer:
+    """The pipeline's sink. Every method is called on every rank; a failure on one is an error on all."""
+
+    def __init__(self, output: Path, identity: str, comm: Comm, *, resume: bool, overwrite: bool) -> None:
+        self.output = output.resolve() if output.is_symlink() else output
+        self.comm, self.overwrite, self.identity = comm, overwrite, identity
+        self.partial = self.output.with_name(self.output.name + ".partial")
+        self.replaced = self.output.with_name(self.output.name + ".replaced")  # the old output, for a moment
+        self.blocks: dict[str, dict[str, Any]] = {}
+        problem = None
+        if comm.rank == 0:
+            try:
+                self._prepare(resume)
+            except InputError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"cannot write to {self.partial}: {error.strerror}"
+        problem = comm.gather_objects(problem)[0]
+        if problem is not None:
+            raise InputError(problem)
+        if resume:
+            self.blocks = self._progress()["blocks"]
+
+    def _progress(self) -> dict[str, Any]:
+        """What `progress.json` says. Raises CheckpointError where it is damaged."""
+        path = self.partial / PROGRESS
+        found = read_json(path)
+        if not isinstance(found, dict) or not isinstance(found.get("blocks"), dict) or "identity" not in found:
+            raise CheckpointError(f"{path} is damaged; drop that run with --overwrite")
+        return found
+
+    def _refusal(self) -> str | None:
+        """Why the finished checkpoint may not take the name of the output."""
+        if not self.output.exists():
+            return None
+        if not self.overwrite:
+            return f"{self.output} exists; choose another output or pass --overwrite"
+        if not _ours(self.output):
+            return f"{self.output} is not a checkpoint of this tool; it is not overwritten: choose another output"
+        if self.replaced.exists() and not _ours(self.replaced):
+            return f"{self.replaced} is in the way of replacing {self.output}; move it"
+        return None
+
+    def _prepare(self, resume: bool) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise InputError(refusal)
+        progress = self.partial / PROGRESS
+        if self.partial.exists() and any(self.partial.iterdir()):
+            if not progress.exists():
+                raise InputError(f"{self.partial} is in the way and no run left it; move it or choose another output")
+            if resume:
+                if self._progress()["identity"] != self.identity:
+                    raise InputError(
+                        f"{self.partial} is of another run (model, recipe, calibration data or version differ); "
+                        "resume with what it was started with, or drop it with --overwrite"
+                    )
+            elif self.overwrite or not self._progress()["blocks"]:
+                shutil.rmtree(self.partial)
+            else:
+                raise InputError(
+                    f"{self.partial} holds an unfinished run; go on with --resume or drop it with --overwrite"
+                )
+        self.partial.mkdir(parents=True, exist_ok=True)
+        if not progress.exists():
+            write_json(progress, {"identity": self.identity, "blocks": {}})
+
+    def abandon(self) -> None:
+        """Remove what a run leaves that finished no block: there is nothing to go on with."""
+        if self.comm.rank == 0 and not self.blocks:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def packed_grids(self) -> dict[str, Grid]:
+        """{layer: grid} of the layers written as packed codes so far."""
+        return {
+            name: Grid(**where["grid"])
+            for entry in self.blocks.values()
+            for name, where in entry["layers"].items()
+            if where["grid"] is not None
+        }
+
+    def dense_layers(self) -> list[str]:
+        """Layers whose compressed values had to be written dense so far."""
+        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["grid"] is None]
+
+    def finished(self, block: str) -> Finished | None:
+        """What an earlier run wrote for a block; None where it did not."""
+        entry = self.blocks.get(block)
+        if entry is None:
+            return None
+        records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
+        decided: dict[str, Quantized | Tensor] = {}
+        for name, where in entry["layers"].items():
+            try:
+                with safe_open(self.partial / where["file"], framework="pt") as file:
+                    if where["grid"] is None:
+                        decided[name] = file.get_tensor(f"{name}.weight").t()
+                        continue
+                    parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
+                    tensors = {key: file.get_tensor(key) for key in parts}
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
+                    "with --overwrite"
+                ) from None
+            decided[name] = quantized_from(name, tensors, Grid(**where["grid"]))
+        return Finished(decided, records, entry["left_alone"])
+
+    def write(
+        self,
+        block: str,
+        opened: Opened,
+        layers: Mapping[str, Layer],
+        decided: Mapping[str, Quantized],
+        records: list[LayerRecord],
+        left_alone: Mapping[str, str],
+    ) -> None:
+        """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
+        prefix = f"{block}." if block else ""
+        packed = {name: q for name, q in decided.items() if not layers[name].transposed}
+        replaced = {id(layers[name].parameter) for name in packed}
+        plain = {prefix + name: value for name, value in opened.stored()}
+        dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
+        costs = {name: float(q.codes.numel()) for name, q in packed.items()}
+        costs |= {name: float(t.numel()) for name, t in plain.items() if name not in dense}
+        owner = self.comm.assign(costs)
+        mine: dict[str, Tensor] = {}
+        for name, quantized in packed.items():
+            if owner[name] == self.comm.rank:
+                mine.update(tensors_of(name, quantized))
+        for name, tensor in plain.items():
+            if name not in dense and owner[name] == self.comm.rank:
+                mine[name] = tensor
+        for record in records:
+            record.figures["sha256"] = checksum(decided[record.name].dequantize())
+        name_of_block = self._name(f"block-{len(self.blocks):05d}")
+        file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
+        layer_files = {
+            name: {"file": file, "grid": asdict(quantized.grid) if name in packed else None}
+            for name, quantized in decided.items()
+            if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
+        }
+        files: dict[str, list[str]] = {}
+        all_layers: dict[str, Any] = {}
+        for part_file, keys, part_layers in self.comm.gather_objects((file, list(mine), layer_files)):
+            if keys:
+                files[part_file] = keys
+            all_layers |= part_layers
+        entry = {
+            "files": files,
+            "layers": all_layers,
+            "records": [asdict(r) for r in records],
+            "left_alone": dict(left_alone),
+        }
+        state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
+        self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)
+        self.blocks[block] = entry
+
+    def _together(self, what: str, work: Callable[[], Any]) -> Any:
+        """Write `what` on this rank; a failure, here or on another rank, is an error on every rank."""
+        result, problem = None, None
+        try:
+            result = work()
+        except (OSError, SafetensorError) as error:
+            problem = f"cannot write {self.partial / what}: {error}; {KEPT}"
+        self.comm.fail_together(problem)
+        return result
+
+    def _name(self, stem: str) -> str:
+        rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
+        return f"model-{stem}{rank}.safetensors"
+
+    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> str:
+        """Save this rank's tensors; returns the file's name ('' for none)."""
+        if not tensors:
+            return ""
+        clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+        save_file(clean, self.partial / name, metadata={"format": "pt"})
+        with (self.partial / name).open("rb") as file:
+            os.fsync(file.fileno())
+        return name
+
+    def finish(
+        self,
+        rest: Iterator[tuple[str, Tensor]],
+        config: dict[str, Any] | None,
+        source: Path | None,
+        extra_files: Mapping[str, str],
+        record: dict[str, Any],
+    ) -> None:
+        """Write what lies outside the blocks, the index, the configuration and the record; then name the directory.
+
+        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes).
+        """
+        mine: dict[str, Tensor] = {}
+        load = [0] * self.comm.world
+        for name, tensor in rest:
+            owner = load.index(min(load))
+            load[owner] += tensor.numel()
+            if owner == self.comm.rank:
+                mine[name] = tensor
+        name_of_rest = self._name("rest")
+        file = self._together(name_of_rest, lambda: self._save(name_of_rest, mine))
+        weight_map: dict[str, str] = {}
+        for entry in self.blocks.values():
+            weight_map |= {key: f for f, keys in entry["files"].items() for key in keys}
+        for part, keys in self.comm.gather_objects((file, list(mine))):
+            weight_map |= dict.fromkeys(keys, part)
+
+        def complete() -> None:
+            if self.comm.rank == 0:
+                self._describe(weight_map, config, source, extra_files, record)
+                self._take_name()
+
+        self._together("", complete)
+
+    def _describe(
+        self,
+        weight_map: dict[str, str],
+        config: dict[str, Any] | None,
+        source: Path | None,
+        extra_files: Mapping[str, str],
+        record: dict[str, Any],
+    ) -> None:
+        """Everything beside the weights."""
+        files = set(weight_map.values())
+        for leftover in self.partial.glob("model-*.safetensors"):
+            if leftover.name not in files:
+                leftover.unlink()
+        total = sum((self.partial / file).stat().st_size for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(self.partial / INDEX, index)
+        if config is not None:
+            write_json(self.partial / "config.json", config)
+        if source is not None:
+            for pattern in COMPANIONS:
+                for path in sorted(source.glob(pattern)):
+                    if path.is_file():
+                        shutil.copyfile(path, self.partial / path.name)
+        for name, text in extra_files.items():
+            (self.partial / name).write_text(text, encoding="utf-8")
+        write_json(self.partial / RECORD, record)
+        for stray in self.partial.glob("*.writing"):
+            stray.unlink()
+
+    def _take_name(self) -> None:
+        """Rename the partial directory to the output, which may have come into being while the run worked."""
+        refusal = self._refusal()
+        if refusal is not None:
+            raise OSError(refusal)
+        if self.output.exists():
+            if self.replaced.exists():
+                shutil.rmtree(self.replaced)
+            self.output.rename(self.replaced)
+        self.partial.rename(self.output)
+        (self.output / PROGRESS).unlink()
+        if self.replaced.exists() and _ours(self.replaced):
+            shutil.rmtree(self.replaced, ignore_errors=True)
+
+
+def _ours(directory: Path) -> bool:
+    return directory.is_dir() and ((directory / RECORD).exists() or not any(directory.iterdir()))
+
+
+class Discard:
+    """The sink of a run that writes nothing."""
+
+    def finished(self, block: str) -> Finished | None:
+        """Nothing is."""
+        return None
+
+    def write(
+        self,
+        block: str,
+        opened: Opened,
+        layers: Mapping[str, Layer],
+        decided: Mapping[str, Quantized],
+        records: list[LayerRecord],
+        left_alone: Mapping[str, str],
+    ) -> None:
+        """Nothing."""
