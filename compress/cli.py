@@ -167,7 +167,7 @@ def quantize(
     fsdp: bool,
     **options: Any,
 ) -> None:
-    """Quantize MODEL and write a checkpoint that transformers and vLLM load.
+    """Quantize MODEL and write a checkpoint in the compressed-tensors layout.
 
     \b
     compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out

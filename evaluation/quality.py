@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from compress.errors import CompressError
 
-LOGIT_VALUES = 2**26  # logits in flight per model: 256 MiB of float32
+LOGIT_VALUES = 2**26  # logits per batch of windows, at least one window: 256 MiB of float32 a copy
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python recipes/figures.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
 
-Runs exactly the commands that it records, `compress quantize` and `compress evaluate`, and prints a Markdown table.
+Runs `compress quantize` and `compress evaluate` and prints a Markdown table; the JSON holds what each quantize was told.
 """
 
 import argparse
