@@ -2,7 +2,7 @@
 
     python recipes/figures.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
 
-Runs `compress quantize` and `compress evaluate` and prints a Markdown table; the JSON holds what each quantize was told.
+Runs `compress quantize` and `compress evaluate`, prints a Markdown table, and keeps what each run was told and found.
 """
 
 import argparse
