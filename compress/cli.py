@@ -54,7 +54,16 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
 def fail(message: str, code: int) -> None:
     """Say why in one line and leave."""
     click.echo(f"compress: {' '.join(message.split())}", err=True)
+    leave(code)
+
+
+def leave(code: int) -> None:
+    """End the process. Under torchrun without the interpreter's own end, in which torch's communication threads
+    sometimes abort a rank whose work is done ("terminate called without an active exception")."""
     sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(code)
     sys.exit(code)
 
 
@@ -208,12 +217,13 @@ def quantize(
             ignore=options.pop("ignore"),
             **options,
         )
-    if rank > 0:
-        return
-    assert result.output is not None
-    write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
-    if not quiet and json_file != "-":
-        show.result(result, model)
+    if rank == 0:
+        assert result.output is not None
+        write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
+        if not quiet and json_file != "-":
+            show.result(result, model)
+    if fsdp:
+        leave(0)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import compress
 from compress.architecture import find_stacks
+from compress.cli import leave
 from compress.comm import Comm
 from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
@@ -99,6 +100,7 @@ def main(folder: Path) -> None:
         (folder / f"found-{comm.world}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
