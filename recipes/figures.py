@@ -50,6 +50,7 @@ def main() -> None:
                     found = command("evaluate", out, "--reference", arguments.model, "--text", arguments.text)
                 shown = ["compress quantize MODEL", *options[: options.index("--grid") + 2]]
                 row = {"bits": bits, "grid": grid, "method": method, "command": " ".join(shown), **found}
+                row["text"] = Path(arguments.text).name
                 row["seconds"] = record["seconds"]
                 row["verification"] = record["verification"]
                 rows.append(row)
