@@ -149,17 +149,16 @@ def quantize(
         _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter)
         result.output = sink.output
         small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
-        if comm.rank == 0 and (verify or small):
-            reporter.note("verifying the output in a fresh process")
+        if verify or small:
             problem = None
-            try:
-                result.verification = _verify(sink.output)
-                _store_verification(sink.output, result.verification)
-            except CompressError as error:
-                problem = str(error)
+            if comm.rank == 0:
+                reporter.note("verifying the output in a fresh process")
+                try:
+                    result.verification = _verify(sink.output)
+                    _store_verification(sink.output, result.verification)
+                except CompressError as error:
+                    problem = str(error)
             comm.fail_together(problem)
-        elif comm.active and (verify or small):
-            comm.fail_together(None)
     if residency.keep:
         result.model = network
     return result
