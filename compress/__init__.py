@@ -9,15 +9,17 @@ from compress.api import Result, quantize
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.evaluation.evaluate import Evaluation, evaluate
 from compress.grid import Grid, Quantized, fake_quantize
+from compress.loading import load, register
+from compress.nn import QuantLinear
 from compress.passes.base import Pass, but, only
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.recipe import load_recipe
-from compress.source import load
 from compress.verify import verify
 from compress.version import VERSION
 
 __version__ = VERSION
+register()
 
 __all__ = [
     "GPTQ",
@@ -28,6 +30,7 @@ __all__ = [
     "Grid",
     "InputError",
     "Pass",
+    "QuantLinear",
     "Quantized",
     "Result",
     "__version__",

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from compress.architecture import find_stacks
-from compress.checkpoint import RECORD, checksum, fingerprint, read_json, scheme_of, write_json
+from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
@@ -32,6 +32,7 @@ from compress.pipeline import Plan, RunRecord, plan, run
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.residency import Local, Residency, Sharded, shard
+from compress.scheme import weights_entry
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
 from compress.version import VERSION
 from compress.writer import Discard, Writer
@@ -268,7 +269,7 @@ def quantization_config(layers: Mapping[str, Grid], model: nn.Module) -> dict[st
     """The `quantization_config` of compressed-tensors for packed layers with their grids."""
     by_scheme: dict[str, list[str]] = {}
     for name, grid in layers.items():
-        by_scheme.setdefault(json.dumps(scheme_of(grid), sort_keys=True), []).append(name)
+        by_scheme.setdefault(json.dumps(weights_entry(grid), sort_keys=True), []).append(name)
     groups = {}
     for i, (scheme, names) in enumerate(sorted(by_scheme.items())):
         targets = ["Linear"] if len(by_scheme) == 1 else sorted(names)

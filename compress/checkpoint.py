@@ -1,13 +1,7 @@
-"""Checkpoints on disk: the compressed-tensors layout of packed integer weights.
+"""Checkpoints on disk: a layer's tensors from its codes and back, and JSON files that are whole or not there.
 
-N outputs, K inputs, G groups, n bits. Keys are the layer's path plus
-
-    weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream (`compress.kernels.pack`)
-    weight_scale       model dtype [N, G]
-    weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
-    weight_shape       int64 [2]                    (N, K)
-
-Every other tensor keeps its name. `compress.writer` writes such directories.
+`compress.scheme` says which tensors a layer is stored as; every other tensor keeps its name. `compress.writer` writes
+such directories.
 """
 
 import hashlib
@@ -21,12 +15,12 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.grid import Grid, Quantized
-from compress.kernels.pack import pack_rows, unpack_rows, words_of
+from compress.grid import Quantized
+from compress.kernels.pack import pack_rows, unpack_rows
+from compress.scheme import Scheme
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
-PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
 
 
 def tensors_of(layer: str, quantized: Quantized) -> dict[str, Tensor]:
@@ -44,72 +38,57 @@ def tensors_of(layer: str, quantized: Quantized) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def quantized_from(layer: str, tensors: Mapping[str, Tensor], grid: Grid) -> Quantized:
-    """Inverse of `tensors_of`. Raises CheckpointError that names the tensor that is missing or of the wrong shape."""
+def check_parts(
+    layer: str, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: Scheme, shape: tuple[int, int]
+) -> None:
+    """Hold the shapes and dtypes that a layer's tensors have to its scheme. Raises CheckpointError that names one."""
+    rows, columns = shape
+    group = scheme.weights.group_size
+    if group is not None and columns % group:
+        raise CheckpointError(f"{layer} has {columns} inputs; groups of {group} do not fit")
+    for name, part in scheme.parts(rows, columns).items():
+        if name not in found:
+            if part.optional:
+                continue
+            raise CheckpointError(f"{layer}.{name} is missing from the checkpoint")
+        size, dtype = found[name]
+        if size != part.shape and not (part.shape == (1,) and size == ()):
+            raise CheckpointError(f"{layer}.{name} has shape {size}; its layer needs {part.shape}")
+        if dtype not in part.dtypes:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in part.dtypes)
+            raise CheckpointError(f"{layer}.{name} is {str(dtype).removeprefix('torch.')}; it must be {allowed}")
+    if unknown := sorted(set(found) - set(scheme.parts(rows, columns)) - {"bias"}):
+        raise CheckpointError(f"{layer}.{unknown[0]} is no part of a layer stored as {scheme.layout}")
 
-    def get(part: str, dtype: torch.dtype | None) -> Tensor:
-        name = f"{layer}.{part}"
-        if name not in tensors:
-            raise CheckpointError(f"{name} is missing from the checkpoint")
-        if dtype is not None and tensors[name].dtype != dtype:
-            raise CheckpointError(f"{name} is {tensors[name].dtype}; it must be {dtype}")
-        return tensors[name]
 
-    def expect(part: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{layer}.{part} has shape {tuple(tensor.shape)}; its layer needs {shape}")
+def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
+    """(N, K) from a `weight_shape`. Raises CheckpointError where it is not two positive numbers."""
+    if tuple(stored.shape) != (2,):
+        raise CheckpointError(f"{layer}.weight_shape has shape {tuple(stored.shape)}; it must hold two numbers")
+    rows, columns = (int(n) for n in stored)
+    if rows < 1 or columns < 1:
+        raise CheckpointError(f"{layer}.weight_shape says {rows} x {columns}")
+    return rows, columns
 
-    shape = get("weight_shape", None)
-    if tuple(shape.shape) != (2,):
-        raise CheckpointError(f"{layer}.weight_shape has shape {tuple(shape.shape)}; it must hold two numbers")
-    rows, columns = (int(n) for n in shape)
-    if grid.group_size is not None and columns % grid.group_size:
-        raise CheckpointError(f"{layer}.weight_shape says {columns} inputs; groups of {grid.group_size} do not fit")
-    groups = 1 if grid.group_size is None else columns // grid.group_size
-    packed, scale = get("weight_packed", torch.int32), get("weight_scale", None)
-    expect("weight_packed", packed, (rows, words_of(columns, grid.bits)))
-    expect("weight_scale", scale, (rows, groups))
-    if not scale.is_floating_point() or not bool(torch.isfinite(scale).all()):
+
+def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> Quantized:
+    """Inverse of `tensors_of`; also reads int8 weights. Raises CheckpointError that names the tensor at fault."""
+    parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items()}
+    if scheme.layout == "pack-quantized" and "weight_shape" not in parts:
+        raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
+    stored = parts.get("weight_shape")
+    shape = tuple(parts["weight"].shape) if stored is None else shape_of(layer, stored)
+    rows, columns = shape
+    check_parts(layer, {name: (tuple(t.shape), t.dtype) for name, t in parts.items()}, scheme, (rows, columns))
+    scale = parts["weight_scale"]
+    if not bool(torch.isfinite(scale).all()):
         raise CheckpointError(f"{layer}.weight_scale holds values that are not finite numbers")
-    zero_point = None
-    if not grid.symmetric:
-        packed_zero = get("weight_zero_point", torch.int32)
-        expect("weight_zero_point", packed_zero, (words_of(rows, grid.bits), groups))
-        zero_point = unpack_rows(packed_zero.t().contiguous(), grid.bits, rows).t().contiguous()
-    return Quantized(unpack_rows(packed, grid.bits, columns), scale, zero_point, grid)
-
-
-def scheme_of(grid: Grid) -> dict[str, Any]:
-    """A weight grid in the words of compressed-tensors' `quantization_config`."""
-    group = grid.granularity == "group"
-    scheme = {
-        "num_bits": grid.bits,
-        "type": "int",
-        "symmetric": grid.symmetric,
-        "dynamic": False,
-        "strategy": "group" if group else "channel",
-    }
-    return {**scheme, "group_size": grid.group_size} if group else scheme
-
-
-def grid_of(scheme: Mapping[str, Any], what: str) -> Grid:
-    """The grid that reads codes of a `quantization_config` scheme. Raises CheckpointError for one we cannot read."""
-    known = {"num_bits", "type", "symmetric", "dynamic", "strategy", "group_size"}
-    odd = sorted(
-        k for k, v in scheme.items() if k not in known and v not in (None, False, {}, "minmax", "memoryless_minmax")
-    )
-    if odd or scheme.get("type", "int") != "int" or scheme.get("dynamic") or not scheme.get("num_bits"):
-        raise CheckpointError(
-            f"{what}: weights {dict(scheme)} cannot be read; readable: integer, static, 2 to 8 bits, "
-            "per channel or group"
-        )
-    strategy = scheme.get("strategy") or ("group" if scheme.get("group_size") else "channel")
-    if strategy not in ("group", "channel"):
-        raise CheckpointError(f"{what}: weight strategy {strategy!r} cannot be read; readable: group, channel")
-    bits, symmetric = scheme["num_bits"], scheme.get("symmetric", True)
-    if strategy == "channel":
-        return Grid(bits=bits, symmetric=symmetric)
-    return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=scheme.get("group_size"))
+    if scheme.layout == "int-quantized":
+        return Quantized(parts["weight"], scale, None, scheme.weights)
+    bits, zero_point = scheme.weights.bits, None
+    if not scheme.weights.symmetric:
+        zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()
+    return Quantized(unpack_rows(parts["weight_packed"], bits, columns), scale, zero_point, scheme.weights)
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

@@ -14,13 +14,32 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from compress.checkpoint import INDEX, PARTS, grid_of, quantized_from, read_json
-from compress.errors import CheckpointError, InputError
-from compress.grid import Grid, Quantized
+from compress.checkpoint import INDEX, check_parts, quantized_from, read_json, shape_of
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.grid import Quantized
+from compress.scheme import LAYOUTS, PARTS, Scheme, scheme_for
 
 DEMO = Path(__file__).parent / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
+WHOLE = "model.safetensors"
 SHOWN = 60  # characters of a name in a message
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,7 @@ def find_source(name: str) -> Source:
     config = read_json(path / "config.json")
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / 'config.json'} does not hold a configuration")
-    return Source(name, path, config, _weight_files(path))
+    return Source(name, path, config, weight_files(path))
 
 
 def _download(name: str) -> Path:
@@ -93,7 +112,7 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _weight_files(path: Path) -> dict[str, Path]:
+def weight_files(path: Path) -> dict[str, Path]:
     """{tensor name: file}, from headers alone; every file is complete."""
     if (path / INDEX).exists():
         index = read_json(path / INDEX)
@@ -102,7 +121,8 @@ def _weight_files(path: Path) -> dict[str, Path]:
             raise CheckpointError(f"{path / INDEX} holds no weight_map")
         files = sorted({path / file for file in weight_map.values()})
     else:
-        files = sorted(path.glob("*.safetensors"))
+        # What transformers reads; otherwise whatever there is.
+        files = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
         weight_map = None
     if not files:
         raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
@@ -157,13 +177,20 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
     return from_pretrained(source, str(source.path), notes, dtype="auto" if dtype is None else dtype)
 
 
-def from_pretrained(source: Source, path: str | None, notes: list[str] | None = None, **arguments: Any) -> nn.Module:
-    """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out."""
+def from_pretrained(
+    source: Source, path: str | None, notes: list[str] | None = None, strict: bool = False, **arguments: Any
+) -> nn.Module:
+    """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out.
+
+    strict: tensors that the model has no place for are an error, too.
+    """
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
         model, info = _model_class(source, notes).from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
         )
+    except CompressError:
+        raise
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
     missing = sorted(info["missing_keys"])
@@ -177,6 +204,10 @@ def from_pretrained(source: Source, path: str | None, notes: list[str] | None = 
             "differ in all)"
         )
     unused = sorted(info["unexpected_keys"])
+    if unused and strict:
+        raise CheckpointError(
+            f"{source.path} holds {unused[0]}, which is no part of {type(model).__name__} ({len(unused)} such tensors)"
+        )
     if unused and notes is not None:
         notes.append(
             f"{len(unused)} tensors of {source.path} are no part of {type(model).__name__} and are not written, "
@@ -185,75 +216,113 @@ def from_pretrained(source: Source, path: str | None, notes: list[str] | None = 
     return model.eval()
 
 
-def grids_of(source: Source) -> dict[str, Grid]:
-    """{layer: grid} of the compressed layers of a checkpoint. Raises CheckpointError for formats we cannot read."""
+def headers(source: Source) -> dict[str, tuple[tuple[int, ...], str]]:
+    """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files."""
+    found = {}
+    for path in sorted(set(source.weights.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                piece = file.get_slice(name)
+                found[name] = (tuple(piece.get_shape()), piece.get_dtype())
+    return found
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors by the names that `Scheme.parts` uses."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: Mapping[str, str]
+
+
+def layers_of(source: Source) -> dict[str, StoredLayer]:
+    """The compressed layers of a checkpoint, every tensor's shape and dtype checked from headers alone.
+
+    Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
+    whose scheme cannot be read.
+    """
+    found = headers(source)
+    own = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
+    names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
+    names |= {name.removesuffix(".weight") for name, (_, dtype) in found.items() if name.endswith(".weight") and dtype == "I8"}
     quantization = source.quantization
-    layers = sorted(n.removesuffix(".weight_packed") for n in source.weights if n.endswith(".weight_packed"))
     if quantization is None:
-        if layers:
+        if names:
             raise CheckpointError(
-                f"{source.path} holds {layers[0]}.weight_packed but config.json has no quantization_config"
+                f"{source.path} holds compressed tensors of {min(names)} but config.json has no quantization_config"
             )
         return {}
     method, layout = quantization.get("quant_method"), quantization.get("format")
-    if method != "compressed-tensors" or layout != "pack-quantized":
+    if method != "compressed-tensors":
+        raise CheckpointError(f"{source.path} is quantized as {method}; readable: compressed-tensors")
+    if layout not in LAYOUTS and layout != "mixed-precision":
         raise CheckpointError(
-            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors pack-quantized"
+            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
         )
-    groups = list((quantization.get("config_groups") or {}).values())
-    grids: dict[str, Grid] = {}
-    for layer in layers:
-        matching = [g for g in groups if layer in g.get("targets", ())] or [
-            g for g in groups if "Linear" in g.get("targets", ())
-        ]
-        if not matching:
-            raise CheckpointError(f"{source.path}: no config group targets {layer}")
-        if matching[0].get("input_activations"):
-            raise CheckpointError(f"{source.path}: {layer} quantizes its activations, which cannot be read yet")
-        grids[layer] = grid_of(matching[0].get("weights") or {}, layer)
-    if not layers:
-        raise CheckpointError(f"{source.path} says it is pack-quantized but holds no packed weight")
-    return grids
+    if quantization.get("kv_cache_scheme"):
+        raise CheckpointError(f"{source.path} quantizes its key-value cache, which cannot be read yet")
+    if not names:
+        raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
+    layers = {}
+    for layer in sorted(names):
+        scheme = scheme_for(layer, quantization)
+        parts = {name.removeprefix(f"{layer}."): name for name in found if name.rpartition(".")[0] == layer}
+        held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
+        if scheme.layout == "int-quantized":
+            shape = held.get("weight", ((0, 0), None))[0]
+            if len(shape) != 2:
+                raise CheckpointError(f"{layer}.weight has shape {shape}; it must have two dimensions")
+        else:
+            if "weight_shape" not in parts:
+                raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
+            shape = shape_of(layer, _read(source, parts["weight_shape"]))
+        check_parts(layer, held, scheme, (shape[0], shape[1]))
+        parts.pop("bias", None)
+        layers[layer] = StoredLayer(scheme, (shape[0], shape[1]), parts)
+    return layers
+
+
+def _read(source: Source, name: str) -> Tensor:
+    with safe_open(source.weights[name], framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
     """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Quantized."""
-    grids = grids_of(source)
+    layers = layers_of(source)
     result: dict[str, Tensor | Quantized] = {}
     for path in sorted(set(source.weights.values())):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 layer, _, part = name.rpartition(".")
-                if not (layer in grids and part in PARTS):
+                if not (layer in layers and part in PARTS):
                     result[name] = file.get_tensor(name)
-    for layer, grid in grids.items():
-        tensors = {}
-        for part in PARTS:
-            name = f"{layer}.{part}"
-            if name in source.weights:
-                with safe_open(source.weights[name], framework="pt") as file:
-                    tensors[name] = file.get_tensor(name)
-        result[f"{layer}.weight"] = quantized_from(layer, tensors, grid)
+    for layer, stored in layers.items():
+        tensors = {name: _read(source, name) for name in stored.parts.values()}
+        result[f"{layer}.weight"] = quantized_from(layer, tensors, stored.scheme)
     return result
 
 
-def load(model: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> nn.Module:
-    """A transformers model from any checkpoint, ours dequantized to exactly what its codes stand for.
+def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a compressed checkpoint with dense weights: exactly what its codes stand for.
 
-    model: directory, hub id or 'demo'. dtype: the checkpoint's own unless given (values are rounded to it once more).
-    Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format.
+    Raises InputError where a layer also quantizes its input, which dense weights would not show.
     """
-    source = find_source(str(model))
-    if source.quantization is None:
-        return load_dense(source, dtype).to(device)
     tensors = {
         name: value.dequantize() if isinstance(value, Quantized) else value
         for name, value in read_tensors(source).items()
     }
+    active = [layer for layer, stored in layers_of(source).items() if stored.scheme.inputs is not None]
+    if active:
+        raise InputError(
+            f"{source.name} quantizes the input of {active[0]} ({len(active)} layers in all), which dense weights "
+            "would leave out; load it without dequantize"
+        )
     config = read_config(source)
     del config.quantization_config
     target = dtype if dtype is not None else config.dtype
-    return from_pretrained(source, None, config=config, state_dict=tensors, dtype=target).to(device)
+    return from_pretrained(source, None, config=config, state_dict=tensors, dtype=target)
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

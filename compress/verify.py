@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from compress.checkpoint import RECORD, checksum, read_json
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
-from compress.source import Source, find_source, from_pretrained, load, read_tensors
+from compress.loading import load, transformers_alone
+from compress.source import Source, find_source, from_pretrained, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 
@@ -87,7 +88,7 @@ def verify(path: str | Path) -> dict[str, Any]:
     if not isinstance(vocabulary, int):
         return {**result, "transformers": "not compared: the configuration has no vocab_size"}
     ids = probe(vocabulary)
-    ours = load(path)
+    ours = load(path, dequantize=source.quantization is not None)
     try:
         expected = outputs(ours, ids)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -95,7 +96,8 @@ def verify(path: str | Path) -> dict[str, Any]:
         return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain token ids ({reason})"}
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
-    theirs, result["loader"] = load_with_transformers(source)
+    with transformers_alone():
+        theirs, result["loader"] = load_with_transformers(source)
     found = outputs(theirs, ids)
     result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
     if not torch.equal(found, expected):

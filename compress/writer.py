@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.architecture import Layer
-from compress.checkpoint import INDEX, PARTS, RECORD, checksum, quantized_from, read_json, tensors_of, write_json
+from compress.checkpoint import INDEX, RECORD, checksum, quantized_from, read_json, tensors_of, write_json
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
 from compress.grid import Grid, Quantized
 from compress.pipeline import Finished, LayerRecord
 from compress.residency import Opened
+from compress.scheme import PARTS, Scheme
 
 PROGRESS = "progress.json"
 KEPT = "finished blocks are kept: make room and run again with --resume"
@@ -142,6 +143,7 @@ class Writer:
                     if where["grid"] is None:
                         decided[name] = file.get_tensor(f"{name}.weight").t()
                         continue
+                    scheme = Scheme(weights=Grid(**where["grid"]))
                     parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
                     tensors = {key: file.get_tensor(key) for key in parts}
             except (OSError, SafetensorError) as error:
@@ -149,7 +151,7 @@ class Writer:
                     f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
                     "with --overwrite"
                 ) from None
-            decided[name] = quantized_from(name, tensors, Grid(**where["grid"]))
+            decided[name] = quantized_from(name, tensors, scheme)
         return Finished(decided, records, entry["left_alone"])
 
     def write(

@@ -13,8 +13,9 @@ from compress.errors import InputError
 from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
 from compress.forward import evaluating
+from compress.loading import load
 from compress.progress import Reporter, Silent
-from compress.source import find_source, load, load_tokenizer, read_config
+from compress.source import find_source, layers_of, load_tokenizer, read_config
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,15 @@ def _config_of(model: nn.Module | str | Path) -> Any:
     return found
 
 
+def _loaded(model: str | Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """Dense weights, exactly what the codes stand for, unless inputs are quantized too: only codes can show that."""
+    layers = layers_of(find_source(str(model)))
+    weights_only = all(stored.scheme.inputs is None for stored in layers.values())
+    return load(model, dtype, device, dequantize=bool(layers) and weights_only)
+
+
 def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> Any:
-    network: Any = load(model, dtype, device) if isinstance(model, str | Path) else model
+    network: Any = _loaded(model, dtype, device) if isinstance(model, str | Path) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network

@@ -5,30 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safetensors import safe_open
-
-from compress.checkpoint import PARTS, RECORD, read_json
+from compress.checkpoint import RECORD, read_json
 from compress.errors import CheckpointError
-from compress.source import Source, find_source, grids_of
-
-BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-}
-
+from compress.source import DTYPES, Source, find_source, headers, layers_of
 
 @dataclass(frozen=True)
 class TensorSize:
@@ -41,9 +20,9 @@ class TensorSize:
     @property
     def bytes(self) -> int:
         """Bytes in the file. Raises CheckpointError for a dtype that is not known."""
-        if self.dtype not in BYTES:
-            raise CheckpointError(f"{self.name} has the dtype {self.dtype}; known: {', '.join(BYTES)}")
-        return math.prod(self.shape) * BYTES[self.dtype]
+        if self.dtype not in DTYPES:
+            raise CheckpointError(f"{self.name} has the dtype {self.dtype}; known: {', '.join(DTYPES)}")
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -60,25 +39,16 @@ class Size:
 
 def tensor_sizes(source: Source) -> list[TensorSize]:
     """Every tensor of a checkpoint, from the headers."""
-    sizes = []
-    for path in sorted(set(source.weights.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                piece = file.get_slice(name)
-                sizes.append(TensorSize(name, tuple(piece.get_shape()), piece.get_dtype()))
-    return sizes
+    return [TensorSize(name, shape, dtype) for name, (shape, dtype) in headers(source).items()]
 
 
 def measure_size(source: Source) -> Size:
     """Count a checkpoint."""
-    grids = grids_of(source)
+    layers = layers_of(source)
     tensors = tensor_sizes(source)
-    with_parts = {f"{layer}.{part}" for layer in grids for part in PARTS}
+    with_parts = {name for stored in layers.values() for name in stored.parts.values()}
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
-    compressed_weights = 0
-    for layer in grids:
-        with safe_open(source.weights[f"{layer}.weight_shape"], framework="pt") as file:
-            compressed_weights += int(file.get_tensor(f"{layer}.weight_shape").prod())
+    compressed_weights = sum(math.prod(stored.shape) for stored in layers.values())
     plain = [t for t in tensors if t.name not in with_parts]
     parameters = compressed_weights + sum(math.prod(t.shape) for t in plain)
     total = compressed_bytes + sum(t.bytes for t in plain)
@@ -107,30 +77,27 @@ class Row:
 def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     """Every layer of a checkpoint and its size, from headers, the configuration and the run's record."""
     source = find_source(model)
-    grids = grids_of(source)
+    layers = layers_of(source)
+    holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()}
     record_path = source.path / RECORD
     record = read_json(record_path) if record_path.exists() else {"layers": [], "left_alone": {}}
     made = {layer["name"]: layer for layer in record["layers"]}
     parts: dict[str, list[TensorSize]] = {}
     for tensor in tensor_sizes(source):
-        layer, _, part = tensor.name.rpartition(".")
-        parts.setdefault(layer if layer in grids and part in PARTS else tensor.name, []).append(tensor)
+        parts.setdefault(holders.get(tensor.name, tensor.name), []).append(tensor)
     rows = []
     for name, tensors in parts.items():
         total = sum(t.bytes for t in tensors)
-        grid = grids.get(name)
-        if grid is None:
+        stored = layers.get(name)
+        if stored is None:
             shape, layer = tensors[0].shape, name.removesuffix(".weight")
             remark = record["left_alone"].get(layer) or record["left_alone"].get(name, "")
             if layer in made:
                 remark = f"{made[layer]['method']} {made[layer]['scheme']}, stored dense"
             rows.append(Row(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark))
             continue
-        with safe_open(source.weights[f"{name}.weight_shape"], framework="pt") as file:
-            shape = tuple(int(n) for n in file.get_tensor(f"{name}.weight_shape"))
-        group = "channel" if grid.group_size is None else f"g{grid.group_size}"
-        scheme = f"w{grid.bits}a16 {group} {'symmetric' if grid.symmetric else 'asymmetric'}"
-        rows.append(Row(name, shape, scheme, 8 * total / math.prod(shape), total, _loss(made.get(name))))
+        bits = 8 * total / math.prod(stored.shape)
+        rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, _loss(made.get(name))))
     return rows, measure_size(source)
 
 

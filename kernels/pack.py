@@ -28,6 +28,8 @@ from compress.kernels import reference
 
 WORD = 32
 PLANE = 32
+# Weights that are converted at a time: bounds what a conversion needs beside its result.
+CHUNK = 2**22
 
 
 def words_of(count: int, bits: int) -> int:
@@ -99,22 +101,60 @@ def planar_words(columns: int, bits: int) -> int:
 def pack_planar(codes: Tensor, bits: int) -> Tensor:
     """[N, K] unsigned codes (uint8, below 2^bits) -> [N, W] int16."""
     rows, columns = codes.shape
-    padded = torch.zeros(rows, planar_words(columns, bits) * 16 // bits, dtype=torch.int32, device=codes.device)
-    padded[:, :columns] = codes
-    planes = padded.view(rows, -1, 16 // bits, PLANE)
-    words = planes[:, :, 0].clone()
-    for plane in range(1, 16 // bits):
-        words |= planes[:, :, plane] << plane * bits
-    words = torch.where(words >= 2**15, words - 2**16, words)
-    return words.to(torch.int16).view(rows, -1)
+    block = planar_block(bits)
+    if columns % block:
+        codes = torch.nn.functional.pad(codes, (0, -columns % block))
+    planes = codes.reshape(rows, -1, 16 // bits, PLANE)
+    # A word is two bytes, the low one first.
+    if bits == 8:
+        low, high = planes.unbind(2)
+    else:
+        low, high = planes[:, :, 0] | planes[:, :, 1] << 4, planes[:, :, 2] | planes[:, :, 3] << 4
+    return torch.stack([low, high], -1).view(torch.int16).view(rows, -1)
 
 
 def unpack_planar(words: Tensor, bits: int, columns: int) -> Tensor:
     """[N, W] int16 -> [N, columns] uint8. Inverse of `pack_planar`."""
-    blocks = words.view(len(words), -1, 1, PLANE).to(torch.int32)
-    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=words.device).view(-1, 1)
-    codes = blocks >> shifts & 2**bits - 1
-    return codes.to(torch.uint8).view(len(words), -1)[:, :columns]
+    low, high = words.contiguous().view(len(words), -1, PLANE, 1).view(torch.uint8).unbind(-1)
+    planes = [low, high] if bits == 8 else [low & 15, low >> 4, high & 15, high >> 4]
+    return torch.stack(planes, 2).view(len(words), -1)[:, :columns]
+
+
+def planar_from_rows(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+    """Stored words of signed codes (`pack_rows`) -> planar words of 4 or 8 bits, CHUNK weights at a time.
+
+    A code keeps its distance from the middle: u becomes u + 2^(container-1) - 2^(bits-1).
+    """
+    rows = len(words)
+    out = torch.empty(rows, planar_words(columns, container), dtype=torch.int16, device=words.device)
+    step = max(1, CHUNK // max(columns, 1))
+    for first in range(0, rows, step):
+        part = words[first : first + step]
+        out[first : first + step] = pack_planar(_raised(part, bits, columns, container), container)
+    return out
+
+
+def _raised(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+    """uint8 [R, columns] unsigned codes of the container's width. Whole bytes need no arithmetic."""
+    if bits == container:
+        stored = words.contiguous().view(torch.uint8)
+        if bits == 4:
+            stored = torch.stack([stored & 15, stored >> 4], -1).view(len(words), -1)
+        return stored[:, :columns]
+    codes = unpack_rows(words, bits, columns, signed=False)
+    return codes + (2 ** (container - 1) - 2 ** (bits - 1))
+
+
+def rows_from_planar(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+    """Inverse of `planar_from_rows`: int32 [N, ceil(columns bits / 32)]."""
+    rows = len(words)
+    out = torch.empty(rows, words_of(columns, bits), dtype=torch.int32, device=words.device)
+    step = max(1, CHUNK // max(columns, 1))
+    for first in range(0, rows, step):
+        raised = unpack_planar(words[first : first + step], container, columns)
+        codes = raised - (2 ** (container - 1) - 2 ** (bits - 1))
+        out[first : first + step] = pack_rows(codes, bits, signed=False)
+    return out
 
 
 def to_planar(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, bits: int, dtype: torch.dtype) -> Planar:

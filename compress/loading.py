@@ -1,0 +1,198 @@
+"""`compress.load`, and the same through `transformers.from_pretrained`: importing compress registers both.
+
+transformers asks a quantizer to prepare a model before its weights are read and to finish it afterwards (`lowbit`).
+Ours is registered as `compress`, and in front of transformers' own for compressed-tensors: a checkpoint with integer
+weights then runs on our kernels instead of being decompressed at its first forward. What we cannot run (fp8, other
+layouts), and whatever is loaded with `CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from compress.checkpoint import read_json
+from compress.errors import CheckpointError, InputError
+from compress.lowbit import compressed_layers, finish, fuse, prepare
+from compress.nn import PackedLinear
+from compress.scheme import scheme_for
+from compress.source import Source, find_source, from_pretrained, layers_of, load_dense, load_dequantized, read_config, weight_files
+
+METHOD = "compress"
+THEIRS = "compressed-tensors"
+# Inputs that share a scale where x is rounded to int8 for speed alone: small, so that one large value spoils little.
+INPUT_GROUP = 128
+
+
+class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`."""
+
+    def __init__(
+        self,
+        quantization: Mapping[str, Any] | None = None,
+        fuse: bool | None = None,
+        device: str | None = None,
+        **_: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.quantization, self.fuse, self.device = dict(quantization or {}), fuse, device
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved beside the weights: the checkpoint's own words."""
+        return dict(self.quantization)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """transformers' side of `lowbit`: prepare, finish, and nothing else."""
+
+    requires_calibration = True
+    quantization_config: LowBitConfig
+
+    def __init__(self, quantization_config: LowBitConfig, **arguments: Any) -> None:
+        super().__init__(quantization_config, **arguments)
+        self.notes: list[str] = []
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, dtype: torch.dtype | None = None, checkpoint_files: Sequence[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
+        folder = Path(checkpoint_files[0]).parent
+        config = {"quantization_config": self.quantization_config.quantization}
+        source = Source(str(folder), folder, config, weight_files(folder))
+        prepare(model, source, torch.get_default_dtype() if dtype is None else dtype)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        options = self.quantization_config
+        target = None if options.device is None else torch.device(options.device)
+        finish(model, target)
+        layer = next(layer for _, layer in compressed_layers(model))
+        if options.fuse or (options.fuse is None and layer.device.type == "cuda"):
+            if target is not None:
+                model.to(target)
+            self.notes += fuse(model)
+        return model
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Inputs take gradients, so adapters train; the codes do not change."""
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+def runnable(quantization: Mapping[str, Any]) -> bool:
+    """Whether our kernels can run what a quantization_config describes."""
+    groups = quantization.get("config_groups") or {}
+    if not groups or quantization.get("kv_cache_scheme"):
+        return False
+    try:
+        for group in groups.values():
+            scheme_for("layer", {**quantization, "config_groups": {"group": {**group, "targets": ["layer"]}}})
+    except InputError:
+        return False
+    return True
+
+
+_their_quantizer = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
+
+
+def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
+    """Ours for integer weights that are to stay compressed, transformers' own for everything else."""
+    inner = getattr(quantization_config, "quantization_config", None)
+    if inner is None or getattr(quantization_config, "dequantize", False):
+        return _their_quantizer(quantization_config, **arguments)
+    quantization = inner.model_dump(mode="json", exclude_none=True)
+    if not runnable(quantization):
+        return _their_quantizer(quantization_config, **arguments)
+    return LowBitQuantizer(LowBitConfig(quantization), **arguments)
+
+
+def register() -> None:
+    """Make transformers know our quantizer. Done when compress is imported; doing it again changes nothing."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, LowBitConfig)
+    auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, LowBitQuantizer)
+    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
+
+
+@contextmanager
+def transformers_alone() -> Iterator[None]:
+    """Within: transformers loads compressed-tensors checkpoints as it does without us."""
+    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _their_quantizer
+    try:
+        yield
+    finally:
+        auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
+
+
+def load(
+    model: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    dequantize: bool = False,
+    fuse: bool | None = None,
+    int8_activations: bool = False,
+    notes: list[str] | None = None,
+) -> nn.Module:
+    """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
+
+    model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
+    unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
+    one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
+    scale per token and 128 inputs; faster on a CPU, with a small error. notes: takes what the person should know.
+
+    Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
+    weights are read; InputError for options that a checkpoint cannot have.
+    """
+    source = find_source(str(model))
+    target = torch.device(device)
+    if source.quantization is None:
+        layers_of(source)
+        if fuse or int8_activations:
+            raise InputError(f"{source.name} is not compressed: fuse and int8_activations do not apply")
+        return load_dense(source, dtype, notes).to(target)
+    if dequantize:
+        if fuse or int8_activations:
+            raise InputError("a dequantized model is dense: fuse and int8_activations do not apply")
+        return load_dequantized(source, dtype).to(target)
+    layers_of(source)
+    config = read_config(source)
+    config.quantization_config = {
+        "quant_method": METHOD,
+        "quantization": dict(source.quantization),
+        "fuse": fuse,
+        "device": str(target),
+    }
+    remarks: list[str] = []
+    arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}
+    network = from_pretrained(source, str(source.path), remarks, strict=True, **arguments)
+    remarks += network.hf_quantizer.notes
+    if int8_activations:
+        _round_inputs(network)
+    if notes is not None:
+        notes += remarks
+    return network.to(target)
+
+
+def _round_inputs(network: nn.Module) -> None:
+    found = [layer for _, layer in compressed_layers(network) if isinstance(layer, PackedLinear)]
+    if not found:
+        raise InputError("int8_activations is for weight-only layers; this checkpoint's inputs are quantized already")
+    for layer in found:
+        if layer.scheme.inputs is None:
+            layer.input_group = INPUT_GROUP if layer.in_features % INPUT_GROUP == 0 else -1

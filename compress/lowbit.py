@@ -1,0 +1,129 @@
+"""A checkpoint that runs as it is stored: built without memory, filled from disk, layer by layer made ready for kernels.
+
+The model is transformers', loaded by transformers; its quantizer interface lets us replace linear layers while they hold
+nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (`finish`). At no time is there a dense copy of
+a compressed weight: the most that is held is the checkpoint, one layer in both layouts, and what is not compressed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.fused import FusedLinear, why_not_fuse
+from compress.nn import QuantLinear
+from compress.source import Source, StoredLayer, headers, layers_of
+
+
+class Unread(nn.Module):
+    """A linear layer between `prepare` and `finish`: empty tensors under the names that the checkpoint has."""
+
+    def __init__(self, stored: StoredLayer, bias: nn.Parameter | None, dtype: torch.dtype, held: Sequence[str]) -> None:
+        super().__init__()
+        self.stored = stored
+        rows, columns = stored.shape
+        for name, part in stored.scheme.parts(rows, columns).items():
+            if name in held:
+                kind = dtype if part.dtypes[0].is_floating_point else part.dtypes[0]
+                self.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
+        self.register_parameter("bias", bias)
+
+    def __getattr__(self, name: str) -> Any:
+        # Some models initialize `weight` of layers they know by name (T5); there is nothing to initialize here.
+        if name == "weight" and "weight" not in self._buffers:
+            return torch.empty(0)
+        return super().__getattr__(name)
+
+
+def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
+    """Empty the compressed layers of a model on the meta device. Raises CheckpointError for what does not fit it."""
+    layers = layers_of(source)
+    modules = dict(model.named_modules())
+    for name, stored in layers.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear):
+            what = "has no such layer" if module is None else f"has a {type(module).__name__} there"
+            raise CheckpointError(f"{source.path} holds a compressed {name}; {type(model).__name__} {what}")
+        expected = (module.out_features, module.in_features)
+        if stored.shape != expected:
+            raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
+        model.set_submodule(name, Unread(stored, module.bias, dtype, list(stored.parts)))
+    expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, (shape, _) in headers(source).items():
+        if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
+            raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
+
+
+def finish(model: nn.Module, device: torch.device | None = None) -> None:
+    """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default)."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, Unread):
+            continue
+        parts = dict(module.named_buffers(recurse=False))
+        target = next(iter(parts.values())).device if device is None else device
+        parts = {part: tensor.to(target) for part, tensor in parts.items()}
+        if not bool(torch.isfinite(parts["weight_scale"]).all()):
+            raise CheckpointError(f"{name}.weight_scale holds values that are not finite numbers")
+        bias = module.bias
+        layer = QuantLinear.from_parts(parts, module.stored.scheme, module.stored.shape, bias)
+        model.set_submodule(name, layer.to(target))
+
+
+def readers(model: nn.Module) -> list[list[str]]:
+    """Names of compressed layers that get the very same tensor, in the order in which they are called.
+
+    Found by one forward over a few tokens. Raises whatever a model raises that takes no `dummy_inputs`.
+    """
+    groups: list[list[str]] = []
+    last: list[Tensor] = []
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if last and last[0] is inputs[0]:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+                last[:] = [inputs[0]]
+
+        return hook
+
+    layers = dict(compressed_layers(model))
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    device = next(iter(layers.values())).device
+    own: Any = model
+    try:
+        with torch.no_grad():
+            own(**{key: value.to(device) for key, value in own.dummy_inputs.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [group for group in groups if len(group) > 1]
+
+
+def fuse(model: nn.Module) -> list[str]:
+    """Fuse layers that read one tensor. Returns a line for each group that cannot be, and why."""
+    try:
+        groups = readers(model)
+    except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({reason})"]
+    refused = []
+    for names in groups:
+        layers = [cast(QuantLinear, model.get_submodule(name)) for name in names]
+        if len(set(names)) < len(names):
+            continue  # one layer called twice: there is nothing to stack
+        if reasons := why_not_fuse(layers):
+            refused.append(f"{', '.join(names)} are not fused: {'; '.join(reasons)}")
+            continue
+        for name, part in zip(names, FusedLinear.fuse(layers), strict=True):
+            model.set_submodule(name, part)
+    return refused
+
+
+def compressed_layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
+    """The layers of a model that compute on codes; fused ones once, under the name of the first."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            yield name.removesuffix(".stacked"), module

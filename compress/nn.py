@@ -1,0 +1,324 @@
+"""Layers that compute on packed codes: what a compressed model is made of while it runs.
+
+A `QuantLinear` holds what the kernels read and nothing else, on every device: planar words of 4 or 8 bits (2 and 3 bits
+ride in 4, 5 to 7 in 8) or int8 rows where the input is quantized too. Its state_dict is the checkpoint's (`scheme`), in
+both directions, so a compressed model can be saved, loaded and resumed like any other; the codes come back bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint import check_parts, tensors_of
+from compress.errors import CheckpointError, InputError
+from compress.grid import Grid, Quantized, quantize
+from compress.kernels import ops, reference
+from compress.kernels.pack import (
+    Planar,
+    pack_rows,
+    planar_from_rows,
+    planar_weight,
+    rows_from_planar,
+    unpack_rows,
+)
+from compress.scheme import Scheme
+
+NARROW, WIDE = 4, 8
+DEFAULT_GROUP = 128
+BY_NAME = "w2a16 ... w8a16, w4a8, w8a8"
+
+
+def scheme_named(name: str, group_size: int | None = None) -> Scheme:
+    """w4a16 and its like; a8: the input int8, fitted to every token. Raises InputError for a name it does not know.
+
+    group_size: inputs per scale, -1 for one scale per output (always so for w8a8).
+    """
+    numbers = name.removeprefix("w").split("a")
+    known = len(numbers) == 2 and all(n.isdigit() for n in numbers) and name.startswith("w")
+    bits, inputs = (int(n) for n in numbers) if known else (0, 0)
+    if not 2 <= bits <= WIDE or inputs not in (WIDE, 16) or (inputs == WIDE and bits not in (NARROW, WIDE)):
+        raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
+    size = DEFAULT_GROUP if group_size is None else group_size
+    tokens = Grid(bits=8, granularity="token") if inputs == WIDE else None
+    if tokens is not None and bits == WIDE:
+        if group_size not in (None, -1):
+            raise InputError("w8a8 has one scale per output; leave group_size out")
+        return Scheme(weights=Grid(bits=8), inputs=tokens, layout="int-quantized")
+    weights = Grid(bits=bits) if size == -1 else Grid(bits=bits, granularity="group", group_size=size)
+    return Scheme(weights=weights, inputs=tokens)
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + b on packed codes. x [..., in_features] in the dtype of the layer, y [..., out_features] in the same.
+
+    Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
+    """
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
+        # Set where another module speaks for this one's tensors (`FusedLinear`).
+        self.spoken_for = False
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", cast(nn.Parameter | None, bias))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None) -> "QuantLinear":
+        """Round a linear layer to the nearest codes. Raises InputError for an unknown scheme or a group that does not fit."""
+        found = scheme_named(scheme, group_size) if isinstance(scheme, str) else scheme
+        return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
+
+    @classmethod
+    def from_quantized(cls, weight: Quantized, bias: Tensor | None = None, scheme: Scheme | None = None) -> "QuantLinear":
+        """A layer of codes that a method has found; `scheme` where the input is quantized too."""
+        scheme = Scheme(weights=weight.grid) if scheme is None else scheme
+        if scheme.layout == "pack-quantized":
+            parts = {name.removeprefix("."): part for name, part in tensors_of("", weight).items()}
+        else:
+            parts = {"weight": weight.codes, "weight_scale": weight.scale.expand(len(weight.codes), -1)}
+        return cls.from_parts({k: v.to(weight.codes.device) for k, v in parts.items()}, scheme, weight.codes.shape, bias)
+
+    @staticmethod
+    def from_parts(
+        parts: Mapping[str, Tensor], scheme: Scheme, shape: Sequence[int], bias: Tensor | None = None
+    ) -> "QuantLinear":
+        """The layer that a checkpoint's tensors stand for, on the device where they are, in the dtype of their scale."""
+        rows, columns = shape
+        kind = PackedLinear if scheme.layout == "pack-quantized" else Int8Linear
+        layer = kind(scheme, columns, rows, bias)
+        layer.fill(parts, slice(0, rows))
+        return layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x and y."""
+        raise NotImplementedError
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
+        raise NotImplementedError
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        """Inverse of `fill`."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """[N, K] the values that the codes stand for."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """`dequantize()`, for code that looks at the weight of a linear layer; made anew each time."""
+        return self.dequantize()
+
+    def whole(self) -> slice:
+        return slice(0, self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dtype != self.dtype:
+            raise InputError(f"x is {x.dtype}, the layer computes in {self.dtype}; convert the model with .to(dtype)")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.spoken_for:
+            self.save_rows(self.whole(), destination, prefix)
+
+    def save_rows(self, rows: slice, destination: dict[str, Any], prefix: str) -> None:
+        """Write a part of the layer into a state_dict."""
+        for name, part in self.parts(rows).items():
+            destination[prefix + name] = part
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias.detach()[rows]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not self.spoken_for:
+            self.load_rows(self.whole(), state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
+
+    def load_rows(
+        self,
+        rows: slice,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Read a part of the layer from a state_dict, the way `nn.Module` reports what does not fit."""
+        shape = (rows.stop - rows.start, self.in_features)
+        wanted = self.scheme.parts(*shape)
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        needed = {name for name, part in wanted.items() if not part.optional} | ({"bias"} if self.bias is not None else set())
+        missing = sorted(needed - set(given))
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
+        if missing:
+            return
+        parts = {name: given[name] for name in wanted if name in given}
+        try:
+            check_parts(prefix.removesuffix("."), {k: (tuple(v.shape), v.dtype) for k, v in parts.items()}, self.scheme, shape)
+        except CheckpointError as error:
+            error_msgs.append(str(error))
+            return
+        self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
+        if self.bias is not None:
+            self.bias.data[rows] = given["bias"].to(self.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.buffers()).device
+
+
+class PackedLinear(QuantLinear):
+    """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`); the input as it is, or int8 per token.
+
+    input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
+    one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
+        self.input_group = None if scheme.inputs is None else -1
+        for name in ("words", "scale", "zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scale.dtype
+
+    @property
+    def planar(self) -> Planar:
+        return Planar(self.words, self.scale, self.zero, self.scheme.weights.group_size or -1, self.container)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        group = self.scheme.weights.group_size or -1
+        weight = (self.words, self.scale, self.zero, self.bias, self.container, group)
+        if self.input_group is None:
+            return ops.weight_only_linear(x, *weight)
+        return ops.int8_activation_linear(x, *weight, self.input_group)
+
+    def dequantize(self) -> Tensor:
+        return planar_weight(self.planar, self.in_features)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        bits = self.scheme.weights.bits
+        scale_GN = parts["weight_scale"].t().contiguous()
+        words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
+        zero_GN = None
+        if not self.scheme.weights.symmetric:
+            count = rows.stop - rows.start
+            raised = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, count, signed=False)
+            zero_GN = raised + self._lift
+        if self.words is None:
+            self.words, self.scale, self.zero = words, scale_GN, zero_GN
+            return
+        self.words[rows] = words
+        self.scale[:, rows] = scale_GN
+        if zero_GN is not None:
+            assert self.zero is not None
+            self.zero[:, rows] = zero_GN
+
+    @property
+    def _lift(self) -> int:
+        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
+        return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        bits = self.scheme.weights.bits
+        parts = {
+            "weight_packed": rows_from_planar(self.words[rows], bits, self.in_features, self.container),
+            "weight_scale": self.scale[:, rows].t().contiguous(),
+            "weight_shape": torch.tensor([rows.stop - rows.start, self.in_features], device=self.words.device),
+        }
+        if self.zero is not None:
+            parts["weight_zero_point"] = pack_rows(self.zero[:, rows] - self._lift, bits, signed=False).t().contiguous()
+        return parts
+
+
+class Int8Linear(QuantLinear):
+    """int8 rows, one scale each; the input int8 too, per token (dynamic) or by a fixed scale (static)."""
+
+    codes: Tensor
+    weight_scale: Tensor
+    row_sum: Tensor
+    input_scale: Tensor | None
+    input_zero: Tensor | None
+    # fp32, whatever the model is converted to: the epilogue multiplies in it.
+    SCALES = ("weight_scale", "input_scale")
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self._dtype = torch.float32
+        for name in ("codes", "weight_scale", "row_sum", "input_scale", "input_zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        inputs = self.scheme.inputs
+        assert inputs is not None
+        scales = (self.input_scale, self.input_zero, inputs.symmetric)
+        return ops.w8a8_linear(x, self.codes, self.weight_scale, self.row_sum, self.bias, *scales)
+
+    def dequantize(self) -> Tensor:
+        return (self.codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        found: dict[str, Tensor | None] = {
+            "codes": parts["weight"],
+            "weight_scale": parts["weight_scale"].flatten().to(torch.float32),
+            "row_sum": reference.row_sums(parts["weight"]),
+        }
+        fixed = parts.get("input_scale")
+        if fixed is not None:
+            zero = parts.get("input_zero_point")
+            found["input_scale"] = fixed.reshape(1).to(torch.float32)
+            found["input_zero"] = None if zero is None else zero.reshape(1).to(torch.int32)
+        if self.codes is None:
+            self._dtype = parts["weight_scale"].dtype
+            for name, tensor in found.items():
+                setattr(self, name, None if tensor is None else tensor.contiguous())
+            return
+        for name, tensor in found.items():
+            target = getattr(self, name)
+            if tensor is not None and target is not None:
+                target[rows if len(target) == self.out_features and not name.startswith("input") else slice(None)] = tensor
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        parts = {"weight": self.codes[rows], "weight_scale": self.weight_scale[rows].unsqueeze(-1).to(self.dtype)}
+        if self.input_scale is not None:
+            parts["input_scale"] = self.input_scale.to(self.dtype)
+        if self.input_zero is not None:
+            parts["input_zero_point"] = self.input_zero.to(torch.int8)
+        return parts
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Int8Linear":
+        kept = {name: getattr(self, name) for name in self.SCALES}
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            if tensor is not None:
+                setattr(self, name, tensor.to(getattr(self, name).device))
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        return self

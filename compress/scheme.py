@@ -1,0 +1,174 @@
+"""How a layer is stored and computed: the grids of its weights and its input, and the tensors that hold them.
+
+In the words of compressed-tensors' `quantization_config`. N outputs, K inputs, G groups, n bits. The keys of a layer are
+its path plus
+
+    pack-quantized   weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream (`compress.kernels.pack`)
+                     weight_scale       model dtype [N, G]
+                     weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
+                     weight_shape       int64 [2]                    (N, K)
+    int-quantized    weight             int8 [N, K]                  symmetric, for layers with an int8 input
+                     weight_scale       model dtype [N, 1]
+                     input_scale        model dtype [1]              static input only
+                     input_zero_point   int8 [1]                     asymmetric static input; may be absent otherwise
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from compress.errors import CheckpointError
+from compress.grid import Grid
+from compress.kernels.pack import words_of
+
+Layout = Literal["pack-quantized", "int-quantized"]
+# Older writers say naive for integers that are not packed.
+LAYOUTS: dict[str, Layout] = {
+    "pack-quantized": "pack-quantized",
+    "int-quantized": "int-quantized",
+    "naive-quantized": "int-quantized",
+}
+PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# How the numbers were found, not what they are.
+OF_THE_SEARCH = {"observer", "observer_kwargs"}
+# Orders in which columns were solved and then put back; `group` permutes the groups themselves.
+HARMLESS_ORDERS = (None, False, "weight", "static")
+
+
+class Part(NamedTuple):
+    """A tensor that a layer is stored as: its shape, the dtypes it may have, and whether it may be absent."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """weights: their grid. inputs: the int8 grid of what the layer multiplies, or None. dynamic: inputs are fitted to
+    every token as it comes, rather than by calibration."""
+
+    weights: Grid
+    inputs: Grid | None = None
+    dynamic: bool = True
+    layout: Layout = "pack-quantized"
+
+    def __str__(self) -> str:
+        group = "channel" if self.weights.group_size is None else f"g{self.weights.group_size}"
+        kind = "symmetric" if self.weights.symmetric else "asymmetric"
+        if self.inputs is None:
+            return f"w{self.weights.bits}a16 {group} {kind}"
+        how = "dynamic" if self.dynamic else "static"
+        sign = "symmetric" if self.inputs.symmetric else "asymmetric"
+        return f"w{self.weights.bits}a{self.inputs.bits} {group} {kind}, input {how} {sign}"
+
+    def groups(self, columns: int) -> int:
+        """Scales per row."""
+        return 1 if self.weights.group_size is None else columns // self.weights.group_size
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        """The tensors that hold an [N, K] layer."""
+        bits, groups = self.weights.bits, self.groups(columns)
+        parts = {"weight_scale": Part((rows, groups), FLOATS)}
+        if self.layout == "pack-quantized":
+            parts["weight_packed"] = Part((rows, words_of(columns, bits)), (torch.int32,))
+            parts["weight_shape"] = Part((2,), (torch.int64, torch.int32))
+            if not self.weights.symmetric:
+                parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
+        else:
+            parts["weight"] = Part((rows, columns), (torch.int8,))
+        if self.inputs is not None and not self.dynamic:
+            parts["input_scale"] = Part((1,), FLOATS)
+            parts["input_zero_point"] = Part((1,), (torch.int8,), optional=self.inputs.symmetric)
+        return parts
+
+
+def weights_entry(grid: Grid) -> dict[str, Any]:
+    """A weight grid as a `config_groups` entry has it."""
+    group = grid.granularity == "group"
+    entry = {
+        "num_bits": grid.bits,
+        "type": "int",
+        "symmetric": grid.symmetric,
+        "dynamic": False,
+        "strategy": "group" if group else "channel",
+    }
+    return {**entry, "group_size": grid.group_size} if group else entry
+
+
+def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Scheme:
+    """The scheme of a `config_groups` entry. Raises CheckpointError, naming the layer, for one we cannot read."""
+    layout = group.get("format") or layout
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
+    if group.get("output_activations"):
+        raise CheckpointError(f"{layer} quantizes its output, which cannot be read")
+    weights = _weight_grid(group.get("weights") or {}, layer)
+    given = group.get("input_activations")
+    if given is None:
+        if LAYOUTS[layout] == "int-quantized":
+            raise CheckpointError(f"{layer} is stored as {layout} without an int8 input; readable: pack-quantized")
+        return Scheme(weights=weights)
+    inputs, dynamic = _input_grid(given, layer)
+    if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
+        raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
+    if LAYOUTS[layout] == "pack-quantized" and not (dynamic and inputs.symmetric):
+        raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
+    return Scheme(weights=weights, inputs=inputs, dynamic=dynamic, layout=LAYOUTS[layout])
+
+
+def _odd(entry: Mapping[str, Any], known: Iterable[str]) -> bool:
+    """Whether an entry says something that is neither known nor empty."""
+    ignored = {*known, *OF_THE_SEARCH, "type", "actorder", "scale_dtype", "zp_dtype"}
+    return (
+        any(value not in (None, False, {}) for key, value in entry.items() if key not in ignored)
+        or entry.get("type", "int") != "int"
+        or entry.get("actorder") not in HARMLESS_ORDERS
+    )
+
+
+def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
+    known = ("num_bits", "symmetric", "dynamic", "strategy", "group_size")
+    if _odd(entry, known) or entry.get("dynamic") or not entry.get("num_bits"):
+        raise CheckpointError(
+            f"{layer}: weights {dict(entry)} cannot be read; readable: integer, static, 2 to 8 bits, "
+            "per channel or group, columns in their own order"
+        )
+    strategy = entry.get("strategy") or ("group" if entry.get("group_size") else "channel")
+    if strategy not in ("group", "channel"):
+        raise CheckpointError(f"{layer}: weight strategy {strategy!r} cannot be read; readable: group, channel")
+    bits, symmetric = entry["num_bits"], entry.get("symmetric", True)
+    if strategy == "channel":
+        return Grid(bits=bits, symmetric=symmetric)
+    return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
+
+
+def _input_grid(entry: Mapping[str, Any], layer: str) -> tuple[Grid, bool]:
+    """(grid, dynamic): int8, per token when dynamic, per tensor when static."""
+    dynamic = entry.get("dynamic", False)
+    expected = "token" if dynamic else "tensor"
+    strategy = entry.get("strategy") or expected
+    known = ("num_bits", "symmetric", "dynamic", "strategy")
+    if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or dynamic not in (True, False):
+        raise CheckpointError(
+            f"{layer}: input {dict(entry)} cannot be read; readable: int8, dynamic per token or static per tensor"
+        )
+    return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=strategy), dynamic
+
+
+def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
+    """The scheme that a `quantization_config` gives a linear layer: the group that names it, or one for all linears."""
+    groups = list((quantization.get("config_groups") or {}).values())
+    for wanted in (lambda target: _names(target, layer), lambda target: target == "Linear"):
+        for group in groups:
+            if any(wanted(target) for target in group.get("targets") or ()):
+                return read_scheme(group, quantization.get("format"), layer)
+    raise CheckpointError(f"no config group of the quantization_config targets {layer}")
+
+
+def _names(target: str, layer: str) -> bool:
+    return target == layer or (target.startswith("re:") and re.match(target[3:], layer) is not None)
