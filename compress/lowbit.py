@@ -29,10 +29,11 @@ class Unread(nn.Module):
                 kind = dtype if part.dtypes[0].is_floating_point else part.dtypes[0]
                 self.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
         self.register_parameter("bias", bias)
+        self.complete = True
 
     def __getattr__(self, name: str) -> Any:
         # Some models initialize `weight` of layers they know by name (T5); there is nothing to initialize here.
-        if name == "weight" and "weight" not in self._buffers:
+        if name == "weight" and "complete" in self.__dict__ and "weight" not in self._buffers:
             return torch.empty(0)
         return super().__getattr__(name)
 
