@@ -55,6 +55,11 @@ def load_with_transformers(source: Source) -> tuple[nn.Module, str]:
     Needs compressed-tensors for a quantized one. The default load has no asymmetric weights, and breaks for
     architectures whose initialization touches the weights (T5); dequantizing while loading works for all.
     """
+    with transformers_alone():
+        return _load_with_transformers(source)
+
+
+def _load_with_transformers(source: Source) -> tuple[nn.Module, str]:
     groups = (source.quantization or {}).get("config_groups", {}).values()
     if all(group["weights"]["symmetric"] for group in groups):
         try:
@@ -96,8 +101,7 @@ def verify(path: str | Path) -> dict[str, Any]:
         return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain token ids ({reason})"}
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
-    with transformers_alone():
-        theirs, result["loader"] = load_with_transformers(source)
+    theirs, result["loader"] = load_with_transformers(source)
     found = outputs(theirs, ids)
     result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
     if not torch.equal(found, expected):

@@ -67,7 +67,7 @@ def test_transformers_computes_the_logits_of_the_compressed_model(options, dtype
     found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
     assert loader == ("dequantize=True" if options.get("grid") == "asymmetric" else "default")
     assert torch.equal(outputs(found, probe(96)), expected)
-    assert torch.equal(outputs(compress.load(tmp_path / "out"), probe(96)), expected)
+    assert torch.equal(outputs(compress.load(tmp_path / "out", dequantize=True), probe(96)), expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "opt", "bert"])
@@ -92,7 +92,7 @@ def test_an_encoder_decoder_is_written_as_one_block(tmp_path):
     assert any("one block" in note for note in result.record.notes)
     found, loader = load_with_transformers(find_source(str(tmp_path / "out")))
     assert loader == "dequantize=True"
-    ours = compress.load(tmp_path / "out")
+    ours = compress.load(tmp_path / "out", dequantize=True)
     with torch.no_grad():
         assert torch.equal(found(**batches[0]).logits, ours(**batches[0]).logits)
     before, after = compress.load(source).state_dict(), ours.state_dict()
@@ -114,7 +114,7 @@ def test_a_model_in_memory_is_written_too(tmp_path):
     model = build("llama", torch.bfloat16)
     result = compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
     assert result.model is model
-    loaded = compress.load(tmp_path / "out")
+    loaded = compress.load(tmp_path / "out", dequantize=True)
     for (name, a), b in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -368,13 +368,14 @@ LAYER = "model.layers.0.mlp.up_proj"
             "weight_scale has shape",
         ),
         (lambda t: t[f"{LAYER}.weight_scale"].fill_(float("nan")), "not finite"),
-        (lambda t: t.update({f"{LAYER}.weight_packed": t[f"{LAYER}.weight_packed"].float()}), "must be torch.int32"),
+        (lambda t: t.update({f"{LAYER}.weight_packed": t[f"{LAYER}.weight_packed"].float()}), "must be int32"),
         (lambda t: t.pop("model.layers.0.input_layernorm.weight"), "input_layernorm.weight"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_naming_the_tensor(damaged, change, message):
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_a_damaged_checkpoint_is_refused_naming_the_tensor(damaged, change, message, dequantize):
     with pytest.raises(CheckpointError, match=message):
-        compress.load(damaged(change))
+        compress.load(damaged(change), dequantize=dequantize)
 
 
 def test_verify_notices_a_changed_code(damaged):

@@ -24,7 +24,7 @@ LAYERS = 2 * 6
 
 def plain_logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
     """Logits row by row, float32, of a checkpoint."""
-    model = compress.load(path, torch.float32)
+    model = compress.load(path, torch.float32, dequantize=True)
     with torch.no_grad():
         return torch.cat([model(input_ids=row.unsqueeze(0)).logits for row in ids])
 
