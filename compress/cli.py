@@ -310,10 +310,21 @@ def inspect(model: str, json_file: str | None, quiet: bool) -> None:
     "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--dequantize", is_flag=True, help="Compute with dense weights instead of compressed ones.")
+@click.option("--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact.")
 @device_option
 @exits_cleanly
-def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int, device: str | None) -> None:
-    """Continue a prompt with a model, compressed or not (weights are dequantized when loaded)."""
+def generate(
+    model: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    dequantize: bool,
+    int8_activations: bool,
+    device: str | None,
+) -> None:
+    """Continue a prompt with a model; a compressed one runs compressed."""
     import torch
 
     from compress.device import find_device
@@ -322,7 +333,17 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     target = find_device(device)
     source = find_source(model)
     tokenizer = load_tokenizer(source)
-    network: Any = compress.load(model, torch.float32 if target.type == "cpu" else None, target)
+    notes: list[str] = []
+    network: Any = compress.load(
+        model,
+        torch.float32 if target.type == "cpu" else None,
+        target,
+        dequantize=dequantize,
+        int8_activations=int8_activations,
+        notes=notes,
+    )
+    for note in notes:
+        click.echo(f"compress: {note}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
