@@ -132,7 +132,7 @@ def cli() -> None:
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
-@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight.  [default: w4a16]")
+@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too.  [default: w4a16]")
 @click.option(
     "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
 )
@@ -311,7 +311,9 @@ def inspect(model: str, json_file: str | None, quiet: bool) -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
 @click.option("--dequantize", is_flag=True, help="Compute with dense weights instead of compressed ones.")
-@click.option("--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact.")
+@click.option(
+    "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
+)
 @device_option
 @exits_cleanly
 def generate(

@@ -32,10 +32,10 @@ from compress.forward import (
     suspended_forward,
     without_cache,
 )
-from compress.grid import Quantized
 from compress.passes.base import Decision, Only, Pass, Site
 from compress.progress import Reporter
 from compress.residency import Opened, Residency
+from compress.scheme import InputCodes
 
 
 @dataclass
@@ -72,7 +72,7 @@ class RunRecord:
 class Finished:
     """A block that is done: its decisions (values [N, K] where the codes are not kept), records and reasons."""
 
-    decided: Mapping[str, Quantized | Tensor]
+    decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
 
@@ -89,7 +89,7 @@ class Sink(Protocol):
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
+        decided: Mapping[str, Decision],
         records: list[LayerRecord],
         left_alone: Mapping[str, str],
     ) -> None:
@@ -196,11 +196,23 @@ def _check(plan: Plan) -> None:
                 quantized_by[layer.name] = p
 
 
+class RoundInput:
+    """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will."""
+
+    def __init__(self, codes: InputCodes) -> None:
+        self.codes, self.active = codes, True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.codes.fake_quantize(args[0]), *args[1:]) if self.active else args
+
+
 class _Versions:
-    """The original and the new data of the weights changed so far in a block, to swap between."""
+    """The original and the new state of the layers changed so far in a block, to swap between."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.hooks: dict[nn.Module, RoundInput] = {}
+        self.installed: set[nn.Module] = set()
 
     def add(self, parameter: nn.Parameter, new: Tensor) -> None:
         self.pairs.append((parameter, parameter.data, new))
@@ -209,6 +221,20 @@ class _Versions:
     def use_original(self, original: bool) -> None:
         for parameter, old, new in self.pairs:
             parameter.data = old if original else new
+        for hook in self.hooks.values():
+            hook.active = not original
+
+    def entering(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
+        hook = self.hooks.get(module)
+        return x if hook is None or not hook.active or module in self.installed else hook.codes.fake_quantize(x)
+
+    def install_hooks(self) -> None:
+        """From now on the layers round their own inputs."""
+        for module, hook in self.hooks.items():
+            if module not in self.installed:
+                module.register_forward_pre_hook(hook)
+                self.installed.add(module)
 
 
 @dataclass
@@ -221,11 +247,13 @@ class _Run:
     record: RunRecord
     reference: bool
 
-    def install(self, layer: Layer, decided: Quantized | Tensor, versions: _Versions) -> None:
+    def install(self, layer: Layer, decided: Decision | Tensor, versions: _Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
         parameter = layer.parameter
-        values = decided.dequantize() if isinstance(decided, Quantized) else decided
+        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
+        if isinstance(decided, Decision) and decided.inputs is not None:
+            versions.hooks[layer.module] = RoundInput(decided.inputs)
 
     def apply(
         self, p: Pass, names: Sequence[str], layers: Mapping[str, Layer], opened: Opened, stats: Mapping[str, Any]
@@ -248,12 +276,13 @@ class _Run:
         with self.residency.open(block) as opened:
             versions = _Versions()
             if before is not None:
-                for layer_name, quantized in before.decided.items():
-                    self.install(layers[layer_name], quantized, versions)
+                for layer_name, decided in before.decided.items():
+                    self.install(layers[layer_name], decided, versions)
+                versions.install_hooks()
                 self.record.layers.extend(before.records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
-            made_here: dict[str, Quantized] = {}
+            made_here: dict[str, Decision] = {}
             records = []
             forwarded = False
             structure = self.structure(block, calls, layers) if self.plan.calibrated else None
@@ -265,15 +294,16 @@ class _Run:
                 if structure is None or not p.needs():
                     for layer_name in wanted:
                         made.update(self.apply(p, [layer_name], layers, opened, {}))
-                        self.install(layers[layer_name], made[layer_name].weight, versions)
+                        self.install(layers[layer_name], made[layer_name], versions)
                 else:
                     last = index == len(self.plan.passes) - 1
                     made, outputs = self.observe(p, wanted, layers, opened, structure, calls, reference, versions)
                     if last:
                         calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
                         forwarded = True
+                versions.install_hooks()
                 for layer_name, decision in made.items():
-                    made_here[layer_name] = decision.weight
+                    made_here[layer_name] = decision
                     records.append(_layer_record(p, layers[layer_name], decision))
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
@@ -344,11 +374,13 @@ class _Run:
             results = {key: statistic.result() for key, statistic in statistics.items()}
             decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
-                self.install(layers[layer_name], decision.weight, versions)
+                self.install(layers[layer_name], decision, versions)
             made.update(decisions)
 
         shadow = reference if self.reference else None
-        outputs = suspended_forward(opened.block, calls, wanted, sites, visit, shadow, versions.use_original)
+        outputs = suspended_forward(
+            opened.block, calls, wanted, sites, visit, shadow, versions.use_original, versions.entering
+        )
         self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
         return made, outputs
 

@@ -17,13 +17,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.architecture import Layer
-from compress.checkpoint import INDEX, RECORD, checksum, quantized_from, read_json, tensors_of, write_json
+from compress.checkpoint import (
+    INDEX,
+    RECORD,
+    checksum,
+    inputs_from,
+    quantized_from,
+    read_json,
+    tensors_of,
+    write_json,
+)
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
-from compress.grid import Grid, Quantized
+from compress.grid import Grid
+from compress.passes.base import Decision
 from compress.pipeline import Finished, LayerRecord
 from compress.residency import Opened
-from compress.scheme import PARTS, Scheme
+from compress.scheme import PARTS, Scheme, scheme_of
 
 PROGRESS = "progress.json"
 KEPT = "finished blocks are kept: make room and run again with --resume"
@@ -117,18 +127,18 @@ class Writer:
         if self.comm.rank == 0 and not self.blocks:
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def packed_grids(self) -> dict[str, Grid]:
-        """{layer: grid} of the layers written as packed codes so far."""
+    def schemes(self) -> dict[str, Scheme]:
+        """{layer: scheme} of the layers written as codes so far."""
         return {
-            name: Grid(**where["grid"])
+            name: _scheme(where["scheme"])
             for entry in self.blocks.values()
             for name, where in entry["layers"].items()
-            if where["grid"] is not None
+            if where["scheme"] is not None
         }
 
     def dense_layers(self) -> list[str]:
         """Layers whose compressed values had to be written dense so far."""
-        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["grid"] is None]
+        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["scheme"] is None]
 
     def finished(self, block: str) -> Finished | None:
         """What an earlier run wrote for a block; None where it did not."""
@@ -136,14 +146,14 @@ class Writer:
         if entry is None:
             return None
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
-        decided: dict[str, Quantized | Tensor] = {}
+        decided: dict[str, Decision | Tensor] = {}
         for name, where in entry["layers"].items():
             try:
                 with safe_open(self.partial / where["file"], framework="pt") as file:
-                    if where["grid"] is None:
+                    if where["scheme"] is None:
                         decided[name] = file.get_tensor(f"{name}.weight").t()
                         continue
-                    scheme = Scheme(weights=Grid(**where["grid"]))
+                    scheme = _scheme(where["scheme"])
                     parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
                     tensors = {key: file.get_tensor(key) for key in parts}
             except (OSError, SafetensorError) as error:
@@ -151,7 +161,8 @@ class Writer:
                     f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
                     "with --overwrite"
                 ) from None
-            decided[name] = quantized_from(name, tensors, scheme)
+            inputs = inputs_from(name, tensors, scheme)
+            decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs)
         return Finished(decided, records, entry["left_alone"])
 
     def write(
@@ -159,33 +170,33 @@ class Writer:
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
+        decided: Mapping[str, Decision],
         records: list[LayerRecord],
         left_alone: Mapping[str, str],
     ) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         prefix = f"{block}." if block else ""
-        packed = {name: q for name, q in decided.items() if not layers[name].transposed}
+        packed = {name: d for name, d in decided.items() if not layers[name].transposed}
         replaced = {id(layers[name].parameter) for name in packed}
         plain = {prefix + name: value for name, value in opened.stored()}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
-        costs = {name: float(q.codes.numel()) for name, q in packed.items()}
+        costs = {name: float(d.weight.codes.numel()) for name, d in packed.items()}
         costs |= {name: float(t.numel()) for name, t in plain.items() if name not in dense}
         owner = self.comm.assign(costs)
         mine: dict[str, Tensor] = {}
-        for name, quantized in packed.items():
+        for name, decision in packed.items():
             if owner[name] == self.comm.rank:
-                mine.update(tensors_of(name, quantized))
+                mine.update(tensors_of(name, decision.weight, decision.inputs))
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
         for record in records:
-            record.figures["sha256"] = checksum(decided[record.name].dequantize())
+            record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
         file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
         layer_files = {
-            name: {"file": file, "grid": asdict(quantized.grid) if name in packed else None}
-            for name, quantized in decided.items()
+            name: {"file": file, "scheme": asdict(scheme_of(d.weight.grid, d.inputs)) if name in packed else None}
+            for name, d in decided.items()
             if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
         }
         files: dict[str, list[str]] = {}
@@ -306,6 +317,12 @@ class Writer:
             shutil.rmtree(self.replaced, ignore_errors=True)
 
 
+def _scheme(noted: Mapping[str, Any]) -> Scheme:
+    """A scheme from `progress.json`."""
+    grids = {key: None if noted[key] is None else Grid(**noted[key]) for key in ("weights", "inputs")}
+    return Scheme(**{**noted, **grids})
+
+
 def _ours(directory: Path) -> bool:
     return directory.is_dir() and ((directory / RECORD).exists() or not any(directory.iterdir()))
 
@@ -322,7 +339,7 @@ class Discard:
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
+        decided: Mapping[str, Decision],
         records: list[LayerRecord],
         left_alone: Mapping[str, str],
     ) -> None:

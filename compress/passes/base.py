@@ -15,12 +15,15 @@ from torch import Tensor
 
 from compress.comm import Comm
 from compress.errors import InputError
-from compress.grid import Granularity, Grid, Quantized, RangeChoice, suggest_groups
-from compress.stats import StatisticFactory
+from compress.grid import Granularity, Grid, Quantized, RangeChoice, scale_of_range, suggest_groups
+from compress.scheme import InputCodes
+from compress.stats import MinMax, StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
-SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)}
+Activations = Literal["dynamic", "static"]
+SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8}
+DEFAULT_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,12 @@ class Site:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass decided for one layer, as data, with the figures that its report shows."""
+    """What a pass decided for one layer, as data: the codes of its weight, how its input is rounded (None: it is not),
+    and the figures that its report shows."""
 
     weight: Quantized
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    inputs: InputCodes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,33 +87,86 @@ class Pass:
 class QuantizeWeights(Pass):
     """Options shared by the passes that write quantized weights.
 
-    scheme: w2a16 .. w8a16, the bits of a weight (activations stay 16-bit floats). group_size: consecutive inputs that
-    share a scale, -1 for one scale per output channel. grid: `signed-scale` (symmetric, the scale may be negative),
-    `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix.
-    clip: shrink each range to the one of least error. Scales are stored in the model's own dtype.
+    scheme: w2a16 .. w8a16, the bits of a weight beside 16-bit floats; w4a8 and w8a8 round what a layer multiplies to
+    int8, too. group_size: consecutive inputs that share a scale, -1 for one scale per output channel, 0 for what the
+    scheme usually has (128; w8a8: -1). grid: `signed-scale` (symmetric, the scale may be negative), `symmetric` (as
+    compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix. clip: shrink each
+    range to the one of least error. Scales are stored in the model's own dtype.
+    activations: int8 inputs are fitted to every token as it comes (`dynamic`) or by calibration (`static`).
+    activation_grid: `symmetric` or `asymmetric` (static only).
     """
 
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "quantized weight"
 
     scheme: str = "w4a16"
-    group_size: int = 128
+    group_size: int = 0
     grid: GridName = "signed-scale"
     per_tensor: bool = False
     clip: bool = False
+    activations: Activations = "dynamic"
+    activation_grid: Literal["symmetric", "asymmetric"] = "symmetric"
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise InputError(f"scheme {self.scheme!r}; allowed: {', '.join(SCHEMES)} (weight bits 2 to 8)")
         if self.grid not in get_args(GridName):
             raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
-        if self.group_size == 0 or self.group_size < -1:
+        if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
-        if self.per_tensor and self.group_size != -1:
+        if self.per_tensor and self.group_size > 0:
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
+        if self.group_size == 0:
+            usual = -1 if self.per_tensor or self.scheme == "w8a8" else DEFAULT_GROUP
+            object.__setattr__(self, "group_size", usual)
+        self._check_activations()
         self.weight_grid()
+
+    def _check_activations(self) -> None:
+        if self.activations not in get_args(Activations):
+            raise InputError(f"activations {self.activations!r}; allowed: {', '.join(get_args(Activations))}")
+        if self.activation_grid not in ("symmetric", "asymmetric"):
+            raise InputError(f"activation_grid {self.activation_grid!r}; allowed: symmetric, asymmetric")
+        if self.scheme == "w8a8":
+            if self.group_size != -1 or self.grid == "asymmetric":
+                raise InputError(
+                    "w8a8 has symmetric weights and one scale per output channel: integer products know no groups; "
+                    "leave group_size and grid out"
+                )
+            if self.activation_grid == "asymmetric" and self.activations == "dynamic":
+                raise InputError(
+                    "activations fitted to every token are symmetric; give activations=static with asymmetric"
+                )
+        elif self.activations != "dynamic" or self.activation_grid != "symmetric":
+            hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
+            raise InputError(f"activations and activation_grid are for w8a8; {self.scheme}: {hint}")
+
+    def input_grid(self) -> Grid | None:
+        """The int8 grid of a layer's input; None where it stays as it is."""
+        if not self.scheme.endswith("a8"):
+            return None
+        dynamic = self.activations == "dynamic"
+        return Grid(bits=8, symmetric=self.activation_grid == "symmetric", granularity="token" if dynamic else "tensor")
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        return {"range": MinMax} if self.activations == "static" else {}
+
+    def input_codes(self, site: Site) -> dict[str, InputCodes]:
+        """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale."""
+        grid = self.input_grid()
+        if grid is None:
+            return {}
+        if self.activations == "dynamic":
+            return dict.fromkeys(site.weights, InputCodes(grid))
+        lowest, highest = site.stats["range"]
+        lo, hi = lowest.amin().clamp(max=0).reshape(1, 1), highest.amax().clamp(min=0).reshape(1, 1)
+        codes = {}
+        for name, dtype in site.scale_dtypes.items():
+            scale, zero_point = scale_of_range(lo, hi, grid, dtype)
+            codes[name] = InputCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
+        return codes
 
     def weight_grid(self) -> Grid:
         """The grid that these options describe."""

@@ -78,7 +78,7 @@ class GPTQ(QuantizeWeights):
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {"hessian": partial(Hessian, dtype=dtype, reference=self.needs_reference)}
+        return {**super().needs(), "hessian": partial(Hessian, dtype=dtype, reference=self.needs_reference)}
 
     @property
     def needs_reference(self) -> bool:
@@ -92,6 +92,7 @@ class GPTQ(QuantizeWeights):
         factor = factorize(ordered, self.damp)
         correction = drift_correction(statistics, self.drift, factor.damp)
         decisions = {}
+        inputs = self.input_codes(site)
         # Rows are independent given H: the site's layers are solved as one tall weight.
         for names in stacks(site):
             scale_dtype = site.scale_dtypes[names[0]]
@@ -126,6 +127,7 @@ class GPTQ(QuantizeWeights):
                         "dead_channels": int((hessian.diagonal() <= 0).sum()),
                         "tokens": statistics.tokens,
                     },
+                    inputs.get(name),
                 )
         return decisions
 
