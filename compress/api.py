@@ -203,7 +203,7 @@ def _calibration(
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        needing = next(p for p in plan_.passes if p.needs())
+        needing = next(p for p in plan_.passes if p.calibrated)
         raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if samples is not None or length is not None:
@@ -340,6 +340,8 @@ def _finish(
         "peak_memory_bytes": peak,
         "block_forwards": record.block_forwards,
         "layers": [asdict(layer) for layer in record.layers],
+        "folds": [asdict(fold) for fold in record.folds],
+        "not_folded": record.not_folded,
         "left_alone": record.left_alone,
         "notes": record.notes,
         "verification": None,

@@ -201,7 +201,7 @@ def quantize(
         raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
     passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
     calibration = options.pop("calibration")
-    if not any(p.needs() for p in passes):
+    if not any(p.calibrated for p in passes):
         unused = [f"--{o.replace('_', '-')}" for o in ("calibration", "samples", "length", "batch_size") if given(o)]
         if unused:
             who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
@@ -424,7 +424,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
                 compress.quantize(
                     "demo",
                     made,
-                    calibration="demo" if made.needs() else None,
+                    calibration="demo" if made.calibrated else None,
                     output=target,
                     overwrite=overwrite,
                     reporter=reporter,

@@ -34,6 +34,7 @@ from compress.forward import (
 )
 from compress.passes.base import Decision, Only, Pass, Site
 from compress.progress import Reporter
+from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.scheme import InputCodes
 
@@ -53,9 +54,11 @@ class LayerRecord:
 
 @dataclass
 class RunRecord:
-    """What a run did, for the report."""
+    """What a run did, for the report. not_folded: producers into which no scale can go, and why."""
 
     layers: list[LayerRecord] = field(default_factory=list)
+    folds: list[FoldRecord] = field(default_factory=list)
+    not_folded: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     block_forwards: int = 0
@@ -70,11 +73,14 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), records and reasons."""
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records
+    and reasons."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
+    folded: Sequence[Folded] = ()
+    fold_records: Sequence[FoldRecord] = ()
 
 
 class Sink(Protocol):
@@ -89,9 +95,7 @@ class Sink(Protocol):
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Decision],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Write a finished block. Called on every rank while the block is open."""
         ...
@@ -108,7 +112,7 @@ class Plan:
 
     @property
     def calibrated(self) -> bool:
-        return any(p.needs() for p in self.passes)
+        return any(p.calibrated for p in self.passes)
 
     @property
     def treated(self) -> set[str]:
@@ -126,7 +130,7 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     """
     stacks = find_stacks(model)
-    if one_block or (len(stacks) > 1 and any(p.needs() for p in passes)):
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
     shared = _shared_weights(model)
     head = output_head(model)
@@ -246,6 +250,7 @@ class _Run:
     reporter: Reporter
     record: RunRecord
     reference: bool
+    rescaler: Rescaler
 
     def install(self, layer: Layer, decided: Decision | Tensor, versions: _Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
@@ -276,19 +281,29 @@ class _Run:
         with self.residency.open(block) as opened:
             versions = _Versions()
             if before is not None:
+                repeat(opened, before.folded)
                 for layer_name, decided in before.decided.items():
                     self.install(layers[layer_name], decided, versions)
                 versions.install_hooks()
                 self.record.layers.extend(before.records)
+                self.record.folds.extend(before.fold_records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
             records = []
+            folded: list[Folded] = []
+            fold_records: list[FoldRecord] = []
             forwarded = False
             structure = self.structure(block, calls, layers) if self.plan.calibrated else None
             for index, p in enumerate(self.plan.passes):
                 wanted = {n: layer for n, layer in layers.items() if p.wants(n)}
                 if not wanted:
+                    continue
+                if structure is not None and p.fold_needs():
+                    new, described = self.rescale(p, name, wanted, layers, opened, structure, calls, set(made_here))
+                    folded += new
+                    fold_records += described
+                if not p.rounds:
                     continue
                 made: dict[str, Decision] = {}
                 if structure is None or not p.needs():
@@ -310,8 +325,9 @@ class _Run:
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
             alone = {n: self.record.left_alone[n] for n in layers if n in self.record.left_alone}
-            self.sink.write(name, opened, layers, made_here, records, alone)
+            self.sink.write(name, opened, layers, Finished(made_here, records, alone, folded, fold_records))
             self.record.layers.extend(records)
+            self.record.folds.extend(fold_records)
         return calls, reference
 
     def structure(self, block: nn.Module, calls: list[Call], layers: Mapping[str, Layer]) -> Structure:
@@ -323,6 +339,27 @@ class _Run:
                 "run it in one process"
             )
         return found
+
+    def rescale(
+        self,
+        p: Pass,
+        block_name: str,
+        wanted: Mapping[str, Layer],
+        layers: Mapping[str, Layer],
+        opened: Opened,
+        structure: Structure,
+        calls: list[Call],
+        decided: set[str],
+    ) -> tuple[list[Folded], list[FoldRecord]]:
+        """One suspended forward that changes nothing but collects, then the block's folds with the scales of the pass."""
+        found = self.rescaler.find(opened.block, calls[0])
+        self.record.not_folded += [reason for reason in found.rejected if reason not in self.record.not_folded]
+        sites = [site for site in ([n for n in s if n in wanted] for s in structure.sites) if site]
+        visit, statistics = collecting(p, sites, layers, self.comm, _problem)
+        suspended_forward(opened.block, calls, wanted, sites, visit, None, lambda _: None)
+        self.record.block_forwards += len(calls)
+        prefix = f"{block_name}." if block_name else ""
+        return self.rescaler.rescale(p, prefix, opened, layers, set(wanted), decided, found, statistics)
 
     def observe(
         self,
@@ -456,7 +493,7 @@ def run(
     record.left_alone.update(left_alone(model, plan_.treated))
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
-    state = _Run(plan_, residency, sink, comm, reporter, record, reference)
+    state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, _shared_weights(model)))
     total = sum(len(stack.blocks) for stack in plan_.stacks)
     finished = 0
     reporter.step(0, total, "")

@@ -7,7 +7,7 @@ OUT and only then removes `progress.json`: whenever a run is killed, there is a 
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,10 @@ from compress.checkpoint import (
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
 from compress.grid import Grid
+from compress.fold import Consumer, Fold
 from compress.passes.base import Decision
 from compress.pipeline import Finished, LayerRecord
+from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of
 
@@ -163,19 +165,26 @@ class Writer:
                 ) from None
             inputs = inputs_from(name, tensors, scheme)
             decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs)
-        return Finished(decided, records, entry["left_alone"])
+        try:
+            folded = self._read_folds(entry["folds"])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the folds of the unfinished run in {self.partial} cannot be read ({error}); drop that run with "
+                "--overwrite"
+            ) from None
+        described = [FoldRecord(**record) for record in entry["fold_records"]]
+        return Finished(decided, records, entry["left_alone"], folded, described)
 
     def write(
         self,
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Decision],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         prefix = f"{block}." if block else ""
+        decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         packed = {name: d for name, d in decided.items() if not layers[name].transposed}
         replaced = {id(layers[name].parameter) for name in packed}
         plain = {prefix + name: value for name, value in opened.stored()}
@@ -190,7 +199,7 @@ class Writer:
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
-        for record in records:
+        for record in finished.records:
             record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
         file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
@@ -208,12 +217,40 @@ class Writer:
         entry = {
             "files": files,
             "layers": all_layers,
-            "records": [asdict(r) for r in records],
-            "left_alone": dict(left_alone),
+            "records": [asdict(r) for r in finished.records],
+            "left_alone": dict(finished.left_alone),
+            "fold_records": [asdict(r) for r in finished.fold_records],
+            "folds": self._save_folds(finished.folded),
         }
         state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
         self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)
         self.blocks[block] = entry
+
+    def _save_folds(self, folded: Sequence[Folded]) -> dict[str, Any] | None:
+        """Keep what a resumed run needs to fold again, until the run is finished; None where nothing was folded."""
+        if not folded:
+            return None
+        name = f"folds-{len(self.blocks):05d}.safetensors"
+        tensors, noted = {}, []
+        for i, each in enumerate(folded):
+            tensors[f"{i}.scale"] = each.scale_C.contiguous()
+            tensors |= {f"{i}.{j}": c.channel_of_K.cpu().contiguous() for j, c in enumerate(each.fold.consumers)}
+            fold = each.fold
+            consumers = [c.name for c in fold.consumers]
+            noted.append({"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers})
+        self._together(name, lambda: save_file(tensors, self.partial / name) if self.comm.rank == 0 else None)
+        return {"file": name, "folds": noted}
+
+    def _read_folds(self, entry: Mapping[str, Any] | None) -> list[Folded]:
+        if entry is None:
+            return []
+        folded = []
+        with safe_open(self.partial / entry["file"], framework="pt") as file:
+            for i, noted in enumerate(entry["folds"]):
+                consumers = tuple(Consumer(n, file.get_tensor(f"{i}.{j}")) for j, n in enumerate(noted["consumers"]))
+                fold = Fold(noted["producer"], noted["kind"], noted["channels"], consumers)
+                folded.append(Folded(fold, file.get_tensor(f"{i}.scale")))
+        return folded
 
     def _together(self, what: str, work: Callable[[], Any]) -> Any:
         """Write `what` on this rank; a failure, here or on another rank, is an error on every rank."""
@@ -283,7 +320,7 @@ class Writer:
     ) -> None:
         """Everything beside the weights."""
         files = set(weight_map.values())
-        for leftover in self.partial.glob("model-*.safetensors"):
+        for leftover in self.partial.glob("*.safetensors"):
             if leftover.name not in files:
                 leftover.unlink()
         total = sum((self.partial / file).stat().st_size for file in files)
@@ -339,8 +376,6 @@ class Discard:
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Decision],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Nothing."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compress.comm import Comm
 from compress.errors import InputError
+from compress.fold import Merge, reduce_scales
 from compress.grid import Granularity, Grid, Quantized, RangeChoice, scale_of_range, suggest_groups
 from compress.scheme import InputCodes
 from compress.stats import MinMax, StatisticFactory
@@ -37,6 +38,40 @@ class Site:
     stats: Mapping[str, Any]
     scale_dtypes: Mapping[str, torch.dtype]
     comm: Comm
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer that reads a producer: its weight [N, K], the statistics of its input, and the producer's channel behind
+    each of its inputs, channel_of_K (`compress.fold`)."""
+
+    weight: Tensor
+    stats: Mapping[str, Any]
+    channel_of_K: Tensor
+    scale_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FoldSite:
+    """A producer of `channels` channels and the layers of this pass that read it."""
+
+    readers: Mapping[str, Reader]
+    channels: int
+    comm: Comm
+
+    def merged(self, value: Callable[[Reader], Tensor], how: Merge) -> Tensor:
+        """[C] from a value [K] of each reader, over all inputs that come from a channel; 0 where none does."""
+        values = torch.cat([value(reader) for reader in self.readers.values()])
+        maps = torch.cat([reader.channel_of_K for reader in self.readers.values()])
+        return reduce_scales(values, maps, self.channels, how, empty=0.0)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By how much each channel of a producer is divided, [C], positive and finite, and figures for the report."""
+
+    scale_C: Tensor
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +99,25 @@ class Pass:
     def needs(self) -> Mapping[str, StatisticFactory]:
         """The statistics of a layer's input to collect, by name. None: the pass needs no calibration data."""
         return {}
+
+    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+        """The statistics of layers' inputs from which `scaling` decides, by name. None: the pass folds no scales."""
+        return {}
+
+    def scaling(self, site: FoldSite) -> Scaling:
+        """By how much to divide what the site's layers read, before this pass decides about them. The same on every
+        rank."""
+        raise NotImplementedError
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the pass decides about layers (`apply`), after it has folded scales or without."""
+        return True
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the pass needs calibration data."""
+        return bool(self.needs() or self.fold_needs())
 
     @property
     def needs_reference(self) -> bool:
@@ -197,6 +251,26 @@ class QuantizeWeights(Pass):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldThenRound(QuantizeWeights):
+    """A method that folds scales and then rounds. rounding: `nearest`, or `none` to leave it to a later pass."""
+
+    rounding: Literal["nearest", "none"] = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "none"):
+            raise InputError(f"rounding {self.rounding!r}; allowed: nearest, none")
+
+    @property
+    def writes(self) -> Aspect:  # type: ignore[override]
+        return "quantized weight" if self.rounds else "dense weight"
+
+    @property
+    def rounds(self) -> bool:
+        return self.rounding == "nearest"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Only(Pass):
     """`inner`, on the layers whose full name matches one of the shell-style `patterns` (or on none of them: `but`)."""
 
@@ -224,6 +298,16 @@ class Only(Pass):
     def needs(self) -> Mapping[str, StatisticFactory]:
         return self.inner.needs()
 
+    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+        return self.inner.fold_needs()
+
+    def scaling(self, site: FoldSite) -> Scaling:
+        return self.inner.scaling(site)
+
+    @property
+    def rounds(self) -> bool:
+        return self.inner.rounds
+
     @property
     def needs_reference(self) -> bool:
         return self.inner.needs_reference
@@ -243,6 +327,12 @@ def only(inner: Pass, *patterns: str) -> Only:
 def but(inner: Pass, *patterns: str) -> Only:
     """The pass on the layers that do not match: `but(RTN(), "*.down_proj")`."""
     return Only(inner=inner, patterns=patterns, but=True)
+
+
+def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
+    """tr(E H E^T), each rank computing its share of the rows."""
+    mine = error_NK[comm.rows_of(len(error_NK))]
+    return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
 
 
 def solve_rows(comm: Comm, weight_NK: Tensor, grid: Grid, solve: Callable[[Tensor, slice], Quantized]) -> Quantized:

@@ -30,10 +30,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
 from compress.errors import InputError
 from compress.grid import Grid, Quantized, decode, encode, fit, fit_matrix, quantize, round_scale, to_quantized
-from compress.passes.base import Decision, QuantizeWeights, Site, solve_rows
+from compress.passes.base import Decision, QuantizeWeights, Site, quadratic, solve_rows
 from compress.stats import Hessian, HessianResult, StatisticFactory
 from compress.sweep import BLOCK, Factor, damped, factorize, sweep
 
@@ -177,12 +176,6 @@ def stacks(site: Site) -> list[list[str]]:
     for name, dtype in site.scale_dtypes.items():
         by_dtype.setdefault(dtype, []).append(name)
     return list(by_dtype.values())
-
-
-def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
-    """tr(E H E^T), each rank computing its share of the rows."""
-    mine = error_NK[comm.rows_of(len(error_NK))]
-    return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
 
 
 def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:

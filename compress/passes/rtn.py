@@ -17,11 +17,16 @@ class RTN(QuantizeWeights):
     name: ClassVar[str] = "rtn"
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        decisions = {}
-        inputs = self.input_codes(site)
-        for name, weight in site.weights.items():
-            quantized = quantize(weight, self.weight_grid(), site.scale_dtypes[name])
-            exact = weight.to(working_dtype(weight))
-            error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
-            decisions[name] = Decision(quantized, {"weight_error": float(error)}, inputs.get(name))
-        return decisions
+        return round_to_nearest(site, self)
+
+
+def round_to_nearest(site: Site, options: QuantizeWeights) -> dict[str, Decision]:
+    """Every layer of a site by itself, each weight to the nearest point of its grid."""
+    decisions = {}
+    inputs = options.input_codes(site)
+    for name, weight in site.weights.items():
+        quantized = quantize(weight, options.weight_grid(), site.scale_dtypes[name])
+        exact = weight.to(working_dtype(weight))
+        error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
+        decisions[name] = Decision(quantized, {"weight_error": float(error)}, inputs.get(name))
+    return decisions
