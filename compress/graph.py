@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from compress.excerpt import in_float32, short_call
 from compress.fold import Applied, Consumer, Fold, apply, layer_at, undo
 from compress.forward import Call, evaluating
-from compress.probe import Seen, codes, compare, decode, hollow_forward, scalable_channels, tensors_of
+from compress.probe import Seen, codes, compare, decode, hollow_forward, repeatable, scalable_channels, tensors_of
 from compress.producers import (
     LARGEST_SHIFT,
     ROUNDING,
@@ -138,9 +138,7 @@ class _Discoverer:
     def run(self) -> list[Tensor]:
         """The outputs of a full forward."""
         self.forwards += 1
-        devices = {p.device for p in self.block.parameters() if p.device.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(0)  # a block that draws random numbers draws the same ones every time
+        with torch.no_grad(), repeatable(self.block):
             return tensors_of(self.block(*self.call.args, **self.call.kwargs))
 
     def run_original(self) -> None:
