@@ -93,7 +93,8 @@ def _guarded(
                 run = _Discoverer(block, exact_call, set(shared) | shared_parameters(block))
                 found = work(run)
         except Exception as error:  # noqa: BLE001 - folds are an offer: a block that cannot be probed goes without
-            problem = f"no folds: {type(error).__name__}: {error}"
+            said = str(error).strip().splitlines()
+            problem = f"no folds: {type(error).__name__}{': ' + said[0] if said else ''}"
         else:
             if not run.unreached:
                 break

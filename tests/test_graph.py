@@ -13,6 +13,7 @@ from compress.forward import Call, without_cache
 from compress.graph import Finder, discover, verify
 from compress.probe import codes, decode, exponents
 from compress.producers import shared_parameters
+from compress.residency import Local
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
 VALUE = {"self_attn.v_proj": ["self_attn.o_proj"]}
@@ -496,6 +497,30 @@ def test_padding_does_not_disturb():
     mask = torch.cat([torch.zeros(3, 6), torch.ones(3, 14)], 1).to(torch.int64)
     batch = {"input_ids": ids, "attention_mask": mask}
     assert names(discover(*first_block("llama", batch=batch)).folds) == {k: sorted(v) for k, v in LLAMA.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
+def test_folds_of_an_opened_bfloat16_block_are_kept_with_norms_that_need_no_more_rounding(kind):
+    model = livelier(build(kind)).to(torch.bfloat16)
+    exact = livelier(build(kind)).to(torch.bfloat16).float()
+    batch = inputs(kind)
+    expected = answer(exact, batch)
+    (name, block), *_ = find_stacks(model)[0].blocks
+    call = block_calls(model, batch)[name]
+    with Local(torch.device("cpu"), torch.float32).open(block) as opened:
+        folds = discover(opened.block, call).folds
+        for fold in folds:
+            scale_C = torch.rand(fold.channels, generator=torch.Generator().manual_seed(0)) + 0.5
+            apply(opened.block, fold, scale_C, opened.dtypes)
+        working = {n: p.data.clone() for n, p in block.named_parameters()}
+    exact.get_submodule(name).load_state_dict(working)
+    assert (answer(exact, batch) - expected).abs().max() < 1e-4 * expected.abs().max()
+    for n, p in block.named_parameters():
+        assert p.dtype == torch.bfloat16
+        assert torch.equal(p.data, working[n].bfloat16())
+    weights = [f"{fold.producer}.weight" for fold in folds if fold.kind != "linear"]
+    assert len(weights) == 2
+    assert all(torch.equal(working[n], working[n].bfloat16().float()) for n in weights)
 
 
 def test_a_whole_model_is_a_block_too():
