@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from compress.excerpt import in_float32, short_call
 from compress.fold import Applied, Consumer, Fold, apply, layer_at, undo
 from compress.forward import Call, evaluating
-from compress.probe import Seen, codes, compare, decode, hollow_forward, scalable_channels, tensors_of
+from compress.probe import Seen, codes, compare, decode, hollow_forward, repeatable, scalable_channels, tensors_of
 from compress.producers import (
     LARGEST_SHIFT,
     ROUNDING,
@@ -93,7 +93,8 @@ def _guarded(
                 run = _Discoverer(block, exact_call, set(shared) | shared_parameters(block))
                 found = work(run)
         except Exception as error:  # noqa: BLE001 - folds are an offer: a block that cannot be probed goes without
-            problem = f"no folds: {type(error).__name__}: {error}"
+            said = str(error).strip().splitlines()
+            problem = f"no folds: {type(error).__name__}{': ' + said[0] if said else ''}"
         else:
             if not run.unreached:
                 break
@@ -138,9 +139,7 @@ class _Discoverer:
     def run(self) -> list[Tensor]:
         """The outputs of a full forward."""
         self.forwards += 1
-        devices = {p.device for p in self.block.parameters() if p.device.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices, key=str)):
-            torch.manual_seed(0)  # a block that draws random numbers draws the same ones every time
+        with torch.no_grad(), repeatable(self.block):
             return tensors_of(self.block(*self.call.args, **self.call.kwargs))
 
     def run_original(self) -> None:
