@@ -11,8 +11,8 @@ from compress.evaluation.evaluate import Evaluation, evaluate
 from compress.grid import Grid, Quantized, fake_quantize
 from compress.loading import load, register
 from compress.nn import QuantLinear
-from compress.passes.base import Pass, but, only
 from compress.passes.awq import AWQ
+from compress.passes.base import Pass, but, only
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant

@@ -351,7 +351,7 @@ class _Run:
         calls: list[Call],
         decided: set[str],
     ) -> tuple[list[Folded], list[FoldRecord]]:
-        """One suspended forward that changes nothing but collects, then the block's folds with the scales of the pass."""
+        """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
         found = self.rescaler.find(opened.block, calls[0])
         self.record.not_folded += [reason for reason in found.rejected if reason not in self.record.not_folded]
         sites = [site for site in ([n for n in s if n in wanted] for s in structure.sites) if site]

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from compress.errors import InputError, one_of
-from compress.passes.base import Only, Pass
 from compress.passes.awq import AWQ
+from compress.passes.base import Only, Pass
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant

@@ -29,8 +29,8 @@ from compress.checkpoint import (
 )
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
-from compress.grid import Grid
 from compress.fold import Consumer, Fold
+from compress.grid import Grid
 from compress.passes.base import Decision
 from compress.pipeline import Finished, LayerRecord
 from compress.rescale import Folded, FoldRecord
@@ -237,7 +237,9 @@ class Writer:
             tensors |= {f"{i}.{j}": c.channel_of_K.cpu().contiguous() for j, c in enumerate(each.fold.consumers)}
             fold = each.fold
             consumers = [c.name for c in fold.consumers]
-            noted.append({"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers})
+            noted.append(
+                {"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers}
+            )
         self._together(name, lambda: save_file(tensors, self.partial / name) if self.comm.rank == 0 else None)
         return {"file": name, "folds": noted}
 

@@ -54,7 +54,9 @@ class SmoothQuant(FoldThenRound):
         if self.alpha != -1 and not 0 <= self.alpha <= 1:
             raise InputError(f"alpha {self.alpha}; allowed: 0 to 1, or -1 to search it")
         if self.input_grid() is None:
-            raise InputError(f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8 or w4a8, or use awq")
+            raise InputError(
+                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8 or w4a8, or use awq"
+            )
 
     def fold_needs(self) -> Mapping[str, StatisticFactory]:
         return {"absmax": ChannelAbsMax, "sample": partial(TokenSample, per_batch=SAMPLED)}
