@@ -7,7 +7,7 @@
 //
 //   rows    few tokens, bound by memory: a vector holds 16 dwords of one row and meets the same 16 dwords of x, so a
 //           row is read once, front to back, and its 16 sums are added up at the end.
-//               x packed as [token][block][part][16 dwords], in the order in which blocks are decoded
+//               x packed as [tile of tokens][block][part][tokens of the tile][16 dwords]
 //   slabs   many tokens, bound by arithmetic: ROWS rows are decoded once and transposed, so that a vector holds one
 //           dword of each of 16 rows; every tile of tokens then runs over the slab with one broadcast per dword of x.
 //               slab [K / STEP][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
@@ -45,6 +45,9 @@ constexpr int ROW_TOKENS = WIDE ? 8 : 2;
 constexpr int row_tile(int tokens) { return WIDE && tokens <= 4 ? 4 : 2; }
 // Tokens whose packed copy exists at a time.
 constexpr int64_t TOKEN_BLOCK = 1024;
+// Runs of neighbouring slabs per thread: few enough that the next slab is mostly the same thread's, which fetches it
+// ahead, and enough that a thread that is held up does not hold up the others.
+constexpr int RUNS = 8;
 constexpr float INT8_HALF_RANGE = 127.5f, INT8_STEPS = 255;
 
 // Mirrored field by field in cpu_gemm.py.
@@ -82,7 +85,8 @@ INLINE void with_constant(int64_t value, Body body) {
   });
 }
 
-// body(m, tokens) for tiles of ROW_TOKENS tokens, then of half as many, and so on.
+// The row loop takes tiles of ROW_TOKENS tokens, then one of half as many if there are as many left, and so on:
+// body(m, tokens) for every tile that starts at m.
 template <class Body, int T = ROW_TOKENS>
 INLINE void in_powers_of_two(int64_t M, Body body, int64_t m = 0) {
   for (; m + T <= M; m += T) body(m, std::integral_constant<int, T>());
@@ -128,7 +132,7 @@ struct F32Words {
     Float zero, scale;  // the table of values in `zero`, where there is one
 
     INLINE Decoder() {}
-    INLINE Decoder(int32_t z, float s) : zero(every(static_cast<float>(z))), scale(every(s)) {
+    INLINE Decoder(float z, float s) : zero(every(z)), scale(every(s)) {
 #if WIDE
       if constexpr (TABLE) zero = times(minus(to_float(lanes()), zero), scale);
 #endif
@@ -162,7 +166,7 @@ struct Bf16Words {
     Int table;  // of 4-bit values, twice: a permutation of words reads five bits of an index
 
     INLINE Decoder() {}
-    INLINE Decoder(int32_t z, float s) : zero(every(static_cast<float>(z))), scale(every(s)) {
+    INLINE Decoder(float z, float s) : zero(every(z)), scale(every(s)) {
       if constexpr (BITS == 4) {
         const __m256i values = (__m256i)_mm512_cvtneps_pbh(times(minus(to_float(lanes()), zero), scale));
         table = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
@@ -241,8 +245,8 @@ struct Plain {
 struct Work {
   const Arguments& a;
   int64_t n0 = 0;
-  Memory<float> scale;   // [G][ROWS]
-  Memory<int32_t> zero;  // [G][ROWS]
+  Memory<float> scale, float_zero;  // [G][ROWS]
+  Memory<int32_t> zero;             // [G][ROWS]
   Memory<char> slab;
   float bias[ROWS];
   int32_t row_sum[ROWS];
@@ -250,8 +254,12 @@ struct Work {
   Work(const Arguments& a, int64_t slab_bytes)
       : a(a),
         scale(allocate<float>(a.G * ROWS)),
+        float_zero(allocate<float>(a.G * ROWS)),
         zero(allocate<int32_t>(a.G * ROWS)),
-        slab(allocate<char>(slab_bytes)) {}
+        slab(allocate<char>(slab_bytes)) {
+    std::fill_n(zero.get(), a.G * ROWS, 1 << (a.bits - 1));
+    std::fill_n(float_zero.get(), a.G * ROWS, static_cast<float>(1 << (a.bits - 1)));
+  }
 
   int64_t count() const { return std::min<int64_t>(ROWS, a.N - n0); }
 
@@ -269,9 +277,11 @@ struct Work {
         const char* p = static_cast<const char*>(a.scale) + (at + std::min<int64_t>(v * LANES, count())) * size;
         store(&scale[g * ROWS + v * LANES], float_to_bits(load_floats(p, a.scale_type, here)));
       }
-      int32_t* zeros = &zero[g * ROWS];
-      for (int r = 0; r < ROWS; ++r)
-        zeros[r] = a.zero == nullptr ? 1 << (a.bits - 1) : a.zero[at + std::min<int64_t>(r, count() - 1)];
+      if (a.zero == nullptr) continue;
+      uint8_t zeros[ROWS] = {};
+      memcpy(zeros, a.zero + at, count());
+      for (int r = 0; r < ROWS; ++r) zero[g * ROWS + r] = zeros[r];
+      for (int r = 0; r < ROWS; ++r) float_zero[g * ROWS + r] = zeros[r];
     }
     for (int r = 0; r < ROWS; ++r) {
       bias[r] = 0;
@@ -296,6 +306,7 @@ template <class Prepare, class Body>
 void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
   const int64_t slabs = (a.N + ROWS - 1) / ROWS;
   const int threads = static_cast<int>(std::min<int64_t>(a.threads, std::max(slabs, a.M)));
+  const int64_t run_length = std::max<int64_t>(slabs / (threads * RUNS), 1);
   std::vector<std::unique_ptr<Work>> works;
   for (int i = 0; i < threads; ++i) works.push_back(std::make_unique<Work>(a, slab_bytes));
 #pragma omp parallel num_threads(threads)
@@ -303,7 +314,7 @@ void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
     const int thread = omp_get_thread_num();
 #pragma omp for schedule(static)
     for (int64_t m = 0; m < a.M; ++m) prepare(m, thread);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, run_length)
     for (int64_t slab = 0; slab < slabs; ++slab) {
       works[thread]->begin(slab * ROWS);
       body(*works[thread]);
@@ -322,10 +333,12 @@ void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t columns
     for (int64_t k = 0; k < dwords; ++k) to[k * size] = natural[k];
     return;
   }
-  int32_t* to = packed + m * dwords;
+  int64_t first = 0, size = ROW_TOKENS;
+  while (first + size <= m || first + size > a.M) first + size <= a.M ? first += size : size /= 2;
+  int32_t* to = packed + first * dwords + (m - first) * LANES;
   for (int64_t start = 0; start < dwords; start += D::BLOCK / step)
-    for (int part = 0; part < D::PARTS; ++part)
-      for (int lane = 0; lane < LANES; ++lane) *to++ = natural[start + D::column(part, lane) / step];
+    for (int part = 0; part < D::PARTS; ++part, to += size * LANES)
+      for (int lane = 0; lane < LANES; ++lane) to[lane] = natural[start + D::column(part, lane) / step];
 }
 
 // --- weight only -----------------------------------------------------------------------------------------------------
@@ -342,12 +355,12 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
     Float sums[TILE][T];
     each<TILE>([&](auto r) { each<T>([&](auto t) { sums[r][t] = every(0.0f); }); });
     for (int64_t block = 0; block < columns / D::BLOCK; ++block) {
-      const int32_t* from = x + m0 * (columns / D::STEP) + block * D::PARTS * LANES;
+      const int32_t* from = x + m0 * (columns / D::STEP) + block * D::PARTS * T * LANES;
       Int words[TILE];
       Decoder decoders[TILE];
       const auto prepare = [&](int plane) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + r0;
-        each<TILE>([&](auto r) { decoders[r] = Decoder(work.zero[at + r], work.scale[at + r]); });
+        each<TILE>([&](auto r) { decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]); });
       };
       each<TILE>([&](auto r) {
         words[r] = load(rows[r] + block * VECTOR_BYTES);
@@ -359,7 +372,7 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
         Int values[TILE];
         each<TILE>([&](auto r) { values[r] = decoders[r].template decode<part>(words[r]); });
         each<T>([&](auto t) {
-          const Int given = load(from + t * (columns / D::STEP) + part * LANES);
+          const Int given = load(from + (part * T + t) * LANES);
           each<TILE>([&](auto r) { sums[r][t] = D::Dot::dot(sums[r][t], values[r], given); });
         });
       });
@@ -380,10 +393,13 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t columns
     for (int v = 0; v < VECTORS; ++v) {
       const char* rows[LANES];
       Decoder decoders[LANES];
-      for (int r = 0; r < LANES; ++r) rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
+      for (int r = 0; r < LANES; ++r) {
+        rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
+        _mm_prefetch(rows[r] + ROWS * work.a.row_bytes, _MM_HINT_T1);
+      }
       const auto prepare = [&](int plane) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
-        for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.zero[at + r], work.scale[at + r]);
+        for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]);
       };
       prepare(0);
       char* to = work.slab.get() + (block * D::BLOCK / D::STEP * VECTORS + v) * VECTOR_BYTES;
@@ -528,7 +544,7 @@ void int_rows(const Work& work, const Activations& x, int64_t m0) {
           Int bytes[TILE];
           each<TILE>([&](auto r) { bytes[r] = F::template decode<part>(words[r]); });
           each<T>([&](auto t) {
-            const Int given = load(&x.packed[((m0 + t) * x.columns + k) / 4 + part * LANES]);
+            const Int given = load(&x.packed[(m0 * x.columns + k * T) / 4 + (part * T + t) * LANES]);
             each<TILE>([&](auto r) { sums[r][t] = dot_bytes<F::BITS == 4>(sums[r][t], bytes[r], given); });
           });
         });
@@ -579,7 +595,7 @@ void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
         const int64_t g = static_cast<int64_t>(x.weight_group[one]) * ROWS + r0;
         const int64_t h = static_cast<int64_t>(x.weight_group[other]) * ROWS + r0;
         each<T>([&](auto t) {
-          const Int given = load(&x.packed[((m0 + t) * x.columns + k) / 4 + part * LANES]);
+          const Int given = load(&x.packed[(m0 * x.columns + k * T) / 4 + (part * T + t) * LANES]);
           const int32_t* of_plane = &x.sums[(m0 + t) * x.segments];
           const Float scale = every(x.scale[(m0 + t) * x.scales + x.input_group[one]]);
           each<TILE>([&](auto r) {
@@ -604,8 +620,11 @@ void int_slab(const Work& work, int64_t columns) {
   for (int64_t block = 0; block < columns / F::BLOCK; ++block)
     for (int v = 0; v < VECTORS; ++v) {
       Int words[LANES];
-      for (int r = 0; r < LANES; ++r)
-        words[r] = F::block(work.row(v * LANES + r), block * VECTOR_BYTES, work.a.row_bytes);
+      for (int r = 0; r < LANES; ++r) {
+        const char* row = work.row(v * LANES + r);
+        words[r] = F::block(row, block * VECTOR_BYTES, work.a.row_bytes);
+        _mm_prefetch(row + ROWS * work.a.row_bytes + block * VECTOR_BYTES, _MM_HINT_T1);
+      }
       char* to = work.slab.get() + (block * F::BLOCK / 4 * VECTORS + v) * VECTOR_BYTES;
       each<F::PARTS>([&](auto part) {
         Int tile[LANES];
