@@ -8,9 +8,10 @@
 //   rows    few tokens, bound by memory: a vector holds 16 dwords of one row and meets the same 16 dwords of x, so a
 //           row is read once, front to back, and its 16 sums are added up at the end.
 //               x packed as [tile of tokens][block][part][tokens of the tile][16 dwords]
-//   slabs   many tokens, bound by arithmetic: ROWS rows are decoded once and transposed, so that a vector holds one
-//           dword of each of 16 rows; every tile of tokens then runs over the slab with one broadcast per dword of x.
-//               slab [K / STEP][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
+//   slabs   more tokens, bound by arithmetic: a chunk of ROWS rows is decoded once and transposed, so that a vector
+//           holds one dword of each of 16 rows; every tile of tokens then runs over the chunk, which stays in the
+//           first-level cache, with one broadcast per dword of x. Sums wait in memory from chunk to chunk.
+//               slab [CHUNK][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
 //
 // weight_only     values (code - zero) scale times x in fp32; for bf16 x, in bf16 pairs with fp32 sums, the values
 //                 rounded to bf16 as `pack.planar_weight` rounds them. 4-bit values come from a table of 16 per group.
@@ -40,9 +41,11 @@ constexpr int PLANE = 32;
 constexpr int VECTORS = WIDE ? 2 : 1;
 constexpr int ROWS = LANES * VECTORS;
 constexpr int TOKENS = WIDE ? 12 : 6;
-// Tokens that the row loop takes at most at once, and the rows that it takes with them.
-constexpr int ROW_TOKENS = WIDE ? 8 : 2;
-constexpr int row_tile(int tokens) { return WIDE && tokens <= 4 ? 4 : 2; }
+// Rows and, at most, tokens that the row loop takes at once.
+constexpr int ROW_TILE = WIDE ? 4 : 2;
+constexpr int ROW_TOKENS = WIDE ? 4 : 2;
+// Dwords of each row in a chunk: 16 KiB of AVX-512 slab.
+constexpr int64_t CHUNK = 128;
 // Tokens whose packed copy exists at a time.
 constexpr int64_t TOKEN_BLOCK = 1024;
 // Runs of neighbouring slabs per thread: few enough that the next slab is mostly the same thread's, which fetches it
@@ -87,10 +90,10 @@ INLINE void with_constant(int64_t value, Body body) {
 
 // The row loop takes tiles of ROW_TOKENS tokens, then one of half as many if there are as many left, and so on:
 // body(m, tokens) for every tile that starts at m.
-template <class Body, int T = ROW_TOKENS>
+template <int T = ROW_TOKENS, class Body>
 INLINE void in_powers_of_two(int64_t M, Body body, int64_t m = 0) {
   for (; m + T <= M; m += T) body(m, std::integral_constant<int, T>());
-  if constexpr (T > 1) in_powers_of_two<Body, T / 2>(M, body, m);
+  if constexpr (T > 1) in_powers_of_two<T / 2>(M, body, m);
 }
 
 // Tokens in tiles of at most TOKENS, as even as they can be.
@@ -247,7 +250,8 @@ struct Work {
   int64_t n0 = 0;
   Memory<float> scale, float_zero;  // [G][ROWS]
   Memory<int32_t> zero;             // [G][ROWS]
-  Memory<char> slab;
+  Memory<char> slab;                // [chunk][ROWS] dwords
+  Memory<int32_t> sums;             // [M][ROWS], fp32 or int32
   float bias[ROWS];
   int32_t row_sum[ROWS];
 
@@ -256,7 +260,8 @@ struct Work {
         scale(allocate<float>(a.G * ROWS)),
         float_zero(allocate<float>(a.G * ROWS)),
         zero(allocate<int32_t>(a.G * ROWS)),
-        slab(allocate<char>(slab_bytes)) {
+        slab(allocate<char>(slab_bytes)),
+        sums(allocate<int32_t>(a.by_rows ? 0 : a.M * ROWS)) {
     std::fill_n(zero.get(), a.G * ROWS, 1 << (a.bits - 1));
     std::fill_n(float_zero.get(), a.G * ROWS, static_cast<float>(1 << (a.bits - 1)));
   }
@@ -294,10 +299,20 @@ struct Work {
       }
   }
 
-  // One output for each of the first rows: values[r], for as many rows as there are.
-  __attribute__((noinline)) void finish(int64_t m, int64_t r, Float values, int64_t most) const {
+  // Outputs of token m for rows r and on: as many as there are, at most `most`.
+  void finish(int64_t m, int64_t r, Float values, int64_t most) const {
     char* p = static_cast<char*>(a.out) + (m * a.N + n0 + r) * size_of(a.x_type);
     store_floats(p, a.x_type, values, std::min(most, count() - r));
+  }
+
+  // Outputs of tokens m0 ... m0 + tokens from the fp32 sums, times the scales of the tokens where there are any.
+  void finish(int64_t m0, int tokens, const float* scales) const {
+    for (int64_t m = m0; m < m0 + tokens; ++m)
+      for (int v = 0; v * LANES < count(); ++v) {
+        Float values = bits_to_float(load(&sums[m * ROWS + v * LANES]));
+        if (scales != nullptr) values = times(values, every(scales[m]));
+        finish(m, v * LANES, plus(values, bits_to_float(load(bias + v * LANES))), LANES);
+      }
   }
 };
 
@@ -358,7 +373,7 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
       const int32_t* from = x + m0 * (columns / D::STEP) + block * D::PARTS * T * LANES;
       Int words[TILE];
       Decoder decoders[TILE];
-      const auto prepare = [&](int plane) {
+      const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + r0;
         each<TILE>([&](auto r) { decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]); });
       };
@@ -386,10 +401,10 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
 }
 
 template <class D>
-void float_slab(const Work& work, const int32_t* group_of_plane, int64_t columns, bool whole) {
+void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, int64_t last, bool whole) {
   using Decoder = typename D::Decoder;
   constexpr int PLANES = D::BLOCK / PLANE;
-  for (int64_t block = 0; block < columns / D::BLOCK; ++block)
+  for (int64_t block = first / D::BLOCK; block < last / D::BLOCK; ++block)
     for (int v = 0; v < VECTORS; ++v) {
       const char* rows[LANES];
       Decoder decoders[LANES];
@@ -397,12 +412,12 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t columns
         rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
         _mm_prefetch(rows[r] + ROWS * work.a.row_bytes, _MM_HINT_T1);
       }
-      const auto prepare = [&](int plane) {
+      const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
         for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]);
       };
       prepare(0);
-      char* to = work.slab.get() + (block * D::BLOCK / D::STEP * VECTORS + v) * VECTOR_BYTES;
+      char* to = work.slab.get() + ((block * D::BLOCK - first) / D::STEP * VECTORS + v) * VECTOR_BYTES;
       each<D::PARTS>([&](auto part) {
         if (part > 0 && part % D::PARTS_OF_PLANE == 0 && !whole) prepare(part / D::PARTS_OF_PLANE);
         Int tile[LANES];
@@ -414,9 +429,14 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t columns
 }
 
 template <class Dot, int T>
-void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0) {
+void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bool first, bool last) {
   Float sums[T][VECTORS];
-  each<T>([&](auto t) { each<VECTORS>([&](auto v) { sums[t][v] = every(0.0f); }); });
+  int32_t* kept = &work.sums[m0 * ROWS];
+  each<T>([&](auto t) {
+    each<VECTORS>([&](auto v) {
+      sums[t][v] = first ? every(0.0f) : bits_to_float(load(kept + t * ROWS + v * LANES));
+    });
+  });
   const char* slab = work.slab.get();
   for (int64_t k = 0; k < steps; ++k, x += T, slab += VECTORS * VECTOR_BYTES) {
     Int weights[VECTORS];
@@ -427,13 +447,9 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0) {
     });
   }
   each<T>([&](auto t) {
-    each<VECTORS>([&](auto v) {
-      if (v * LANES < work.count()) {
-        const Float bias = bits_to_float(load(work.bias + v * LANES));
-        work.finish(m0 + t, v * LANES, plus(sums[t][v], bias), LANES);
-      }
-    });
+    each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, float_to_bits(sums[t][v])); });
   });
+  if (last) work.finish(m0, T, nullptr);
 }
 
 template <class D>
@@ -455,20 +471,24 @@ void float_product(const Arguments& a) {
     }
     arrange<D>(own, packed.get(), m, columns, D::STEP, a);
   };
-  run(a, a.by_rows ? 0 : dwords * ROWS * 4, prepare, [&](Work& work) {
+  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
     if (a.by_rows) {
       in_powers_of_two(a.M, [&](int64_t m, auto t) {
-        float_rows<D, row_tile(t), t>(work, packed.get(), group_of_plane.data(), columns, whole, m);
+        float_rows<D, ROW_TILE, t>(work, packed.get(), group_of_plane.data(), columns, whole, m);
       });
       return;
     }
-    float_slab<D>(work, group_of_plane.data(), columns, whole);
     const Tiles tiles(a.M);
-    for (int64_t tile = 0; tile < tiles.count; ++tile)
-      with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
-        const int64_t m = tiles.start(tile);
-        float_tile<typename D::Dot, t>(work, &packed[m * dwords], dwords, m);
-      });
+    for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
+      const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
+      float_slab<D>(work, group_of_plane.data(), first, last, whole);
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+          const int64_t m = tiles.start(tile);
+          const int32_t* from = &packed[m * dwords + first / D::STEP * t];
+          float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
+        });
+    }
   });
 }
 
@@ -616,8 +636,8 @@ void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
 }
 
 template <class F>
-void int_slab(const Work& work, int64_t columns) {
-  for (int64_t block = 0; block < columns / F::BLOCK; ++block)
+void int_slab(const Work& work, int64_t first, int64_t last) {
+  for (int64_t block = first / F::BLOCK; block < last / F::BLOCK; ++block)
     for (int v = 0; v < VECTORS; ++v) {
       Int words[LANES];
       for (int r = 0; r < LANES; ++r) {
@@ -625,7 +645,7 @@ void int_slab(const Work& work, int64_t columns) {
         words[r] = F::block(row, block * VECTOR_BYTES, work.a.row_bytes);
         _mm_prefetch(row + ROWS * work.a.row_bytes + block * VECTOR_BYTES, _MM_HINT_T1);
       }
-      char* to = work.slab.get() + (block * F::BLOCK / 4 * VECTORS + v) * VECTOR_BYTES;
+      char* to = work.slab.get() + ((block * F::BLOCK - first) / 4 * VECTORS + v) * VECTOR_BYTES;
       each<F::PARTS>([&](auto part) {
         Int tile[LANES];
         each<LANES>([&](auto r) { tile[r] = F::template decode<part>(words[r]); });
@@ -635,21 +655,37 @@ void int_slab(const Work& work, int64_t columns) {
     }
 }
 
+// Kept int32 sums of a single segment to fp32, in the order of `reference.rescale`.
+void int_finish(const Work& work, const Activations& x, int64_t m0, int tokens) {
+  for (int64_t m = m0; m < m0 + tokens; ++m)
+    for (int v = 0; v < VECTORS; ++v) {
+      int32_t* kept = &work.sums[m * ROWS + v * LANES];
+      const Int zeros = times(every(x.zero[m]), load(work.row_sum + v * LANES));
+      const Float values = times(to_float(minus(load(kept), zeros)), every(x.scale[m]));
+      store(kept, float_to_bits(times(values, bits_to_float(load(&work.scale[v * LANES])))));
+    }
+}
+
 template <bool NIBBLES, int T>
-void int_tile(const Work& work, const Activations& x, int64_t m0) {
-  Float totals[T][VECTORS];
-  each<T>([&](auto t) { each<VECTORS>([&](auto v) { totals[t][v] = every(0.0f); }); });
-  const int32_t* from = &x.packed[m0 * (x.columns / 4)];
+void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first, int64_t last) {
+  const bool single = x.segments == 1, scaled = x.scales > 1;
+  const int32_t* from = &x.packed[m0 * (x.columns / 4) + first / 4 * T];
   const char* slab = work.slab.get();
-  for (int64_t s = 0; s < x.segments; ++s) {
+  int32_t* kept = &work.sums[m0 * ROWS];
+  int64_t s = first / x.segment;
+  for (int64_t start = first; start < last; start += x.segment, ++s) {
     const int64_t g = static_cast<int64_t>(x.weight_group[s]) * ROWS;
     Int sums[T][VECTORS];
-    each<T>([&](auto t) {
-      const Int given = every(-x.sums[(m0 + t) * x.segments + s]);
-      each<VECTORS>([&](auto v) { sums[t][v] = times(load(&work.zero[g + v * LANES]), given); });
-    });
-    const int64_t end = std::min((s + 1) * x.segment, x.columns);
-    for (int64_t k = s * x.segment; k < end; k += 4, from += T, slab += VECTORS * VECTOR_BYTES) {
+    if (single && first > 0) {
+      each<T>([&](auto t) { each<VECTORS>([&](auto v) { sums[t][v] = load(kept + t * ROWS + v * LANES); }); });
+    } else {
+      each<T>([&](auto t) {
+        const Int given = every(-x.sums[(m0 + t) * x.segments + s]);
+        each<VECTORS>([&](auto v) { sums[t][v] = times(load(&work.zero[g + v * LANES]), given); });
+      });
+    }
+    const int64_t steps = (std::min(start + x.segment, last) - start) / 4;
+    for (int64_t k = 0; k < steps; ++k, from += T, slab += VECTORS * VECTOR_BYTES) {
       Int weights[VECTORS];
       each<VECTORS>([&](auto v) { weights[v] = load(slab + v * VECTOR_BYTES); });
       each<T>([&](auto t) {
@@ -657,25 +693,25 @@ void int_tile(const Work& work, const Activations& x, int64_t m0) {
         each<VECTORS>([&](auto v) { sums[t][v] = dot_bytes<NIBBLES>(sums[t][v], weights[v], given); });
       });
     }
+    if (single) {
+      each<T>([&](auto t) { each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, sums[t][v]); }); });
+      break;
+    }
+    Float weight_scales[VECTORS];
+    each<VECTORS>([&](auto v) { weight_scales[v] = bits_to_float(load(&work.scale[g + v * LANES])); });
     each<T>([&](auto t) {
-      const int64_t m = m0 + t;
-      const Float scale = every(x.scale[m * x.scales + x.input_group[s]]);
       each<VECTORS>([&](auto v) {
-        Int exact = sums[t][v];
-        if (work.a.row_sum != nullptr) exact = minus(exact, times(every(x.zero[m]), load(work.row_sum + v * LANES)));
-        const Float weight_scale = bits_to_float(load(&work.scale[g + v * LANES]));
-        totals[t][v] = fma(times(to_float(exact), scale), weight_scale, totals[t][v]);
+        int32_t* to = kept + t * ROWS + v * LANES;
+        Float values = to_float(sums[t][v]);
+        if (scaled) values = times(values, every(x.scale[(m0 + t) * x.scales + x.input_group[s]]));
+        const Float before = s == 0 ? every(0.0f) : bits_to_float(load(to));
+        store(to, float_to_bits(fma(values, weight_scales[v], before)));
       });
     });
   }
-  each<T>([&](auto t) {
-    each<VECTORS>([&](auto v) {
-      if (v * LANES < work.count()) {
-        const Float bias = bits_to_float(load(work.bias + v * LANES));
-        work.finish(m0 + t, v * LANES, plus(totals[t][v], bias), LANES);
-      }
-    });
-  });
+  if (last < x.columns) return;
+  if (single) int_finish(work, x, m0, T);
+  work.finish(m0, T, single || scaled ? nullptr : x.scale.get());
 }
 
 template <class F>
@@ -686,6 +722,10 @@ void int_product(const Arguments& a) {
   x.segment = shared == 0 ? x.columns : shared;
   const bool by_plane = a.by_rows && x.segment % F::BLOCK != 0;
   if (by_plane) x.segment = PLANE;
+  // A chunk is made of whole blocks and, unless there is only one, of whole segments.
+  if (x.segment < x.columns) x.segment = x.segment > CHUNK * 4 ? std::gcd(x.segment, CHUNK * 4) : x.segment;
+  const int64_t unit = x.segment < x.columns ? std::lcm<int64_t>(x.segment, F::BLOCK) : F::BLOCK;
+  const int64_t chunk = std::max<int64_t>(CHUNK * 4 / unit, 1) * unit;
   x.segments = (x.columns + x.segment - 1) / x.segment;
   x.scales = a.input_group > 0 ? (a.K + a.input_group - 1) / a.input_group : 1;
   x.weight_group = groups_of(x.columns, x.segment, a.group, a.G);
@@ -706,20 +746,25 @@ void int_product(const Arguments& a) {
     }
     arrange<F>(reinterpret_cast<const int32_t*>(codes), x.packed.get(), m, x.columns, 4, a);
   };
-  run(a, a.by_rows ? 0 : x.columns * ROWS, prepare, [&](Work& work) {
+  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
     if (a.by_rows) {
       in_powers_of_two(a.M, [&](int64_t m, auto t) {
         if constexpr (F::PADDED) {
-          if (by_plane) return int_rows_by_plane<F, row_tile(t), t>(work, x, m);
+          if (by_plane) return int_rows_by_plane<F, ROW_TILE, t>(work, x, m);
         }
-        int_rows<F, row_tile(t), t>(work, x, m);
+        int_rows<F, ROW_TILE, t>(work, x, m);
       });
       return;
     }
-    int_slab<F>(work, x.columns);
     const Tiles tiles(a.M);
-    for (int64_t tile = 0; tile < tiles.count; ++tile)
-      with_constant<TOKENS>(tiles.size(tile), [&](auto t) { int_tile<!WIDE && F::BITS == 4, t>(work, x, tiles.start(tile)); });
+    for (int64_t first = 0; first < x.columns; first += chunk) {
+      const int64_t last = std::min(first + chunk, x.columns);
+      int_slab<F>(work, first, last);
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+          int_tile<!WIDE && F::BITS == 4, t>(work, x, tiles.start(tile), first, last);
+        });
+    }
   });
 }
 
