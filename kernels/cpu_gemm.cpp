@@ -13,8 +13,8 @@
 //           first-level cache, with one broadcast per dword of x. Sums wait in memory from chunk to chunk.
 //               slab [CHUNK][ROWS dwords];  x packed as [tile of tokens][K / STEP][tokens of the tile]
 //
-// weight_only     values (code - zero) scale times x in fp32; for bf16 x, in bf16 pairs with fp32 sums, the values
-//                 rounded to bf16 as `pack.planar_weight` rounds them. 4-bit values come from a table of 16 per group.
+// weight_only     the values of `pack.planar_weight`, rounded to the type of the scales, times x: fp32 products and
+//                 sums, or pairs of bf16 with fp32 sums. 4-bit values come from a table of 16 per row and group.
 // int8_activation x to int8 codes as `reference` rounds them. Unsigned bytes of the weight times signed bytes of x,
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
@@ -133,11 +133,12 @@ struct F32Words {
 
   struct Decoder {
     Float zero, scale;  // the table of values in `zero`, where there is one
+    Type type;
 
     INLINE Decoder() {}
-    INLINE Decoder(float z, float s) : zero(every(z)), scale(every(s)) {
+    INLINE Decoder(float z, float s, Type t) : zero(every(z)), scale(every(s)), type(t) {
 #if WIDE
-      if constexpr (TABLE) zero = times(minus(to_float(lanes()), zero), scale);
+      if constexpr (TABLE) zero = rounded_to(type, times(minus(to_float(lanes()), zero), scale));
 #endif
     }
     template <int PART>
@@ -146,7 +147,8 @@ struct F32Words {
 #if WIDE
       if constexpr (TABLE) return float_to_bits(_mm512_permutexvar_ps(codes, zero));
 #endif
-      return float_to_bits(times(minus(to_float(both(codes, every((1 << BITS) - 1))), zero), scale));
+      const Float values = times(minus(to_float(both(codes, every((1 << BITS) - 1))), zero), scale);
+      return float_to_bits(rounded_to(type, values));
     }
   };
 
@@ -169,7 +171,7 @@ struct Bf16Words {
     Int table;  // of 4-bit values, twice: a permutation of words reads five bits of an index
 
     INLINE Decoder() {}
-    INLINE Decoder(float z, float s) : zero(every(z)), scale(every(s)) {
+    INLINE Decoder(float z, float s, Type) : zero(every(z)), scale(every(s)) {
       if constexpr (BITS == 4) {
         const __m256i values = (__m256i)_mm512_cvtneps_pbh(times(minus(to_float(lanes()), zero), scale));
         table = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
@@ -375,7 +377,7 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
       Decoder decoders[TILE];
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + r0;
-        each<TILE>([&](auto r) { decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]); });
+        each<TILE>([&](auto r) { decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r], work.a.scale_type); });
       };
       each<TILE>([&](auto r) {
         words[r] = load(rows[r] + block * VECTOR_BYTES);
@@ -414,7 +416,7 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, 
       }
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
-        for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r]);
+        for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r], work.a.scale_type);
       };
       prepare(0);
       char* to = work.slab.get() + ((block * D::BLOCK - first) / D::STEP * VECTORS + v) * VECTOR_BYTES;

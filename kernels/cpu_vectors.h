@@ -57,6 +57,7 @@ template <int BITS>
 INLINE Int shift_right(Int v) {  // of 32-bit lanes
   return _mm512_srli_epi32(v, BITS);
 }
+INLINE Int plus(Int a, Int b) { return _mm512_add_epi32(a, b); }
 INLINE Int minus(Int a, Int b) { return _mm512_sub_epi32(a, b); }
 INLINE Int times(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
 INLINE Int within_lanes(Int v, __m128i pattern) { return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(pattern)); }
@@ -305,6 +306,19 @@ INLINE Float load_floats(const void* p, Type type) {
 #else
   return bits_to_float({_mm256_slli_epi32(words.a, 16), _mm256_slli_epi32(words.b, 16)});
 #endif
+}
+
+// Values of a type as fp32: rounded to it, nearest and ties to even.
+INLINE Float rounded_to(Type type, Float v) {
+  if (type == F32) return v;
+  if (type == F16) {
+    char narrow[VECTOR_BYTES];
+    to_half(narrow, v);
+    return from_half(narrow);
+  }
+  const Int bits = float_to_bits(v);
+  const Int odd = both(shift_right<16>(bits), every(1));
+  return bits_to_float(both(plus(plus(bits, odd), every(0x7fff)), every(static_cast<int32_t>(0xffff0000))));
 }
 
 // The first `count` of 16 numbers; the others are 0.
