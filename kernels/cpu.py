@@ -109,7 +109,9 @@ def build_and_load(directory: Path, flags: tuple[str, ...]) -> tuple[ctypes.CDLL
     reasons = []
     for command in commands:
         try:
-            return ctypes.CDLL(str(built(directory, command, flags))), ()
+            library = ctypes.CDLL(str(built(directory, command, flags)))
+            library.instructions.restype = ctypes.c_char_p
+            return library, ()
         except subprocess.TimeoutExpired:
             reasons.append(f"{shlex.join(command)} took more than {BUILD_SECONDS} s")
         except subprocess.CalledProcessError as failed:
