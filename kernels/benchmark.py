@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, pack, reference
+from compress.kernels import cpu, ops, pack, reference
 
 Call = Callable[[], Tensor]
 
@@ -46,7 +46,7 @@ GPU_SHAPES = (
 )
 CPU_SHAPES = ((2048, 2048), (4096, 4096))
 GPU_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
-CPU_TOKENS = (1, 8, 64)
+CPU_TOKENS = (1, 8, 64, 512)
 GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
 CACHE_BYTES = 128 * 2**20
@@ -82,6 +82,12 @@ def int4pack(weight: Operands, x: Tensor) -> Call:
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
 
 
+def dense_fp32(weight: Operands, x: Tensor) -> Call:
+    """What a model in fp32 runs: twice the memory of half precision, and no instructions for it."""
+    given, dense = x.float(), weight.dense.float()
+    return lambda: torch.nn.functional.linear(given, dense)
+
+
 def gemlite(weight: Operands, x: Tensor) -> Call:
     """GemLite's Triton product, where the package is installed."""
     core = import_module("gemlite.core")
@@ -95,12 +101,17 @@ def gemlite(weight: Operands, x: Tensor) -> Call:
 
 
 def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
-    """name -> (builder of a call on one weight, which product it computes: w4, w8, w8a8 or int32)."""
+    """name -> (builder of a call on one weight, which product it computes: w4, w8, w4a8, w8a8 or int32)."""
     codes, _, _ = reference.quantize_tokens(x)
     return {
         "dense": (lambda w: lambda: torch.nn.functional.linear(x, w.dense), "w4"),
+        **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "w4")}),
         "w4a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int4[:3], None, 4, w.int4.group_size), "w4"),
         "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
+        "w4a8": (
+            lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
+            "w4a8",
+        ),
         "w8a8": (
             lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
             "w8a8",
@@ -118,7 +129,9 @@ def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
     if kind == "w8":
         values = weight.codes8.double() * weight.scale8.to(x.dtype).double()
     given = x[rows].double()
-    if kind in ("w8a8", "int32"):
+    if kind == "w4a8":
+        values = weight.codes * weight.scale.double().repeat_interleave(GROUP, 1)
+    if kind in ("w4a8", "w8a8", "int32"):
         codes, scale, _ = reference.quantize_tokens(x[rows])
         given = codes.double() * scale.double()[:, None]
         if kind == "int32":
@@ -191,7 +204,7 @@ def measure(N: int, K: int, M: int, dtype: torch.dtype, device: torch.device, ro
         try:
             built = [build(weight) for weight in weights]
             worst = error_of(built[0](), x, weights[0], kind)
-        except (RuntimeError, ImportError, NotImplementedError, TypeError, AttributeError) as reason:
+        except (RuntimeError, ImportError, NotImplementedError, TypeError, AttributeError, KeyError) as reason:
             entries[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
             continue
         entries[name]["error_over_tolerance"] = worst
@@ -230,6 +243,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
+        "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
         "versions": {name: installed(name) for name in ("torch", "triton", "gemlite", "numpy")},
         "cuda": torch.version.cuda,
     }
@@ -246,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", nargs="*", help="outputs x inputs, such as 4096x4096")
     parser.add_argument("--tokens", nargs="*", type=int)
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(arguments)

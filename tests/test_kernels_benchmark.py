@@ -25,7 +25,7 @@ def test_a_figure_comes_with_what_is_needed_to_quote_it(tmp_path):
     assert written["versions"]["torch"] == torch.__version__
     assert {r["M"] for r in written["results"]} == {1, 17}
     timed = {r["candidate"]: r for r in written["results"] if "min_ms" in r}
-    assert {"dense", "w4a16", "w8a16", "w8a8"} <= timed.keys()
+    assert {"dense", "dense fp32", "w4a16", "w4a8", "w8a16", "w8a8"} <= timed.keys()
     for entry in timed.values():
         assert entry["rounds"] == 3
         assert 0 < entry["min_ms"] <= entry["median_ms"]

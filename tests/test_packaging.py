@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from compress.kernels.cpu import SOURCES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
 LINKED = {"kernels", "evaluation", "recipes"}
@@ -55,6 +57,7 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
+    assert {f"compress/kernels/{source.name}" for source in SOURCES} <= set(wheel)
 
 
 def test_a_wheel_holds_no_tests(wheel: list[str]) -> None:
