@@ -16,7 +16,7 @@ plane multiplied by its own slice of x.
     tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
              zeros of x times padding, scaled like the last group.
 
-Given up: a layout of words by tile, tensor memory accelerator loads, dequantize-then-cuBLAS for thousands of tokens.
+Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
 """
 
 import torch
@@ -28,7 +28,8 @@ from compress.kernels import workspace
 from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
-from compress.kernels.shapes import Shape, choose, device_of
+from compress.kernels.shapes import device_of, fused
+from compress.kernels.table import Shape
 
 INTERPRET = triton.knobs.runtime.interpret
 # Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
@@ -199,7 +200,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = choose(M, N, K, weight.bits, weight.group_size, *device_of(x_MK.device))
+        shape = fused(M, N, K, weight.bits, weight.group_size, device_of(x_MK.device))
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
     partial, counters = out_MN, out_MN
     if shape.split_k > 1:

@@ -12,10 +12,20 @@ import torch
 import triton
 import triton.language as tl
 
-from compress.kernels import int8_gemm, ops, pack, planar_gemm, reference, shapes, workspace
+from compress.kernels import (
+    dequantize_gemm,
+    int8_gemm,
+    int8_quantize,
+    ops,
+    pack,
+    planar_gemm,
+    reference,
+    shapes,
+    workspace,
+)
 from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
-from compress.kernels.shapes import Shape
+from compress.kernels.table import Shape
 
 GUARD = 4096
 POISON = 77
@@ -109,7 +119,7 @@ def test_split_k(split_k, bits):
 
 
 def test_split_k_is_chosen_and_right():
-    assert shapes.choose(1, 32, 2048, 4, 128).split_k == 4
+    assert shapes.fused(1, 32, 2048, 4, 128, shapes.Device()).split_k == 4
     check_weight_only(1, 32, 2048, 4, 128, False, bias=True, dtype=torch.float16)
 
 
@@ -126,6 +136,57 @@ def test_x_may_be_a_slice_of_something_wider():
 def test_no_tokens():
     planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
     assert planar_gemm.planar_gemm(torch.zeros(0, 128).half(), planar).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(
+    ("N", "K", "group"), [(40, 256, 128), (3, 224, 32), (33, 200, -1), (5, 192, 96), (17, 144, 16)]
+)
+def test_dequantize_bit_for_bit(N, K, group, zero, bits, dtype):
+    planar, _ = weight_and_truth(bits, N, K, group, zero, dtype, seed=N)
+    out = torch.empty(N, K, dtype=dtype, device=torch.device("cpu"))
+    dequantize_gemm.dequantize(planar, K, range(N), range(K), out)
+    dense = pack.planar_weight(planar, K)
+    assert torch.equal(out, dense)
+    block = pack.planar_block(bits)
+    part = torch.empty(N - 2, K - block, dtype=torch.float32, device=torch.device("cpu"))
+    dequantize_gemm.dequantize(planar, K, range(2, N), range(block, K), part)
+    assert torch.equal(part, dense[2:, block:].float())
+
+
+def test_dequantize_to_bfloat16():
+    """The interpreter truncates to bf16 where a GPU rounds: one unit in the last place apart at most."""
+    planar, truth = weight_and_truth(4, 40, 256, 64, True, torch.bfloat16, seed=0)
+    out = torch.empty(40, 256, dtype=torch.bfloat16, device=torch.device("cpu"))
+    dequantize_gemm.dequantize(planar, 256, range(40), range(256), out)
+    assert ((out.double() - truth).abs() <= torch.finfo(torch.bfloat16).eps * truth.abs()).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("M", "N", "K", "group"), [(1, 300, 384, 96), (130, 140, 256, 64), (5, 7, 48, 16)])
+def test_dequantized_product_and_gradient_by_blocks(M, N, K, group, bits, monkeypatch):
+    """A workspace of one grain: several blocks of rows forward, of columns backward."""
+    monkeypatch.setattr(dequantize_gemm, "WORKSPACE_BYTES", 1)
+    planar, weight = weight_and_truth(bits, N, K, group, True, torch.float32, seed=M)
+    g = torch.Generator().manual_seed(M)
+    x, bias = torch.randn(M, K, generator=g), torch.randn(N, generator=g)
+    out = dequantize_gemm.dequantize_gemm(x, planar, bias)
+    torch.testing.assert_close(out, (x.double() @ weight.t() + bias).float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(dequantize_gemm.dequantize_gemm(x, planar), out - bias, rtol=1e-5, atol=1e-4)
+    grad = torch.randn(M, N, generator=g)
+    back = dequantize_gemm.input_gradient(grad, planar, K)
+    torch.testing.assert_close(back, (grad.double() @ weight).float(), rtol=1e-5, atol=1e-4)
+
+
+def test_blocks_cover_and_fit():
+    for length, width, itemsize in ((4096, 4096, 2), (57344, 8192, 2), (1, 1, 4), (1000, 28672, 4)):
+        parts = dequantize_gemm.blocks(length, width, itemsize)
+        assert [i for part in parts for i in (part.start, part.stop)][1:-1:2] == [p.start for p in parts[1:]]
+        assert (parts[0].start, parts[-1].stop) == (0, length)
+        assert all(len(part) % dequantize_gemm.GRAIN == 0 for part in parts[:-1])
+        assert max(map(len, parts)) * width * itemsize <= dequantize_gemm.WORKSPACE_BYTES
 
 
 @triton.jit
@@ -178,16 +239,28 @@ def test_quantize_tokens_bit_for_bit(symmetric, dtype):
     x[0] = 0
     x[1] = -x[1].abs()
     x[2] = x[2].abs() * 1e-6
-    ours = int8_gemm.quantize_tokens(x, symmetric)
+    ours = int8_quantize.quantize_tokens(x, symmetric)
     for mine, theirs in zip(ours, reference.quantize_tokens(x, symmetric), strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
 
 
 def test_quantize_tokens_of_a_row_in_pieces(monkeypatch):
-    monkeypatch.setattr(int8_gemm, "ROW_BLOCK", 64)
+    monkeypatch.setattr(int8_quantize, "ROW_BLOCK", 64)
     x = torch.randn(2, 200, generator=torch.Generator().manual_seed(1))
-    for mine, theirs in zip(int8_gemm.quantize_tokens(x, False), reference.quantize_tokens(x, False), strict=True):
+    for mine, theirs in zip(int8_quantize.quantize_tokens(x, False), reference.quantize_tokens(x, False), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("zero", [None, -128, 5])
+def test_quantize_static_bit_for_bit(zero, dtype):
+    x = (torch.randn(5, 2 * int8_quantize.STATIC_BLOCK + 3, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    x[0, :4] = torch.tensor([0.15, -0.25, 1e9 if dtype != torch.float16 else 6e4, -6e4])
+    zero = None if zero is None else torch.tensor([zero], dtype=torch.int32)
+    scale = torch.tensor([0.1])
+    assert torch.equal(int8_quantize.quantize_static(x, scale, zero), reference.quantize_static(x, scale, zero))
+    wide = x[:, 1:100]
+    assert torch.equal(int8_quantize.quantize_static(wide, scale, zero), reference.quantize_static(wide, scale, zero))
 
 
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 256), (17, 100, 200), (63, 130, 33), (300, 20, 128)])
@@ -219,7 +292,32 @@ def test_the_operators_take_this_path():
     out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, None, 4, 32)
     assert torch.equal(out, planar_gemm.planar_gemm(x.view(6, 128), planar).view(2, 3, 32))
     codes = torch.randint(-128, 128, (7, 128), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    given = (x, codes, torch.ones(7), None, None, torch.tensor([0.05]), None, True)
+    fixed = reference.quantize_static(x.view(6, 128), given[5])
+    expected = reference.w8a8(fixed, given[5], None, codes, torch.ones(7), dtype=torch.float32)
+    torch.testing.assert_close(ops.w8a8_linear(*given).view(6, 7).float(), expected, rtol=1e-3, atol=0)
     out = ops.w8a8_linear(x, codes, torch.ones(7), reference.row_sums(codes), None, None, None, False)
     xq, scale, zero = reference.quantize_tokens(x.view(6, 128), False)
     expected = reference.w8a8(xq, scale, zero, codes, torch.ones(7), dtype=torch.float32)
     torch.testing.assert_close(out.view(6, 7).float(), expected, rtol=torch.finfo(torch.float16).eps, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 64), (torch.float16, 96), (torch.float16, 16)])
+def test_the_operator_dequantizes_what_the_fused_kernel_refuses(dtype, group):
+    planar, weight = weight_and_truth(4, 32, 192, group, True, dtype, seed=0)
+    x = torch.randn(2, 3, 192, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    assert ops.why_not_weight_only(x, planar) != []
+    assert ops.weight_only_path(x.detach().view(6, 192), planar) == ("dequantize", None)
+    out = ops.weight_only_linear(x, planar.words, planar.scale, planar.zero, None, 4, group)
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 20 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(out.view(6, 32), (x.detach().view(6, 192).double() @ weight.t()).to(dtype), **close)
+    out.backward(out.detach())
+    torch.testing.assert_close(x.grad.view(6, 192), (out.detach().view(6, 32).double() @ weight).to(dtype), **close)
+
+
+def test_many_tokens_are_dequantized(monkeypatch):
+    planar, _ = weight_and_truth(4, 32, 128, 32, True, torch.float16, seed=0)
+    many = shapes.DEQUANTIZE_TOKENS
+    assert ops.weight_only_path(torch.zeros(many, 128).half(), planar) == ("dequantize", None)
+    path, shape = ops.weight_only_path(torch.zeros(many - 1, 128).half(), planar)
+    assert (path, shape) == ("triton", shapes.fused(many - 1, 32, 128, 4, 32, shapes.Device()))

@@ -70,7 +70,7 @@ def test_assembly_equals_portable(M, bits, dtype, monkeypatch):
 def test_split_k_is_deterministic_also_in_graphs_that_run_side_by_side():
     workspace.prepare(torch.device("cuda", 0))
     sets = [operands(M, 4096, 4096, 4, 128, True, torch.bfloat16) for M in (1, 16)]
-    assert all(shapes.choose(len(x), 4096, 4096, 4, 128).split_k > 1 for x, _, _ in sets)
+    assert all(shapes.fused(len(x), 4096, 4096, 4, 128, shapes.Device()).split_k > 1 for x, _, _ in sets)
     expected = [run(*arguments) for arguments in sets]
     graphs, outputs = [], []
     for arguments in sets:
@@ -94,11 +94,11 @@ def test_split_k_is_deterministic_also_in_graphs_that_run_side_by_side():
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_quantize_tokens_bit_for_bit(symmetric, dtype):
-    from compress.kernels import int8_gemm
+    from compress.kernels import int8_quantize
 
     x = torch.randn(33, 14336, generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(dtype)
     for mine, theirs in zip(
-        int8_gemm.quantize_tokens(x, symmetric), reference.quantize_tokens(x, symmetric), strict=True
+        int8_quantize.quantize_tokens(x, symmetric), reference.quantize_tokens(x, symmetric), strict=True
     ):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
 
