@@ -37,7 +37,9 @@ from compress.kernels.int8_quantize import (
 )
 from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.planar_gemm import planar_kernel
-from compress.kernels.shapes import W8A8_BLOCK_K, Device, fused, fused_w8a8
+from compress.kernels.shapes import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
+from compress.kernels.sparse24 import BLOCK
+from compress.kernels.sparse24_gemm import scales_sums, sparse24_kernel
 
 HOPPER, AMPERE = 90, 80
 # Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
@@ -191,6 +193,33 @@ def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int
     kind = f"{dtype} group {group}{' zero points' if zero else ''}"
     name = f"w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+
+
+def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
+    """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
+    shape = fused24(M, N, K // BLOCK, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": scales_sums(shape, group),
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm")
+    read = cost(compile_for(sparse24_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * BLOCK), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
 
 
 def w8a8(arch: int, M: int) -> Report:

@@ -64,6 +64,58 @@ def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
             return a, b, c, d
 
 
+@triton.jit
+def finish(
+    acc,
+    m,
+    n,
+    out_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Store the tile acc^T [BLOCK_N, BLOCK_M] of a grid (N tiles, M tiles, SPLIT_K); the last of its SPLIT_K programs
+    adds them all in a fixed order."""
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    inside = (m[None, :] < M) & (n[:, None] < N)
+    if SPLIT_K > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
+        tl.store(tile_ptrs + tl.program_id(2) * TILE, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in range(SPLIT_K):
+                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def partials(out_MN: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """What `finish` needs to split K: fp32 partial sums and zeroed counters; any tensor where nothing is split."""
+    if shape.split_k == 1:
+        return out_MN, out_MN
+    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    assert tiles <= workspace.SLICE
+    elements = tiles * shape.split_k * shape.block_n * shape.block_m
+    partial = torch.empty(elements, dtype=torch.float32, device=out_MN.device)
+    return partial, workspace.counters(out_MN.device)
+
+
 # Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
 @triton.jit(do_not_specialize=["M", "blocks_per_split"])
 def planar_kernel(
@@ -162,27 +214,7 @@ def planar_kernel(
         words_ptrs += PLANE
     if GROUP == -1:
         acc *= scale[:, None].to(tl.float32)
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    inside = (m[None, :] < M) & (n[:, None] < N)
-    if SPLIT_K > 1:
-        tile = tile_m * tl.num_programs(0) + tile_n
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
-        tl.store(tile_ptrs + split * TILE, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(SPLIT_K):
-                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
-            if HAS_BIAS:
-                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
-    else:
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
 def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
@@ -202,12 +234,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     if shape is None:
         shape = fused(M, N, K, weight.bits, weight.group_size, device_of(x_MK.device))
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
-    partial, counters = out_MN, out_MN
-    if shape.split_k > 1:
-        assert grid[0] * grid[1] <= workspace.SLICE
-        elements = grid[0] * grid[1] * shape.split_k * shape.block_n * shape.block_m
-        partial = torch.empty(elements, dtype=torch.float32, device=x_MK.device)
-        counters = workspace.counters(x_MK.device)
+    partial, counters = partials(out_MN, shape)
     block = planar_block(weight.bits)
     planar_kernel[grid](
         x_MK,

@@ -67,10 +67,17 @@ def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) ->
     return Shape(max(16, table.bucket(M)), 128, split_k=split)
 
 
-def splits(tiles: int, blocks: int, processors: int) -> int:
-    """Programs per tile: they fill the processors twice, each with at least BLOCKS_PER_SPLIT steps to do."""
+def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
+    """The derived configuration of the 2:4 kernel for `blocks` steps of 512 columns, made for few tokens."""
+    block_m = min(64, max(16, table.bucket(M)))
+    tiles = _cdiv(M, block_m) * _cdiv(N, 128)
+    return Shape(block_m, 128, split_k=splits(tiles, blocks, device.processors, 1), num_stages=2)
+
+
+def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPLIT) -> int:
+    """Programs per tile: they fill the processors twice, each with at least `least` steps to do."""
     split = SPLIT_LIMIT if tiles <= workspace.SLICE else 1
-    while split > 1 and (split * tiles > 2 * processors or split * BLOCKS_PER_SPLIT > blocks):
+    while split > 1 and (split * tiles > 2 * processors or split * least > blocks):
         split //= 2
     return split
 
