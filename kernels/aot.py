@@ -36,9 +36,9 @@ from compress.kernels.int8_quantize import (
     quantize_tokens_kernel,
 )
 from compress.kernels.pack import PLANE, planar_block
+from compress.kernels.pack24 import BLOCK
 from compress.kernels.planar_gemm import planar_kernel
 from compress.kernels.shapes import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
-from compress.kernels.sparse24 import BLOCK
 from compress.kernels.sparse24_gemm import scales_sums, sparse24_kernel
 
 HOPPER, AMPERE = 90, 80
@@ -210,7 +210,7 @@ def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 409
         "DT": DTYPES[dtype],
         "HAS_ZERO": zero,
         "HAS_BIAS": True,
-        "SCALE_SUMS": scales_sums(shape, group),
+        "SCALE_SUMS": scales_sums(shape, group, zero),
         "ASM": True,
     }
     aligned = ("N", "K", "stride_xm")

@@ -69,7 +69,7 @@ def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) ->
 
 def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
     """The derived configuration of the 2:4 kernel for `blocks` steps of 512 columns, made for few tokens."""
-    block_m = min(64, max(16, table.bucket(M)))
+    block_m = min(64 if device.hopper else 32, max(16, table.bucket(M)))
     tiles = _cdiv(M, block_m) * _cdiv(N, 128)
     return Shape(block_m, 128, split_k=splits(tiles, blocks, device.processors, 1), num_stages=2)
 

@@ -1,4 +1,4 @@
-"""The GEMM of 4-bit 2:4 weights, out = x (codes - zero)^T scale + bias, over the words of `sparse24`.
+"""The GEMM of 4-bit 2:4 weights, out = x (codes - zero)^T scale + bias, over the words of `pack24`.
 
 Like `planar_gemm`: out^T = W x^T with the weights as the left operand, in registers; deterministic split K; scales on
 the sums where tokens are few. The two codes of a quad are converted, centred and scaled first; `expand` then puts them
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.pack import PLANE
+from compress.kernels.pack24 import BLOCK, QUARTER, Sparse24
 from compress.kernels.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups, partials
 from compress.kernels.shapes import device_of, fused24
-from compress.kernels.sparse24 import BLOCK, QUARTER, Sparse24
 from compress.kernels.table import Shape
 
 
@@ -185,9 +185,10 @@ def sparse24_kernel(
     finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
-def scales_sums(shape: Shape, group_size: int) -> bool:
-    """Whether sums are scaled instead of weights; groups have to be whole quarters for that."""
-    return group_size % QUARTER == 0 and shape.scales_sums(group_size)
+def scales_sums(shape: Shape, group_size: int, zero: bool) -> bool:
+    """Whether sums are scaled instead of weights: fewer instructions, but more registers, and there are enough of them
+    only for 16 tokens without zero points. Groups have to be whole quarters."""
+    return group_size != -1 and group_size % QUARTER == 0 and shape.block_m <= 16 and not zero
 
 
 def sparse24_gemm(
@@ -195,7 +196,7 @@ def sparse24_gemm(
 ) -> Tensor:
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
-    x fp16 or bf16 [M, 512 blocks], contiguous, K columns in the order of `sparse24.quad_planar`; weight with scales of
+    x fp16 or bf16 [M, 512 blocks], contiguous, K columns in the order of `pack24.quad_planar`; weight with scales of
     the same dtype.
     """
     M, N, blocks = len(x_MK), len(weight.codes), x_MK.shape[1] // BLOCK
@@ -234,7 +235,7 @@ def sparse24_gemm(
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
         HAS_ZERO=weight.zero is not None,
         HAS_BIAS=bias_N is not None,
-        SCALE_SUMS=scales_sums(shape, weight.group_size),
+        SCALE_SUMS=scales_sums(shape, weight.group_size, weight.zero is not None),
         ASM=ASSEMBLY,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -18,6 +18,7 @@ from compress.kernels import (
     int8_quantize,
     ops,
     pack,
+    pack24,
     planar_gemm,
     reference,
     shapes,
@@ -338,7 +339,7 @@ def sparse_weight(N, K, group, zero, dtype, seed):
     if not zero:
         zeros.fill_(8)
     wide = [t.double().repeat_interleave(K // groups, 1) for t in (zeros, scale)]
-    weight = sparse24.to_sparse24(codes, scale, zeros, dtype, kept)
+    weight = pack24.to_sparse24(codes, scale, zeros, dtype, kept)
     return (weight if zero else weight._replace(zero=None)), (codes.double() - wide[0]) * wide[1] * kept
 
 
@@ -347,7 +348,7 @@ def check_sparse(M, N, K, group, zero, bias, dtype=torch.float16, shape=None):
     x = torch.randn(M, K, generator=g).to(dtype)
     added = torch.randn(N, generator=g).to(dtype) if bias else None
     sparse, weight = sparse_weight(N, K, group, zero, dtype, seed=M)
-    out = sparse24_gemm.sparse24_gemm(sparse24.quad_planar(x), K, sparse, added, shape)
+    out = sparse24_gemm.sparse24_gemm(pack24.quad_planar(x), K, sparse, added, shape)
     truth = x.double() @ weight.t() + (added.double() if bias else 0)
     assert out.dtype == dtype
     assert ((out.double() - truth).abs() <= reference.tolerance(x.double(), weight, truth, dtype)).all()
@@ -384,7 +385,7 @@ def test_sparse24_operator_takes_this_path():
     x = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
     assert sparse24.why_not_sparse24(x, sparse) == []
     out = sparse24.sparse24_linear(x, *sparse[:4], None, 40)
-    expected = sparse24_gemm.sparse24_gemm(sparse24.quad_planar(x.detach().view(6, 200)), 200, sparse)
+    expected = sparse24_gemm.sparse24_gemm(pack24.quad_planar(x.detach().view(6, 200)), 200, sparse)
     assert torch.equal(out.view(6, 40), expected)
     out.backward(out.detach())
     back = (out.detach().view(6, 40).double() @ weight).half()

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from compress.kernels.int4_gemm import LOP3_BF16, LOP3_FP16, power4
 from compress.kernels.int8_gemm import PRMT_BF16, PRMT_FP16, power8
-from compress.kernels.sparse24 import TOP_BIT
+from compress.kernels.pack24 import TOP_BIT
 from compress.kernels.sparse24_gemm import expand_ptx
 
 
@@ -109,7 +109,7 @@ def test_subtracting_power_and_zero_point_is_exact(bits, dtype):
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_expansion_of_quads_matches_the_layout(quarter):
-    """Every pattern of kept bits in both halves, with other bits around them, against what `sparse24` says of it."""
+    """Every pattern of kept bits in both halves, with other bits around them, against what `pack24` says of it."""
     rng = np.random.default_rng(quarter)
     kept = rng.integers(0, 2**32, 2**12, dtype=np.uint32)
     v0, v1 = (rng.integers(0, 2**32, 2**12, dtype=np.uint32) for _ in range(2))
