@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compress.errors import CompressError
 from compress.kernels import (
     dequantize_gemm,
     int8_gemm,
@@ -24,6 +25,7 @@ from compress.kernels import (
     shapes,
     sparse24,
     sparse24_gemm,
+    tune,
     workspace,
 )
 from compress.kernels.int4_gemm import power4, unpack4
@@ -390,3 +392,32 @@ def test_sparse24_operator_takes_this_path():
     out.backward(out.detach())
     back = (out.detach().view(6, 40).double() @ weight).half()
     torch.testing.assert_close(x.grad.view(6, 200), back, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        tune.Problem("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
+        tune.Problem("w8a8", 3, 40, 256, 8, -1, dtype=torch.float32),
+    ],
+)
+def test_tuning_verifies_what_it_times(problem, monkeypatch):
+    monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
+    operands = tune.Operands(problem, torch.device("cpu"))
+    timed = []
+    entry = tune.tune_one(
+        problem, operands, shapes.Device(), tune.HOPPER_SHARED, lambda calls: timed.append(calls) or 1
+    )
+    assert entry.run == problem.derived(shapes.Device())
+    assert entry.measured["left_out"] == []
+    assert len(timed) == entry.measured["tried"] >= 2
+    operands.truth += operands.allowed * 3
+    with pytest.raises(CompressError, match="wrong result"):
+        tune.tune_one(problem, operands, shapes.Device(), tune.HOPPER_SHARED, lambda calls: 1)
+
+
+def test_tuning_dequantizes_too(monkeypatch):
+    monkeypatch.setattr(tune.benchmark, "CACHE_BYTES", 1)
+    problem = tune.Problem("weight_only", 64, 16, 128, 4, 32, dtype=torch.float16)
+    operands = tune.Operands(problem, torch.device("cpu"))
+    assert tune.trial(operands, "dequantize", lambda calls: 1) == (1, "")
