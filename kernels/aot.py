@@ -283,6 +283,10 @@ def selection() -> Iterator[Report]:
     for M in (1, 64):
         yield weight_only(AMPERE, 4, 128, True, "bf16", M, 4096)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
+    for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
+        yield sparse24(HOPPER, group, zero, "bf16", M)
+    for M in (1, 64):
+        yield sparse24(AMPERE, 128, True, "bf16", M)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
         yield w8a8(arch, M)
     yield quantize_rows(HOPPER, False)
@@ -297,6 +301,10 @@ def everything() -> Iterator[Report]:
         (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
     ):
         yield weight_only(arch, bits, group, zero, dtype, M, N)
+    for arch, group, zero, dtype, M in itertools.product(
+        (HOPPER, AMPERE), (32, 64, 128, 256, -1), (False, True), DTYPES, (1, 32, 64)
+    ):
+        yield sparse24(arch, group, zero, dtype, M)
     for arch in (HOPPER, AMPERE):
         for M in (1, 32, 64, 128, 4096):
             yield w8a8(arch, M)
