@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels import workspace
-from compress.kernels.int4_gemm import power4, unpack4
+from compress.kernels.int4_gemm import power4, raise4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
 from compress.kernels.shapes import device_of, fused
@@ -171,7 +171,7 @@ def planar_kernel(
     if GROUP == -1:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
         if HAS_ZERO:
-            zero = tl.load(zero_ptr + n, mask=n < N, other=0).to(DT)
+            zero = tl.load(zero_ptr + n, mask=n < N, other=0)
     else:
         GROUPS: tl.constexpr = PLANES // PLANES_PER_SCALE
         next_scales = load_groups(scale_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
@@ -195,9 +195,10 @@ def planar_kernel(
             if GROUP != -1:
                 scale = scales[plane // PLANES_PER_SCALE]
                 if HAS_ZERO:
-                    zero = zeros[plane // PLANES_PER_SCALE].to(DT)
+                    zero = zeros[plane // PLANES_PER_SCALE]
             if HAS_ZERO:
-                weight = weights[plane] - (zero + power(BITS, plane, DT))[:, None]
+                raised = raise4(zero, plane, DT, ASM) if BITS == 4 else zero.to(DT) + power8(DT)
+                weight = weights[plane] - raised[:, None]
             else:
                 weight = weights[plane] - (MIDDLE + power(BITS, plane, DT))
             if GROUP == -1:

@@ -28,7 +28,7 @@ from compress.kernels import (
     tune,
     workspace,
 )
-from compress.kernels.int4_gemm import power4, unpack4
+from compress.kernels.int4_gemm import power4, raise4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.table import Shape
 
@@ -212,6 +212,25 @@ def test_portable_unpacking_of_every_word(bits):
     for plane, values in enumerate(out):
         power = power4(plane, tl.float16) if bits == 4 else power8(tl.float16)
         assert torch.equal(values, ((words >> bits * plane & 2**bits - 1) + power).half())
+
+
+@triton.jit
+def _raise_kernel(zero_ptr, out_ptr, PLANE: tl.constexpr):
+    at = tl.arange(0, 16)
+    tl.store(out_ptr + at, raise4(tl.load(zero_ptr + at), PLANE, tl.float16, True))
+
+
+@pytest.mark.parametrize("plane", range(4))
+def test_zero_points_are_raised_like_codes(plane):
+    out = torch.full((16,), float("nan"), dtype=torch.float16)
+    _raise_kernel[(1,)](torch.arange(16, dtype=torch.uint8), out, PLANE=plane)
+    assert torch.equal(out, torch.arange(16) + torch.tensor(power4(plane, tl.float16)).half())
+
+
+def test_zero_points_are_raised_to_bfloat16():
+    """The interpreter has no bf16 arithmetic: the constant is checked instead."""
+    zeros = torch.arange(16, dtype=torch.int16)
+    assert torch.equal((zeros | 0x4300).view(torch.bfloat16), (zeros + power4(0, tl.bfloat16)).bfloat16())
 
 
 @triton.jit
