@@ -35,6 +35,7 @@ from compress.kernels.int8_quantize import (
     quantize_static_kernel,
     quantize_tokens_kernel,
 )
+from compress.kernels.int8_tma_gemm import BAND, persistent_kernel
 from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.pack24 import BLOCK
 from compress.kernels.planar_gemm import planar_kernel
@@ -236,6 +237,22 @@ def w8a8(arch: int, M: int) -> Report:
     return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
 
 
+def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:
+    """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
+    are counted per weight of a tile that takes one step: only to be compared with themselves."""
+    types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
+    types |= {"weight_desc": f"tensordesc<i8[{block_n}, {W8A8_BLOCK_K}]>", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("M", "N", "K", "stride_sm"), "i32") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32")
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": W8A8_BLOCK_K, "BAND": BAND}
+    constants |= {"HAS_ZERO": zero, "HAS_BIAS": True}
+    warps = 8
+    read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
+    per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
+    name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
+    return Report(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
+
+
 def quantize_rows(arch: int, symmetric: bool) -> Report:
     """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
     types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
@@ -289,6 +306,8 @@ def selection() -> Iterator[Report]:
         yield sparse24(AMPERE, 128, True, "bf16", M)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
         yield w8a8(arch, M)
+    yield w8a8_persistent(64, 256, 4, True)
+    yield w8a8_persistent(128, 128, 4, True)
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
     for group in (128, 96):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.int8_tma_gemm import persistent_gemm, why_not_persistent
 from compress.kernels.shapes import W8A8_BLOCK_K, choose_w8a8, device_of
 from compress.kernels.table import Shape
 
@@ -145,8 +146,13 @@ def w8a8_gemm(
     out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
     if M == 0 or N == 0:
         return out_MN
+    device = device_of(x_MK.device)
     if shape is None:
-        shape = choose_w8a8(M, N, K, device_of(x_MK.device))
+        shape = choose_w8a8(M, N, K, device)
+    if shape.persistent and not why_not_persistent(x_MK, weight_NK, device.hopper):
+        operands = (x_MK, x_scale_M, x_zero_M, weight_NK, weight_scale_N, row_sum_N, bias_N)
+        persistent_gemm(*operands, out_MN, shape, device.processors)
+        return out_MN
     w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m))](
         x_MK,
         x_scale_M,

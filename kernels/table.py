@@ -39,13 +39,15 @@ LARGEST_TILE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """One compiled configuration: tokens, rows and programs per tile, warps, and depth of the load pipeline."""
+    """One compiled configuration: tokens, rows and programs per tile, warps, depth of the load pipeline; persistent:
+    `int8_tma_gemm` instead of the kernel with a program per tile (w8a8 only)."""
 
     block_m: int
     block_n: int
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    persistent: bool = False
 
     def scales_sums(self, group_size: int) -> bool:
         """Whether scaling the sums takes fewer instructions than scaling the weights.
@@ -146,7 +148,11 @@ def _problem(given: object) -> str | None:
         return f"run {run!r}; allowed: {DEQUANTIZE!r} or an object with {', '.join(sorted(names))}"
     if given["op"] == "w8a8" and run.get("split_k", 1) != 1:
         return "w8a8 does not split K"
+    if run.get("persistent", False) not in ((False, True) if given["op"] == "w8a8" else (False,)):
+        return f"persistent {run['persistent']!r}; allowed: false, and true for w8a8"
     for name, value in run.items():
+        if name == "persistent":
+            continue
         power = _whole(value) and 0 < value <= LARGEST_TILE and value == bucket(value)
         if not (power or (name == "num_stages" and _whole(value) and 0 < value < LARGEST_TILE)):
             return f"{name} {value!r}; allowed: a power of two to {LARGEST_TILE}"

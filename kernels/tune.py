@@ -82,6 +82,8 @@ def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
                 shape = Shape(block_m, block_n, split, warps, derived.num_stages)
                 if not why_not(problem, shape, device, shared):
                     found.append(shape)
+    if problem.op == "w8a8" and problem.M > 64 and device.hopper:
+        found += [replace(shape, persistent=True) for shape in found if isinstance(shape, Shape)]
     if problem.op == "weight_only" and problem.M >= DEQUANTIZE_FROM:
         found.append(DEQUANTIZE)
     return list(dict.fromkeys(found))

@@ -39,7 +39,7 @@ def test_shared_memory_fits(reports):
 
 
 def test_products_use_the_matrix_instruction(reports):
-    for r in [*pick(reports, "w"), *pick(reports, "sparse24")]:
+    for r in [*pick(reports, "w"), *pick(reports, "sparse24"), *pick(reports, "persistent")]:
         hopper = r["arch"] == 90
         assert (r["cost"]["wgmma"] > 0) == hopper, r["name"]
         assert (r["cost"]["mma"] > 0) == (not hopper), r["name"]
@@ -81,6 +81,15 @@ def test_dequantization_and_quantization_keep_up_with_memory(reports):
         assert r["per_weight"] <= r["budget"], r["name"]
     for r in pick(reports, "quantize"):
         assert r["per_weight"] <= 2 * r["budget"], r["name"]
+
+
+def test_the_persistent_product_loads_by_descriptor(reports):
+    """Both operands of a step by one instruction each, and no copy by the threads."""
+    for report in pick(reports, "persistent w8a8"):
+        opcodes = report["cost"]["loop_opcodes"]
+        assert opcodes["UTMALDG"] >= 2
+        assert opcodes["IGMMA"] == report["cost"]["wgmma"]
+        assert "LDGSTS" not in opcodes
 
 
 def test_every_shape_of_the_small_product_was_seen(reports):

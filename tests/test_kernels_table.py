@@ -52,7 +52,7 @@ def test_a_measured_fused_kernel_beats_the_derived_dequantization():
 
 
 def test_int8_products_have_entries_too():
-    entry = Entry("w8a8", "9.0", 8, -1, 64, 4096, 4096, Shape(64, 256, num_warps=8))
+    entry = Entry("w8a8", "9.0", 8, -1, 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
     table.write(table.user_table(), [entry], "test")
     assert shapes.choose_w8a8(33, 4096, 4096, H200) == entry.run
 
@@ -111,6 +111,7 @@ MALFORMED = {
     "run 'fast'": changed(run="fast"),
     "block_m 24; allowed: a power of two": changed(run={"block_m": 24, "block_n": 64}),
     "block_n 8; at least 16": changed(run={"block_m": 16, "block_n": 8}),
+    "persistent True; allowed": changed(run={"block_m": 16, "block_n": 64, "persistent": True}),
     "num_warps True": changed(run={"block_m": 16, "block_n": 64, "num_warps": True}),
 }
 

@@ -53,7 +53,15 @@ def timer_of(times, default=2.0):
     return timer
 
 
-@pytest.mark.parametrize("problem", [DECODE, replace(DECODE, M=4096), Problem("w8a8", 64, 300, 512, 8, -1)])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        DECODE,
+        replace(DECODE, M=4096),
+        Problem("w8a8", 64, 300, 512, 8, -1),
+        Problem("w8a8", 512, 512, 512, 8, -1),
+    ],
+)
 def test_every_candidate_can_run(problem):
     found = tune.candidates(problem, H200, HOPPER_SHARED)
     assert found[0] == problem.derived(H200)
@@ -65,6 +73,8 @@ def test_every_candidate_can_run(problem):
             assert shape.split_k == 1 or tiles <= workspace.SLICE
     assert (DEQUANTIZE in found) == (problem.M == 4096)
     assert all(shape.split_k == 1 for shape in found if problem.op == "w8a8")
+    persistent = [shape for shape in found if isinstance(shape, Shape) and shape.persistent]
+    assert bool(persistent) == (problem.op == "w8a8" and problem.M > 64)
 
 
 @pytest.mark.parametrize(
