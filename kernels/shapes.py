@@ -18,6 +18,7 @@ import torch
 
 from compress.kernels import table, workspace
 from compress.kernels.pack import planar_block
+from compress.kernels.pack24 import BLOCK
 from compress.kernels.table import DEQUANTIZE, Choice, Shape
 
 # Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
@@ -52,6 +53,14 @@ def choose_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
     """The configuration of the int8 product of [M, K] and [N, K]."""
     found = table.lookup("w8a8", device.names, 8, -1, M, N, K)
     return found if isinstance(found, Shape) else fused_w8a8(M, device.hopper)
+
+
+def choose24(M: int, N: int, K: int, group_size: int, device: Device) -> Shape:
+    """The configuration of the product of [M, K] and a 2:4 weight [N, K] of 4 bits."""
+    found = table.lookup("sparse24", device.names, 4, group_size, M, N, K)
+    if isinstance(found, Shape) and _counted(found, M, N):
+        return found
+    return fused24(M, N, _cdiv(K, BLOCK), device)
 
 
 def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:

@@ -18,7 +18,7 @@ from compress.kernels.int4_gemm import power4, unpack4
 from compress.kernels.pack import PLANE
 from compress.kernels.pack24 import BLOCK, QUARTER, Sparse24
 from compress.kernels.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups, partials
-from compress.kernels.shapes import device_of, fused24
+from compress.kernels.shapes import choose24, device_of
 from compress.kernels.table import Shape
 
 
@@ -209,7 +209,7 @@ def sparse24_gemm(
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = fused24(M, N, blocks, device_of(x_MK.device))
+        shape = choose24(M, N, K, weight.group_size, device_of(x_MK.device))
     partial, counters = partials(out_MN, shape)
     sparse24_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
         x_MK,

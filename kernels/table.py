@@ -32,7 +32,7 @@ from compress.errors import InputError
 FORMAT = 1
 SHIPPED = Path(__file__).resolve().with_name("tuned.json")
 DEQUANTIZE: Final = "dequantize"
-OPS = ("weight_only", "w8a8")
+OPS = ("weight_only", "w8a8", "sparse24")
 SIZES = ("bits", "group_size", "M", "N", "K")
 LARGEST_TILE = 256
 

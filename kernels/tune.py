@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.kernels import benchmark, pack, reference, table, workspace
-from compress.kernels.shapes import Device, device_of, fused, fused_w8a8
+from compress.kernels import benchmark, pack, pack24, reference, table, workspace
+from compress.kernels.shapes import Device, device_of, fused, fused24, fused_w8a8
 from compress.kernels.table import DEQUANTIZE, Choice, Entry, Shape
 
 Call = Callable[[], Tensor]
@@ -59,12 +59,21 @@ class Problem:
     def derived(self, device: Device) -> Shape:
         if self.op == "w8a8":
             return fused_w8a8(self.M, device.hopper)
+        if self.op == "sparse24":
+            return fused24(self.M, self.N, self.steps, device)
         return fused(self.M, self.N, self.K, self.bits, self.group_size, device)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the loop over K, which a split divides."""
+        return -(-self.K // (pack24.BLOCK if self.op == "sparse24" else pack.planar_block(self.bits)))
 
     def shared(self, shape: Shape) -> int:
         """Bytes of shared memory that the pipeline of a configuration takes at least."""
         if self.op == "w8a8":
             step = (shape.block_m + shape.block_n) * 128
+        elif self.op == "sparse24":
+            step = shape.block_n * pack.PLANE * 6 + shape.block_m * pack24.BLOCK * self.dtype.itemsize
         else:
             columns = pack.planar_block(self.bits)
             step = shape.block_n * pack.PLANE * 2 + shape.block_m * columns * self.dtype.itemsize
@@ -78,7 +87,7 @@ def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
     tokens = [max(16, table.bucket(problem.M))] if problem.M <= 64 else [64, 128, 256]
     for block_m in tokens:
         for block_n, warps in TILES:
-            for split in SPLITS if problem.op == "weight_only" else (1,):
+            for split in (1,) if problem.op == "w8a8" else SPLITS:
                 shape = Shape(block_m, block_n, split, warps, derived.num_stages)
                 if not why_not(problem, shape, device, shared):
                     found.append(shape)
@@ -100,11 +109,10 @@ def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list
         reasons.append(f"a tile of {shape.block_m}x{shape.block_n} spills with {shape.num_warps} warps")
     if shape.split_k > 1:
         tiles = -(-problem.M // shape.block_m) * -(-problem.N // shape.block_n)
-        steps = -(-problem.K // pack.planar_block(problem.bits))
         if tiles > workspace.SLICE or tiles * shape.split_k > WAVES * device.processors:
             reasons.append(f"{tiles} tiles need no split by {shape.split_k}")
-        if 2 * shape.split_k > steps:
-            reasons.append(f"{steps} steps are too few to split by {shape.split_k}")
+        if 2 * shape.split_k > problem.steps:
+            reasons.append(f"{problem.steps} steps are too few to split by {shape.split_k}")
     return reasons
 
 
@@ -124,6 +132,15 @@ class Operands:
             self.scale = torch.rand(N, generator=g, device=device) * 1e-3 + 1e-3
             self.codes = [codes.clone() for _ in range(self.copies)]
             x_true, values = self.x.double() * self.x_scale.double()[:, None], codes.double() * self.scale[:, None]
+        elif problem.op == "sparse24":
+            self.x = pack24.quad_planar(x.to(problem.dtype))
+            kept = (torch.rand(N, -(-K // 4), 4, generator=g, device=device).argsort(-1) < 2).view(N, -1)[:, :K]
+            groups = 1 if problem.group_size == -1 else K // problem.group_size
+            scale = torch.rand(N, groups, generator=g, device=device) * 0.01 + 0.005
+            zero = torch.randint(-half, half, scale.shape, generator=g, device=device, dtype=torch.int8)
+            sparse = pack24.to_sparse24(codes, scale, zero if problem.zero else None, problem.dtype, kept)
+            self.sparse = [sparse._replace(codes=sparse.codes.clone()) for _ in range(self.copies)]
+            x_true, values = x.to(problem.dtype).double(), pack24.sparse24_weight(sparse, K).double()
         else:
             self.x = x.to(problem.dtype)
             groups = 1 if problem.group_size == -1 else K // problem.group_size
@@ -146,11 +163,14 @@ class Operands:
         from compress.kernels.dequantize_gemm import dequantize_gemm
         from compress.kernels.int8_gemm import w8a8_gemm
         from compress.kernels.planar_gemm import planar_gemm
+        from compress.kernels.sparse24_gemm import sparse24_gemm
 
         if choice == DEQUANTIZE:
             return [partial(dequantize_gemm, self.x, w) for w in self.planar]
         if self.problem.op == "weight_only":
             return [partial(planar_gemm, self.x, w, None, choice) for w in self.planar]
+        if self.problem.op == "sparse24":
+            return [partial(sparse24_gemm, self.x, self.problem.K, w, None, choice) for w in self.sparse]
         dtype = self.problem.dtype
         return [
             partial(w8a8_gemm, self.x, self.x_scale, None, w, self.scale, None, None, dtype, choice) for w in self.codes

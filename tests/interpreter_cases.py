@@ -444,6 +444,7 @@ def test_sparse24_operator_takes_this_path():
     [
         tune.Problem("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
         tune.Problem("w8a8", 3, 40, 256, 8, -1, dtype=torch.float32),
+        tune.Problem("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
     ],
 )
 def test_tuning_verifies_what_it_times(problem, monkeypatch):

@@ -181,6 +181,8 @@ def test_semi_structured():
         tune.Problem("weight_only", 1, 1024, 1024),
         tune.Problem("weight_only", 128, 1024, 1024, 8, -1),
         tune.Problem("w8a8", 64, 1024, 1024, 8, -1),
+        tune.Problem("w8a8", 512, 1024, 1024, 8, -1),
+        tune.Problem("sparse24", 1, 1024, 4096),
     ],
 )
 def test_tuning_finds_something_that_is_then_used(problem, tmp_path, monkeypatch):
@@ -194,6 +196,8 @@ def test_tuning_finds_something_that_is_then_used(problem, tmp_path, monkeypatch
     sizes = (problem.M, problem.N, problem.K)
     if problem.op == "w8a8":
         assert shapes.choose_w8a8(*sizes, known) == entry.run
+    elif problem.op == "sparse24":
+        assert shapes.choose24(*sizes, problem.group_size, known) == entry.run
     else:
         assert shapes.choose(*sizes, problem.bits, problem.group_size, known) == entry.run
     table.forget()

@@ -44,3 +44,19 @@ def test_int8_choices_are_legal(hopper):
         shape = shapes.fused_w8a8(M, hopper)
         assert shape.block_m >= min(M, 64)
         assert shape.block_m <= (256 if hopper else 128)
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_24_choices_are_legal(hopper):
+    for M, N, steps in itertools.product(SIZES, SIZES, (1, 8, 400)):
+        shape = shapes.fused24(M, N, steps, shapes.Device(hopper=hopper))
+        assert shape.block_m >= min(M, 64 if hopper else 32)
+        tiles = -(-M // shape.block_m) * -(-N // shape.block_n)
+        assert shape.split_k <= min(shapes.SPLIT_LIMIT, steps)
+        assert shape.split_k == 1 or tiles <= workspace.SLICE
+
+
+def test_many_tokens_are_dequantized_where_nothing_was_measured():
+    device, least = shapes.Device(), shapes.DEQUANTIZE_TOKENS
+    assert shapes.choose(least, 4096, 4096, 4, 128, device) == table.DEQUANTIZE
+    assert shapes.choose(least - 1, 4096, 4096, 4, 128, device) == shapes.fused(least - 1, 4096, 4096, 4, 128, device)

@@ -57,6 +57,13 @@ def test_int8_products_have_entries_too():
     assert shapes.choose_w8a8(33, 4096, 4096, H200) == entry.run
 
 
+def test_24_products_have_entries_too():
+    entry = Entry("sparse24", "9.0", 4, 128, 64, 4096, 4096, Shape(64, 64, 2))
+    table.write(table.user_table(), [entry], "test")
+    assert shapes.choose24(33, 4096, 4096, 128, H200) == entry.run
+    assert shapes.choose24(33, 4096, 4096, 64, H200) == shapes.fused24(33, 4096, 8, H200)
+
+
 def test_sizes_of_the_same_class_take_the_nearest_entry():
     near, far = (replace(ENTRY, N=N, run=Shape(16, 128, split)) for N, split in ((4096, 2), (5120, 4)))
     table.write(table.user_table(), [far, near], "test")
@@ -102,7 +109,7 @@ MALFORMED = {
     "not JSON": "{",
     "not a table of format 1": "[]",
     "no list of entries": '{"format": 1}',
-    "op 'gemm'; allowed: weight_only, w8a8": changed(op="gemm"),
+    "op 'gemm'; allowed: weight_only, w8a8, sparse24": changed(op="gemm"),
     "M 17 is not a power of two": changed(M=17),
     "N '64' is not a size": changed(N="64"),
     "group_size -2 is not a size": changed(group_size=-2),

@@ -60,6 +60,7 @@ def timer_of(times, default=2.0):
         replace(DECODE, M=4096),
         Problem("w8a8", 64, 300, 512, 8, -1),
         Problem("w8a8", 512, 512, 512, 8, -1),
+        Problem("sparse24", 16, 512, 8192),
     ],
 )
 def test_every_candidate_can_run(problem):
