@@ -7,12 +7,14 @@
 Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs, G groups. Weights are frozen: only x gets a
 gradient, grad W for a weight-only linear and the straight-through grad W where x is rounded (as if it were not).
 
-Three paths, the same numbers up to the order of the sums:
+Four paths, the same numbers up to the order of the sums:
 
     triton       on CUDA, and on the CPU under TRITON_INTERPRET=1, when `why_not_...` has nothing against it
+    dequantize   there too: the weight block by block in the dtype of x, then cuBLAS; for many tokens (`shapes.choose`),
+                 and for what only the fused kernel refuses, such as groups of 96
     cpu          `cpu_gemm`, compiled on first use; where it cannot be (`cpu.why_not`), torch's own products, the
                  weight unpacked a block of rows at a time
-    reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly
+    reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly (fp64, no Triton)
 """
 
 from collections.abc import Iterator
@@ -26,8 +28,10 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels import cpu_gemm, reference
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
+from compress.kernels.shapes import choose, device_of
+from compress.kernels.table import Shape
 
-Path = Literal["triton", "cpu", "reference"]
+Path = Literal["triton", "dequantize", "cpu", "reference"]
 
 # 255 * 128 * K, the largest sum with an asymmetric activation, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
@@ -68,6 +72,15 @@ def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
     return reasons
 
 
+def why_not_dequantize(x: Tensor, weight: Planar) -> list[str]:
+    """Reasons why the weight cannot be dequantized by Triton and multiplied by x; empty when it can."""
+    reasons = [*_why_not_triton(x.device)]
+    for what, dtype in (("x is", x.dtype), ("scales are", weight.scale.dtype)):
+        if dtype not in (*HALF, torch.float32):
+            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
+    return reasons
+
+
 def why_not_w8a8(x: Tensor, weight_NK: Tensor) -> list[str]:
     """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can."""
     reasons = [*_why_not_triton(x.device)]
@@ -83,6 +96,18 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
     if not reasons:
         return "triton"
     return "cpu" if device.type == "cpu" else "reference"
+
+
+def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
+    """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
+    fused, dequantized = why_not_weight_only(x_MK, weight), why_not_dequantize(x_MK, weight)
+    if dequantized:
+        return path_of(x_MK.device, dequantized), None
+    if fused:
+        return "dequantize", None
+    sizes = (len(x_MK), len(weight.words), x_MK.shape[1])
+    chosen = choose(*sizes, weight.bits, weight.group_size, device_of(x_MK.device))
+    return ("triton", chosen) if isinstance(chosen, Shape) else ("dequantize", None)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -130,11 +155,15 @@ def weight_only_linear(
         raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
-    path = path_of(x.device, why_not_weight_only(x, weight))
+    path, shape = weight_only_path(x_MK, weight)
     if path == "triton":
         from compress.kernels.planar_gemm import planar_gemm
 
-        out_MN = planar_gemm(x_MK, weight, bias)
+        out_MN = planar_gemm(x_MK, weight, bias, shape)
+    elif path == "dequantize":
+        from compress.kernels.dequantize_gemm import dequantize_gemm
+
+        out_MN = dequantize_gemm(x_MK, weight, bias)
     elif path == "cpu" and not cpu_gemm.why_not("weight_only", x, scale, group_size):
         out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
     else:
@@ -157,13 +186,48 @@ def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    words, scale, zero = ctx.saved_tensors
-    bits, group_size, columns = ctx.layout
-    dense_NK = planar_weight(Planar(words, scale, zero, group_size, bits), columns)
-    return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None
+    return weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), None, None, None, None, None, None
 
 
 weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
+
+
+@torch.library.custom_op("compress::weight_only_gradient", mutates_args=())
+def weight_only_gradient(
+    grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
+) -> Tensor:
+    """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `weight_only_linear`."""
+    weight = Planar(words, scale, zero, group_size, bits)
+    grad_MN = _rows(grad)
+    if why_not_dequantize(grad, weight):
+        out_MK = grad_MN.new_zeros(len(grad_MN), columns)
+        for rows, part in _row_blocks(weight, columns):
+            out_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
+    else:
+        from compress.kernels.dequantize_gemm import input_gradient
+
+        out_MK = input_gradient(grad_MN, weight, columns)
+    return out_MK.view(*grad.shape[:-1], columns)
+
+
+@weight_only_gradient.register_fake
+def _(
+    grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
+) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weight, bits, group_size, _ = inputs
+    ctx.save_for_backward(*weight)
+    ctx.layout = (bits, group_size)
+
+
+def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return weight_only_linear(grad, *ctx.saved_tensors, None, *ctx.layout), None, None, None, None, None, None
+
+
+weight_only_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
 
 
 def why_not_input_group(input_group: int) -> list[str]:
@@ -260,14 +324,13 @@ def w8a8_linear(
     if path == "cpu" and not cpu_gemm.why_not("w8a8", x, weight_scale):
         out_MN = cpu_gemm.w8a8(x_MK, weight, weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
         return out_MN.view(*x.shape[:-1], len(weight))
+    quantize_static, quantize_tokens = reference.quantize_static, reference.quantize_tokens
+    if path == "triton":
+        from compress.kernels.int8_quantize import quantize_static, quantize_tokens
     if input_scale is not None:
-        codes_MK, scale, zero = reference.quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
-    elif path == "triton":
-        from compress.kernels.int8_gemm import quantize_tokens
-
-        codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
+        codes_MK, scale, zero = quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
     else:
-        codes_MK, scale, zero = reference.quantize_tokens(x_MK, symmetric)
+        codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
     if path == "triton":
         from compress.kernels.int8_gemm import w8a8_gemm
 

@@ -53,7 +53,13 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
     sources = {f"compress/{path.relative_to(PACKAGE)}" for path in modules()}
     sources |= {f"compress/demo/{path.name}" for path in (PACKAGE / "demo").iterdir() if path.is_file()}
     assert sources - set(wheel) == set()
-    for name in ("demo/model.safetensors", "demo/tokenizer.json", "demo/calibration.txt", "demo/heldout.txt"):
+    for name in (
+        "demo/model.safetensors",
+        "demo/tokenizer.json",
+        "demo/calibration.txt",
+        "demo/heldout.txt",
+        "kernels/tuned.json",
+    ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
