@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.timing import Call, time_all
+from compress.kernels.timing import Call, elapsed_ms, time_all
 
 FLOATS = ("float32", "float16", "bfloat16")
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 SIDE = {"cuda": 8192, "cpu": 1024}
-# Enough for the minimum on a CPU that other processes use too.
-ROUNDS, QUICK_ROUNDS = 50, 20
+ROUNDS = 20
+# On a CPU that other processes use, a short call needs many tries until one is undisturbed.
+CPU_SECONDS, QUICK_SECONDS, MAX_ROUNDS = 2.0, 0.5, 1000
 
 
 def measure_ceilings(device: torch.device, quick: bool = False) -> dict[str, dict[str, Any]]:
@@ -32,7 +33,6 @@ def measure_ceilings(device: torch.device, quick: bool = False) -> dict[str, dic
     builders = {"copy": _copy_call(count, device), "read": _read_call(count, device), **floats, **integers}
     amounts = dict.fromkeys((*floats, *integers), 2 * side**3) | {"copy": 2 * 4 * count, "read": 4 * count}
     found: dict[str, dict[str, Any]] = {}
-    calls: dict[str, list[Call]] = {}
     for name, build in builders.items():
         unit = "B/s" if name in ("copy", "read") else "op/s"
         found[name] = {"unit": unit, "amount": amounts[name]}
@@ -42,10 +42,16 @@ def measure_ceilings(device: torch.device, quick: bool = False) -> dict[str, dic
         except (RuntimeError, TypeError) as reason:
             found[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
             continue
-        calls[name] = [call]
-    for name, times in time_all(calls, QUICK_ROUNDS if quick else ROUNDS, device).items():
+        times = time_all({name: [call]}, _rounds(call, device, quick), device)[name]
         found[name] |= times | {"per_s": amounts[name] / times["time_ms"] * 1e3}
     return found
+
+
+def _rounds(call: Call, device: torch.device, quick: bool) -> int:
+    if device.type == "cuda":
+        return ROUNDS
+    seconds = QUICK_SECONDS if quick else CPU_SECONDS
+    return max(ROUNDS, min(MAX_ROUNDS, int(seconds * 1e3 / elapsed_ms(call, device))))
 
 
 def _copy_call(count: int, device: torch.device) -> Callable[[], Call]:

@@ -1,5 +1,6 @@
 """What a figure needs beside it to be quoted: the command, the commit, the versions, the machine."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -14,7 +15,10 @@ PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """`commit` is None outside of a checkout, the version of a package that is not installed is None too."""
+    """`commit` is None outside of a checkout, the version of a package that is not installed is None too.
+
+    load: processes that wanted a processor in the last minute, where the system says so.
+    """
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return {
         "command": shlex.join(["compress", *sys.argv[1:]]),
@@ -24,6 +28,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "versions": {name: _installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
     }

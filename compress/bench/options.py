@@ -107,7 +107,7 @@ def model_options(
         new=new or default_new,
         dtype=kind,
         device=target,
-        rounds=_rounds(rounds, 3 if quick else 10 if gpu else 5),
+        rounds=_rounds(rounds, 3 if quick else 10),
         quick=quick,
     )
 

@@ -1,7 +1,7 @@
 """What a benchmark found, as it grows, and the file that it becomes.
 
     {"format": 1, "what": "linears" | "model", "complete": true,
-     "command", "date", "commit", "modified", "device", "device_type", "threads", "versions", "cuda",
+     "command", "date", "commit", "modified", "device", "device_type", "threads", "load", "versions", "cuda",
      "settings": {..., "rounds": n, "quoted": "median" | "minimum"},
      "ceilings": {name: {"unit", "per_s", "time_ms", "median_ms", "min_ms", "rounds"} | {"unit", "skipped": why}},
      "tuned": [...], "notes": [...], "failures": [...],
@@ -22,6 +22,8 @@ from compress.errors import InputError
 from compress.kernels.provenance import provenance
 
 FORMAT = 1
+# Load average up to which a CPU counts as idle.
+IDLE = 0.5
 
 
 @dataclass
@@ -41,6 +43,9 @@ class Report:
 
     def __post_init__(self) -> None:
         self.facts = provenance(self.device)
+        load = self.facts["load"]
+        if self.device.type == "cpu" and load is not None and load > IDLE:
+            self.notes.append(f"the machine was busy (load {load:.1f}) when this began: do not quote these figures")
         self.settings["quoted"] = "median" if self.device.type == "cuda" else "minimum"
 
     def content(self) -> dict[str, Any]:
