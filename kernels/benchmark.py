@@ -102,7 +102,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
 def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
     """Largest distance from the true product over what is tolerated: above 1 is a wrong kernel."""
     rows = slice(0, min(len(x), 64))
-    values = weight.dense if kind in ("dense", "w4") else weight.codes8.double() * weight.scale8
+    values = weight.dense if kind in ("dense", "dense fp32", "w4") else weight.codes8.double() * weight.scale8
     if kind == "w8":
         values = weight.codes8.double() * weight.scale8.to(x.dtype).double()
     given = x[rows].double()
@@ -113,7 +113,7 @@ def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
             given, values = codes.double(), weight.codes8.double()
     truth = given @ values.double().t()
     allowed = reference.tolerance(given, values.double(), truth, x.dtype)
-    if kind in ("dense", "w4", "w8"):
+    if kind in ("dense", "dense fp32", "w4", "w8"):
         allowed += reference.weight_rounding(given, values.double(), x.dtype)
     return ((out[rows].double() - truth).abs() / allowed).max().item()
 

@@ -29,6 +29,7 @@ class Cost:
 # kind -> (bits of a weight; 0: as wide as x, bytes of a scale; 0: as wide as x, whether there is one per group)
 WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "dense": (0, 0, False),
+    "dense fp32": (32, 0, False),
     "w4": (4, 0, True),
     "w8": (8, 0, False),
     "w4a8": (4, 0, True),
@@ -44,7 +45,9 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
     weight = N * K * (bits or 8 * width) // 8
     scales = N * (K // group if grouped else 1) * (scale_bytes or width)
     inputs, outputs = M * K * width, M * N * width
-    if kind == "dense":
+    if kind == "dense fp32":
+        inputs, outputs, dtype = 4 * M * K, 4 * M * N, "float32"
+    if kind.startswith("dense"):
         scales = 0
     if kind == "int32":  # int8 in, int32 out, no scales
         scales, inputs, outputs = 0, M * K, M * N * 4

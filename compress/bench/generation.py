@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -33,14 +32,12 @@ class Generation:
     def rewind(self) -> None:
         """An empty cache."""
         self.cache.reset()
-        self.ids.copy_(self.prompt[:, -1:])
 
     @torch.no_grad()
-    def prefill(self) -> Tensor:
-        """Logits [batch, 1, vocabulary] after the prompt; the cache holds it."""
+    def prefill(self) -> None:
+        """The prompt into the cache, and the token that follows it."""
         out = self.model(self.prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        logits: Tensor = out.logits
-        return logits
+        self.ids.copy_(out.logits[:, -1:].argmax(-1))
 
     @torch.no_grad()
     def step(self) -> None:

@@ -1,5 +1,7 @@
 """`compress bench`: the ceilings of this machine, then every product of every shape, one report."""
 
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -8,6 +10,9 @@ from compress.bench.report import Report
 from compress.kernels import benchmark, workspace
 from compress.kernels.ceilings import measure_ceilings
 from compress.progress import Reporter
+
+# (operator, bits, columns per scale; -1: one per output) of our candidates.
+TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8, -1))
 
 
 def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) -> None:
@@ -20,7 +25,8 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
     done = 1
     reporter.step(done, steps, "ceilings")
     if options.tune:
-        report.tuned += tune(options)
+        report.tuned += tune(options, reporter.note)
+        report.keep()
         done += 1
         reporter.step(done, steps, "tuned")
     for N, K in options.shapes:
@@ -39,8 +45,13 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
             reporter.step(done, steps, f"{N}x{K} M={M}")
 
 
-def tune(options: LinearOptions) -> list[dict[str, Any]]:
+def tune(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
     tuner = import_module("compress.kernels.tune")
-    found = tuner.tune(options.shapes, options.tokens, options.dtype, options.device)
-    return [dict(entry) for entry in found or ()]
+    problems = [
+        tuner.Problem(op, M, N, K, bits, group, dtype=options.dtype)
+        for N, K in options.shapes
+        for M in options.tokens
+        for op, bits, group in TUNED
+    ]
+    return [asdict(entry) for entry in tuner.tune(problems, options.device, say=say)]

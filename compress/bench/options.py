@@ -57,6 +57,8 @@ def linear_options(
     gpu = target.type == "cuda"
     if tune and not gpu:
         raise InputError(f"--tune measures Triton's kernels on a GPU; the device is {target}")
+    if tune and kind == torch.float32:
+        raise InputError("--tune with --dtype float32; Triton's kernels take float16 and bfloat16")
     default_shapes: tuple[tuple[int, int], ...] = benchmark.GPU_SHAPES if gpu else benchmark.CPU_SHAPES
     default_tokens: tuple[int, ...] = benchmark.GPU_TOKENS if gpu else benchmark.CPU_TOKENS
     if quick:
