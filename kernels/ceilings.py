@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.timing import Call, elapsed_ms, time_all
+from compress.kernels.timing import Call, elapsed_ms, time_cpu, time_gpu
 
 FLOATS = ("float32", "float16", "bfloat16")
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -42,16 +42,16 @@ def measure_ceilings(device: torch.device, quick: bool = False) -> dict[str, dic
         except (RuntimeError, TypeError) as reason:
             found[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
             continue
-        times = time_all({name: [call]}, _rounds(call, device, quick), device)[name]
+        times = (
+            time_gpu([call], ROUNDS) if device.type == "cuda" else time_cpu({name: [call]}, _rounds(call, quick))[name]
+        )
         found[name] |= times | {"per_s": amounts[name] / times["time_ms"] * 1e3}
     return found
 
 
-def _rounds(call: Call, device: torch.device, quick: bool) -> int:
-    if device.type == "cuda":
-        return ROUNDS
+def _rounds(call: Call, quick: bool) -> int:
     seconds = QUICK_SECONDS if quick else CPU_SECONDS
-    return max(ROUNDS, min(MAX_ROUNDS, int(seconds * 1e3 / elapsed_ms(call, device))))
+    return max(ROUNDS, min(MAX_ROUNDS, int(seconds * 1e3 / elapsed_ms(call, torch.device("cpu")))))
 
 
 def _copy_call(count: int, device: torch.device) -> Callable[[], Call]:

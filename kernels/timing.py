@@ -77,13 +77,6 @@ def time_cpu(calls: dict[str, list[Call]], rounds: int) -> dict[str, dict[str, A
     return {name: summary(values, device) for name, values in times.items()}
 
 
-def time_all(calls: dict[str, list[Call]], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Times of every candidate on a device."""
-    if device.type == "cuda":
-        return {name: time_gpu(copies, rounds) for name, copies in calls.items()}
-    return time_cpu(calls, rounds)
-
-
 def summary(times_ms: list[float], device: torch.device) -> dict[str, Any]:
     """`time_ms` is the figure to quote; the others say how far it can be trusted."""
     median, least = statistics.median(times_ms), min(times_ms)
