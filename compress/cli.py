@@ -429,7 +429,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
             show.console().print(part, highlight=False, markup=False)
     if report.failures:
         more = f" ({len(report.failures)} in all)" if len(report.failures) > 1 else ""
-        raise CompressError(f"wrong results, which were not timed: {report.failures[0]}{more}")
+        raise CompressError(f"wrong or failed, and not timed: {report.failures[0]}{more}")
 
 
 @cli.command(short_help="Compare plain rounding and GPTQ on the built-in model.")

@@ -147,7 +147,7 @@ def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, m
     monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * 1.05)
     outcome = command(*LINEARS, "--json", tmp_path / "speed.json")
     assert outcome.code == 1
-    assert outcome.err.splitlines()[-1].startswith("compress: wrong results, which were not timed: w4a16 64x256 M=1")
+    assert outcome.err.splitlines()[-1].startswith("compress: wrong or failed, and not timed: w4a16 64x256 M=1")
     found = written(tmp_path / "speed.json")
     assert len(found["failures"]) == 8  # w4a16 and w8a16 at two shapes and two numbers of tokens
     assert all("time_ms" not in e for e in found["results"] if e["candidate"] in ("w4a16", "w8a16"))
@@ -244,25 +244,34 @@ def test_a_wrong_model_is_not_timed_and_fails_the_command(tmp_path: Path, monkey
     monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * 1.05)
     outcome = command(*MODEL, "--json", tmp_path / "speed.json")
     assert outcome.code == 1
-    assert "wrong results, which were not timed: w4a16, batch 1: model.layers." in outcome.err.splitlines()[-1]
+    assert "wrong or failed, and not timed: w4a16, batch 1: model.layers." in outcome.err.splitlines()[-1]
     assert "not measured: w4a16 (batch 1" in outcome.out
     found = written(tmp_path / "speed.json")
     assert [e["variant"] for e in found["results"] if "decode" in e] == ["dense", "dense", "w8a8", "w8a8"]
     assert all(e["skipped"].startswith("wrong: ") for e in found["results"] if e["variant"] == "w4a16")
 
 
-def test_a_variant_that_does_not_fit_is_named_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+FAILURES = {
+    "memory": (torch.OutOfMemoryError("too large\nby far"), 0, "out of memory: too large"),
+    "anything": (RuntimeError("no such kernel"), 1, "RuntimeError: no such kernel"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_variant_that_fails_is_named_and_the_others_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error, code, said = FAILURES[name]
     right = decoder.random_llama
 
     def make(config: object, scheme: str, *rest: object) -> torch.nn.Module:
         if scheme == "dense":
-            raise torch.OutOfMemoryError("too large\nby far")
+            raise error
         return right(config, scheme, *rest)
 
     monkeypatch.setattr(decoder, "random_llama", make)
     outcome = command(*MODEL, "--schemes", "dense,w8a8")
-    assert outcome.code == 0, outcome.err
-    assert "not measured: dense (batch 1, batch 3): out of memory: too large" in outcome.out
+    assert outcome.code == code, outcome.err
+    assert f"not measured: dense (batch 1, batch 3): {said}" in outcome.out
+    assert "w8a8" in outcome.out
 
 
 # --- the parts -----------------------------------------------------------------------------------------------------

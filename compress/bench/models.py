@@ -21,7 +21,7 @@ from compress.bench import check, decoder, dense, memory
 from compress.bench.generation import Generation
 from compress.bench.options import ModelOptions, default_schemes
 from compress.bench.report import Report
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.kernels import workspace
 from compress.kernels.ceilings import measure_ceilings
 from compress.kernels.roofline import bandwidth
@@ -51,19 +51,43 @@ def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> No
         entries = [{"variant": name, "batch": batch} for batch in options.batches]
         report.results += entries
         try:
-            for ready in prepare(entries, build, options, report):
-                if options.device.type == "cuda":
-                    time_rounds([ready], options.rounds)
-                else:
-                    waiting.append(ready)
-        except torch.OutOfMemoryError as reason:
-            for entry in entries:
-                entry.setdefault("skipped", f"out of memory: {str(reason).splitlines()[0]}")
+            waiting += measure_variant(entries, build, options, report)
+        except CompressError:
+            raise
+        except Exception as reason:  # noqa: BLE001 - a kernel may fail in any way; the other variants are still of use
+            _leave_out(entries, reason, report)
         report.keep()
         reporter.step(done, steps, name)
     time_rounds(waiting, options.rounds)
     for entry in report.results:
         explain(entry, options, report)
+
+
+def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report) -> None:
+    """Say of the entries that have no figures yet why they will not have any; all but a lack of memory is a failure."""
+    line = next(iter(str(reason).splitlines()), "")
+    for entry in entries:
+        if "decode" not in entry and "skipped" not in entry:
+            if isinstance(reason, torch.OutOfMemoryError):
+                entry["skipped"] = f"out of memory: {line}"
+                continue
+            entry["skipped"] = f"{type(reason).__name__}: {line}"
+            report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {entry['skipped']}")
+
+
+def measure_variant(
+    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
+) -> list[tuple[dict[str, Any], Generation]]:
+    """Make and check one variant, and on a GPU time it. Returns what is still to be timed."""
+    prepared = prepare(entries, build, options, report)
+    if options.device.type == "cpu":
+        return list(prepared)
+    for entry, generation in prepared:
+        with memory.watched_memory(options.device, None) as timing:
+            generation.capture()
+            time_rounds([(entry, generation)], options.rounds)
+        entry["peak_bytes"] = max(entry["peak_bytes"], timing.bytes or 0)
+    return []
 
 
 def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str, Build]]:
@@ -151,8 +175,6 @@ def prepare(
                 entry["skipped"] = f"wrong: {wrong}"
                 report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {wrong}")
                 continue
-        generation.capture()
-        entry |= {"launch": generation.launch, "why_eager": generation.why_eager}
         yield entry, generation
 
 
@@ -183,6 +205,7 @@ def time_rounds(ready: list[tuple[dict[str, Any], Generation]], rounds: int) -> 
         for (_, generation), found in zip(ready, times, strict=True):
             found.append(generation.round())
     for (entry, generation), found in zip(ready, times, strict=True):
+        entry |= {"launch": generation.launch, "why_eager": generation.why_eager}
         for i, part in enumerate(("prefill", "decode")):
             entry[part] = summary([pair[i] for pair in found], generation.device)
 

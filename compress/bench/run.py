@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compress.bench import plot
 from compress.bench.linears import bench_linears
 from compress.bench.models import bench_model
@@ -23,16 +25,23 @@ def run_bench(model: str | None, json_file: Path | None, page: Path | None, repo
         linear = linear_options(**given)
         settings = {"shapes": [list(shape) for shape in linear.shapes], "tokens": list(linear.tokens)}
         report = Report("linears", linear.device, settings | _common(linear) | {"tune": linear.tune}, json_file)
+        _choose(linear.device)
         bench_linears(linear, report, reporter)
     else:
         whole = model_options(model, **given)
         settings = {"model": model, "batches": list(whole.batches), "prompt": whole.prompt, "new": whole.new}
         report = Report("model", whole.device, settings | _common(whole), json_file)
+        _choose(whole.device)
         bench_model(whole, report, reporter)
     report.finish()
     if page is not None:
         plot.write_page(report, page)
     return report
+
+
+def _choose(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _common(options: Any) -> dict[str, Any]:
