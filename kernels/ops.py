@@ -200,9 +200,12 @@ def weight_only_gradient(
     weight = Planar(words, scale, zero, group_size, bits)
     grad_MN = _rows(grad)
     if why_not_dequantize(grad, weight):
-        out_MK = grad_MN.new_zeros(len(grad_MN), columns)
+        sums_MK = torch.zeros(
+            len(grad_MN), columns, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+        )
         for rows, part in _row_blocks(weight, columns):
-            out_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
+            sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
+        out_MK = sums_MK.to(grad.dtype)
     else:
         from compress.kernels.dequantize_gemm import input_gradient
 

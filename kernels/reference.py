@@ -20,6 +20,7 @@ INT8_MIN, INT8_MAX = -128, 127
 INT8_STEPS = INT8_MAX - INT8_MIN
 # A symmetric grid spreads the largest magnitude over 127.5 steps, as `compress.grid` does for a whole int8 range.
 INT8_HALF_RANGE = INT8_STEPS / 2
+ROUNDING_WIDTH = 4
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -67,6 +68,15 @@ def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtyp
     """
     sums = x_MK.shape[-1] * torch.finfo(torch.float32).eps * (x_MK.abs() @ weight_NK.abs().t())
     return sums + torch.finfo(dtype).eps * out_MN.abs() + torch.finfo(dtype).tiny
+
+
+def weight_rounding(x_MK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, N] what `tolerance` lacks for a kernel that rounds its weights to `dtype`, or does not where `weight` is.
+
+    A weight is off by half a unit in the last place, evenly spread: a standard deviation of eps / sqrt(12) of it. The
+    sum of K of them is within ROUNDING_WIDTH eps sqrt(x^2 weight^2), fourteen times its own. Arguments fp64.
+    """
+    return ROUNDING_WIDTH * torch.finfo(dtype).eps * (x_MK.square() @ weight_NK.square().t()).sqrt()
 
 
 def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:

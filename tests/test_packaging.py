@@ -129,7 +129,7 @@ LAYERS = (
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
     ("compress.loading",),
-    ("compress.api", "compress.verify", "compress.evaluation.*"),
+    ("compress.api", "compress.verify", "compress.evaluation.*", "compress.bench*"),
     ("compress",),
     ("compress.show",),
     ("compress.cli", "compress.recipes.*"),

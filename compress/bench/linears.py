@@ -1,0 +1,57 @@
+"""`compress bench`: the ceilings of this machine, then every product of every shape, one report."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any
+
+from compress.bench.options import LinearOptions
+from compress.bench.report import Report
+from compress.kernels import benchmark, workspace
+from compress.kernels.ceilings import measure_ceilings
+from compress.progress import Reporter
+
+# (operator, bits, columns per scale; -1: one per output) of our candidates.
+TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8, -1))
+
+
+def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) -> None:
+    """Fill a report, keeping what there is after every shape and number of tokens."""
+    steps = 1 + options.tune + len(options.shapes) * len(options.tokens)
+    if options.device.type == "cuda":
+        workspace.prepare(options.device)
+    report.ceilings |= measure_ceilings(options.device, options.quick)
+    report.keep()
+    done = 1
+    reporter.step(done, steps, "ceilings")
+    if options.tune:
+        report.tuned += tune(options, reporter.note)
+        report.keep()
+        done += 1
+        reporter.step(done, steps, "tuned")
+    for N, K in options.shapes:
+        products = benchmark.measure(
+            N, K, options.tokens, options.dtype, options.device, options.rounds, report.ceilings
+        )
+        for M, entries in zip(options.tokens, products, strict=True):
+            report.results += entries
+            report.failures += [
+                f"{e['candidate']} {N}x{K} M={M}: {e['skipped']}, {e['error_over_tolerance']:.3g} times what is allowed"
+                for e in entries
+                if e["ours"] and e.get("skipped") == benchmark.WRONG
+            ]
+            report.keep()
+            done += 1
+            reporter.step(done, steps, f"{N}x{K} M={M}")
+
+
+def tune(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
+    tuner = import_module("compress.kernels.tune")
+    problems = [
+        tuner.Problem(op, M, N, K, bits, group, dtype=options.dtype)
+        for N, K in options.shapes
+        for M in options.tokens
+        for op, bits, group in TUNED
+    ]
+    return [asdict(entry) for entry in tuner.tune(problems, options.device, say=say)]

@@ -1,0 +1,86 @@
+"""Bytes that a model holds, and the most that running it takes.
+
+On a GPU the peak is what torch allocated (`torch.cuda.max_memory_allocated`), other models included. On a CPU it is the
+anonymous memory of the process (files that are mapped do not count) above what was there before the model was made,
+looked at every few milliseconds; Linux only.
+"""
+
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+STATUS = Path("/proc/self/status")
+PAUSE_S = 0.005
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Of parameters and buffers, those that are shared counted once."""
+    tensors = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+
+
+def read_bytes(model: nn.Module) -> int:
+    """Of what one decode step reads: all but embedding tables, of which it reads a row, unless the head shares them."""
+    tables = [m.weight.untyped_storage() for m in model.modules() if isinstance(m, nn.Embedding)]
+    heads = {m.weight.untyped_storage().data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
+    return held_bytes(model) - sum(t.nbytes() for t in tables if t.data_ptr() not in heads)
+
+
+def anonymous_bytes() -> int | None:
+    """Anonymous memory of this process; None where the system does not say."""
+    if not STATUS.exists():
+        return None
+    lines = STATUS.read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
+
+
+class Peak:
+    """The most that was seen so far; None where it cannot be seen."""
+
+    bytes: int | None = None
+
+
+def settled_bytes(device: torch.device) -> int | None:
+    """What is in use when nothing runs: the level that a CPU's peak is counted from."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: what was freed goes back to the system
+        if trim is not None:
+            trim(0)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else anonymous_bytes()
+
+
+@contextmanager
+def watched_memory(device: torch.device, base: int | None) -> Iterator[Peak]:
+    """Within: the peak of the device's memory (GPU), or of the process's above `base` (CPU). Known afterwards."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    if base is None:
+        yield peak
+        return
+    seen = [anonymous_bytes() or 0]
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(PAUSE_S):
+            seen.append(anonymous_bytes() or 0)
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+    peak.bytes = max(0, max(*seen, anonymous_bytes() or 0) - base)

@@ -1,0 +1,94 @@
+"""The least time that a product can take on a machine whose ceilings are known. Arithmetic only.
+
+    limit = max(bytes moved / bandwidth, operations / peak)        share = limit / time
+
+bytes        the weight with its scales, read once; x read once; the result written once
+operations   2 M N K
+peak         of the arithmetic that multiplies: the dtype of x, or int8 where x is rounded to int8
+
+A share of 1 is a kernel that nothing could beat with this representation of the weights on this machine. It can be
+above 1 where a ceiling was measured while the machine was busy, or where the weights were still in a cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+INT8 = "int8"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call has to do at least. arithmetic: the name of the ceiling that its operations run under."""
+
+    bytes: int
+    operations: int
+    arithmetic: str
+
+
+# kind -> (bits of a weight; 0: as wide as x, bytes of a scale; 0: as wide as x, whether there is one per group)
+WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
+    "dense": (0, 0, False),
+    "dense fp32": (32, 0, False),
+    "w4": (4, 0, True),
+    "w8": (8, 0, False),
+    "w4a8": (4, 0, True),
+    "w8a8": (8, 4, False),
+    "int32": (8, 0, False),
+}
+INT8_KINDS = ("w4a8", "w8a8", "int32")
+
+
+def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> Cost:
+    """Of a product [M, K] x [N, K] -> [M, N]. width: bytes of x; dtype: its name; group: columns per scale."""
+    bits, scale_bytes, grouped = WEIGHTS[kind]
+    weight = N * K * (bits or 8 * width) // 8
+    scales = N * (K // group if grouped else 1) * (scale_bytes or width)
+    inputs, outputs = M * K * width, M * N * width
+    if kind == "dense fp32":
+        inputs, outputs, dtype = 4 * M * K, 4 * M * N, "float32"
+    if kind.startswith("dense"):
+        scales = 0
+    if kind == "int32":  # int8 in, int32 out, no scales
+        scales, inputs, outputs = 0, M * K, M * N * 4
+    return Cost(weight + scales + inputs + outputs, 2 * M * N * K, INT8 if kind in INT8_KINDS else dtype)
+
+
+def bandwidth(ceilings: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Bytes per second: the best that was measured, read or copied."""
+    found = [ceilings[name]["per_s"] for name in ("copy", "read") if "per_s" in ceilings.get(name, {})]
+    return max(found) if found else None
+
+
+def peak(ceilings: Mapping[str, Mapping[str, Any]], arithmetic: str) -> float | None:
+    """Operations per second. int8: the better of signed and unsigned."""
+    names = (INT8, "uint8") if arithmetic == INT8 else (arithmetic,)
+    found = [ceilings[name]["per_s"] for name in names if "per_s" in ceilings.get(name, {})]
+    return max(found) if found else None
+
+
+Bound = Literal["memory", "compute"]
+
+
+def limit(need: Cost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
+    """(least milliseconds, what binds); None where a ceiling could not be measured."""
+    memory, compute = bandwidth(ceilings), peak(ceilings, need.arithmetic)
+    if memory is None or compute is None:
+        return None
+    moving, computing = need.bytes / memory * 1e3, need.operations / compute * 1e3
+    return (moving, "memory") if moving >= computing else (computing, "compute")
+
+
+def achieved(need: Cost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a time means: bytes and operations per second, what binds and the share of it that was reached."""
+    found = {
+        "bytes": need.bytes,
+        "operations": need.operations,
+        "bytes_per_s": need.bytes / time_ms * 1e3,
+        "operations_per_s": need.operations / time_ms * 1e3,
+        "arithmetic": need.arithmetic,
+    }
+    least = limit(need, ceilings)
+    if least is None:
+        return found | {"bound": None, "limit_ms": None, "share": None}
+    return found | {"bound": least[1], "limit_ms": least[0], "share": least[0] / time_ms}
