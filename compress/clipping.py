@@ -32,7 +32,7 @@ from compress.histogram import folded, in_order, used_bins
 PERCENT = 10**6  # percentiles are told apart to a millionth of a percent
 SHRINK_STEPS, STEPS_PER_OCTAVE, SHRINK_UNIT = 128, 16, 2**20
 TIE = 1e-9
-BUDGET = 2**22  # numbers in a temporary tensor of a search: 32 MiB of float64
+BUDGET = 2**17  # numbers in a temporary tensor of a search: 1 MiB of float64, which stays in a cache
 
 Turn = Literal["both", "above", "below"]
 TURNS: tuple[Turn, ...] = ("both", "above", "below", "above", "below")
@@ -91,18 +91,18 @@ def bin_values(lowest_R: Tensor, highest_R: Tensor, width_R: Tensor, bins: int) 
     return (centres * width_R[:, None]).clamp(lo[:, None], hi[:, None])
 
 
-def squared_errors(counts_RA: Tensor, values_RA: Tensor, lo_RC: Tensor, hi_RC: Tensor, grid: Grid) -> Tensor:
-    """[R, C] sum over bins of count (v - Q(v))^2 for each candidate range, float64."""
-    rows, candidates = lo_RC.shape
+def squared_errors(
+    counts_RA: Tensor, values_RA: Tensor, lo_RC: Tensor, hi_RC: Tensor, wanted_RC: Tensor, grid: Grid
+) -> Tensor:
+    """[R, C] sum over bins of count (v - Q(v))^2, float64; infinite for the candidates that are not wanted."""
+    errors = torch.full_like(lo_RC, float("inf"))
     scale_RC, zero_RC = scale_of_range(lo_RC, hi_RC, grid, torch.float32)
-    scale, zero = scale_RC.reshape(-1, 1), zero_RC.reshape(-1, 1)
-    parts = []
-    for pair in torch.arange(rows * candidates, device=lo_RC.device).split(max(1, BUDGET // counts_RA.shape[1])):
-        row = pair // candidates
-        values = values_RA[row]
-        rounded = decode(encode(values, scale[pair], zero[pair], grid), scale[pair], zero[pair], torch.float64)
-        parts.append((counts_RA[row] * (rounded - values).square()).sum(-1))
-    return torch.cat(parts).view(rows, candidates)
+    for pair in wanted_RC.nonzero().split(BUDGET // max(1, counts_RA.shape[1])):
+        row, candidate = pair.unbind(-1)
+        scale, zero, values = scale_RC[row, candidate, None], zero_RC[row, candidate, None], values_RA[row]
+        off = decode(encode(values, scale, zero, grid), scale, zero, torch.float64).sub_(values)
+        errors[row, candidate] = off.square_().mul_(counts_RA[row]).sum(-1)
+    return errors
 
 
 def widest_of_least(errors_RC: Tensor, choices_RC: Tensor) -> Tensor:
@@ -114,15 +114,18 @@ def widest_of_least(errors_RC: Tensor, choices_RC: Tensor) -> Tensor:
 def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: Tensor, grid: Grid) -> Tensor:
     """[R, 2] bins kept by the candidate range of least squared error under `grid`."""
     all_R2 = observed_bins(counts_R2B, grid)
+    bins = counts_R2B.shape[-1]
     counts_RA = in_order(counts_R2B)
-    values_RA = bin_values(lowest_R, highest_R, width_R, counts_R2B.shape[-1])
+    values_RA = bin_values(lowest_R, highest_R, width_R, bins)
+    filled = (counts_RA > 0).any(0)  # of some row: the others add nothing
+    counts_RA, values_RA = counts_RA[:, filled].double(), values_RA[:, filled]
     least_R = all_R2.sum(-1).clamp(max=2**grid.bits)  # a step is a bin or more
     ends = {"below": shrunk(all_R2[:, 0]), "above": shrunk(all_R2[:, 1])}
     kept = {end: choices[:, 0] for end, choices in ends.items()}
     for turn in TURNS if not grid.symmetric else TURNS[:1]:
         tried = {e: c if turn in ("both", e) else kept[e][:, None].expand_as(c) for e, c in ends.items()}
         lo, hi = bounds(tried["below"], tried["above"], width_R[:, None], lowest_R[:, None], highest_R[:, None], grid)
-        errors = squared_errors(counts_RA, values_RA, lo, hi, grid)
-        errors = errors.masked_fill(tried["below"] + tried["above"] < least_R[:, None], float("inf"))
+        wanted = tried["below"] + tried["above"] >= least_R[:, None]
+        errors = squared_errors(counts_RA, values_RA, lo, hi, wanted, grid)
         kept = {e: widest_of_least(errors, choices) for e, choices in tried.items()}
     return torch.stack([kept["below"], kept["above"]], -1)
