@@ -138,6 +138,10 @@ def cli() -> None:
     "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
+@click.option("--activations", help="Of w8a8: dynamic (fitted to every token) or static.  [default: dynamic]")
+@click.option(
+    "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
+)
 @click.option(
     "--set",
     "settings",
@@ -187,7 +191,7 @@ def quantize(
     from compress.progress import reporting
     from compress.recipe import load_recipe, make_pass
 
-    chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid")}
+    chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid", "activations", "calibrator")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     for setting in settings:
         name, equals, value = setting.partition("=")

@@ -9,7 +9,7 @@ what is on disk, which is how a run resumes.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.architecture import Layer, Stack, find_stacks, layers_of, left_alone, output_head, whole_model
+from compress.calibrators import Range
 from compress.comm import Comm
 from compress.errors import CompressError, InputError
 from compress.forward import (
@@ -269,7 +270,12 @@ class _Run:
                 raise CompressError(f"{name} has non-finite weights; the model is damaged")
         dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
         scale_dtypes = {n: dtypes[id(layers[n].parameter)] for n in names}
-        return p.apply(Site(weights, stats, scale_dtypes, self.comm))
+        decisions = p.apply(Site(weights, stats, scale_dtypes, self.comm))
+        found = stats.get("range")
+        if not isinstance(found, Range):
+            return decisions
+        seen = _range_figures(found)
+        return {n: replace(d, figures={**d.figures, **seen}) if d.inputs else d for n, d in decisions.items()}
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
@@ -459,6 +465,18 @@ def _problem(layer: str, arrival: Arrival) -> str | None:
             "cannot pair them: turn it off (drift=0) or ignore the layer"
         )
     return None
+
+
+def _range_figures(found: Range) -> dict[str, float | int | str]:
+    """What the report says about the fixed range of an input, which is one for the whole tensor."""
+    figures: dict[str, float | int | str] = {
+        "input_low": float(found.lo),
+        "input_high": float(found.hi),
+        "input_lowest": float(found.lowest),
+        "input_highest": float(found.highest),
+        "calibrator": found.method,
+    }
+    return figures if found.clipped is None else {**figures, "input_clipped": float(found.clipped)}
 
 
 def _layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:

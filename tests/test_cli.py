@@ -257,7 +257,7 @@ OPTIONS: dict[str, Case] = {
         (
             "unknown option of gptq 'dmap'",
             "did you mean 'damp'?",
-            "act_order, activation_grid, activations, clip, damp",
+            "act_order, activation_grid, activations, calibrator, clip, damp",
         ),
     ),
     "number that is a word": (lambda d: d.gptq(d.tokens, "--set", "damp=much"), ("damp of gptq is 'much'", "number")),

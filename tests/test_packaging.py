@@ -116,7 +116,17 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 LAYERS = (
     ("compress.errors", "compress.version", "compress.progress", "compress.comm"),
     ("compress.kernels.*",),
-    ("compress.grid", "compress.stats", "compress.sweep", "compress.device", "compress.architecture"),
+    (
+        "compress.grid",
+        "compress.stats",
+        "compress.histogram",
+        "compress.clipping",
+        "compress.entropy",
+        "compress.calibrators",
+        "compress.sweep",
+        "compress.device",
+        "compress.architecture",
+    ),
     ("compress.scheme", "compress.fold"),
     ("compress.passes*",),
     ("compress.forward", "compress.residency"),

@@ -13,18 +13,21 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from compress.calibrators import OPTIONS as CALIBRATORS
+from compress.calibrators import calibrator, scale_and_zero_point
 from compress.comm import Comm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.fold import Merge, reduce_scales
-from compress.grid import Granularity, Grid, Quantized, RangeChoice, scale_of_range, suggest_groups
+from compress.grid import Granularity, Grid, Quantized, RangeChoice, suggest_groups
 from compress.scheme import InputCodes
-from compress.stats import MinMax, StatisticFactory
+from compress.stats import StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 Activations = Literal["dynamic", "static"]
 SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8}
 DEFAULT_GROUP = 128
+PERCENTILE = 99.99
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class QuantizeWeights(Pass):
     compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix. clip: shrink each
     range to the one of least error. Scales are stored in the model's own dtype.
     activations: int8 inputs are fitted to every token as it comes (`dynamic`) or by calibration (`static`).
-    activation_grid: `symmetric` or `asymmetric` (static only).
+    activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
+    `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
     """
 
     reads: ClassVar[Aspect] = "dense weight"
@@ -160,6 +164,8 @@ class QuantizeWeights(Pass):
     clip: bool = False
     activations: Activations = "dynamic"
     activation_grid: Literal["symmetric", "asymmetric"] = "symmetric"
+    calibrator: str = "minmax"
+    percentile: float = PERCENTILE
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -176,6 +182,7 @@ class QuantizeWeights(Pass):
             usual = -1 if self.per_tensor or self.scheme == "w8a8" else DEFAULT_GROUP
             object.__setattr__(self, "group_size", usual)
         self._check_activations()
+        self._check_calibrator()
         self.weight_grid()
 
     def _check_activations(self) -> None:
@@ -197,6 +204,21 @@ class QuantizeWeights(Pass):
             hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
             raise InputError(f"activations and activation_grid are for w8a8; {self.scheme}: {hint}")
 
+    def _check_calibrator(self) -> None:
+        one_of("calibrator", self.calibrator, CALIBRATORS)
+        if self.activations == "static":
+            self._calibrator()
+        elif self.calibrator != "minmax":
+            raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
+        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
+            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
+
+    def _calibrator(self) -> StatisticFactory:
+        grid = self.input_grid()
+        assert grid is not None
+        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
+        return calibrator(self.calibrator, grid, **options)
+
     def input_grid(self) -> Grid | None:
         """The int8 grid of a layer's input; None where it stays as it is."""
         if not self.scheme.endswith("a8"):
@@ -205,7 +227,7 @@ class QuantizeWeights(Pass):
         return Grid(bits=8, symmetric=self.activation_grid == "symmetric", granularity="token" if dynamic else "tensor")
 
     def needs(self) -> Mapping[str, StatisticFactory]:
-        return {"range": MinMax} if self.activations == "static" else {}
+        return {"range": self._calibrator()} if self.activations == "static" else {}
 
     def input_codes(self, site: Site) -> dict[str, InputCodes]:
         """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale."""
@@ -214,11 +236,9 @@ class QuantizeWeights(Pass):
             return {}
         if self.activations == "dynamic":
             return dict.fromkeys(site.weights, InputCodes(grid))
-        lowest, highest = site.stats["range"]
-        lo, hi = lowest.amin().clamp(max=0).reshape(1, 1), highest.amax().clamp(min=0).reshape(1, 1)
         codes = {}
         for name, dtype in site.scale_dtypes.items():
-            scale, zero_point = scale_of_range(lo, hi, grid, dtype)
+            scale, zero_point = (t.reshape(1, 1) for t in scale_and_zero_point(site.stats["range"], grid, dtype))
             codes[name] = InputCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
         return codes
 
