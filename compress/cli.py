@@ -293,13 +293,27 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
 
 @cli.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
 @click.argument("model")
+@click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
+@device_option
 @json_option
 @quiet_option
 @exits_cleanly
-def inspect(model: str, json_file: str | None, quiet: bool) -> None:
+def inspect(model: str, kernels: bool, device: str | None, json_file: str | None, quiet: bool) -> None:
     """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
     from compress.evaluation.size import inspect_checkpoint
 
+    if kernels:
+        from compress.device import find_device
+        from compress.evaluation.routes import kernel_rows
+
+        target = find_device(device)
+        found = kernel_rows(model, target)
+        write_report(json_file, {"device": str(target), "layers": [asdict(row) for row in found]})
+        if not quiet and json_file != "-":
+            show.kernels(found, str(target))
+        return
+    if device is not None:
+        raise InputError("--device is for --kernels: without it nothing depends on a device")
     rows, size = inspect_checkpoint(model)
     write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
     if quiet or json_file == "-":

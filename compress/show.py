@@ -8,6 +8,7 @@ from rich.table import Table
 
 from compress.api import Result
 from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.source import find_source
 
@@ -83,6 +84,17 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
             number(e.bytes, ".2f", MIB),
             number(e.bits_per_weight, ".2f"),
         )
+    console().print(table)
+
+
+def kernels(rows: Sequence[KernelRow], device: str) -> None:
+    """One row per compressed layer: its kernel for few, some and many tokens, and why not a faster one."""
+    table = Table(title=f"kernels on {device}, by tokens", title_justify="left")
+    for heading in ("layer", "shape", "scheme", *(f"{M}" for M in rows[0].kernels), "why not a faster one"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape))
+        table.add_row(row.name, shape, row.scheme, *row.kernels.values(), "; ".join(row.why_not))
     console().print(table)
 
 

@@ -1,0 +1,49 @@
+"""Which kernel every compressed layer of a checkpoint gets on a device, without loading a weight."""
+
+from dataclasses import dataclass
+
+import torch
+
+from compress.errors import InputError
+from compress.kernels.routes import planar_route, w8a8_route
+from compress.nn import NARROW, WIDE
+from compress.source import find_source, layers_of, read_config
+
+TOKENS = (1, 16, 512)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A layer: shape (N, K), {tokens: kernel}, and why none of them is a faster one (empty: it is the fastest)."""
+
+    name: str
+    shape: tuple[int, int]
+    scheme: str
+    kernels: dict[int, str]
+    why_not: tuple[str, ...]
+
+
+def kernel_rows(
+    model: str, device: torch.device, dtype: torch.dtype | None = None, tokens: tuple[int, ...] = TOKENS
+) -> list[KernelRow]:
+    """One row per compressed layer. dtype: of the arithmetic; the checkpoint's own unless given, float32 on a CPU for
+    `compress generate`. Raises InputError for a checkpoint that holds no compressed layer."""
+    source = find_source(model)
+    layers = layers_of(source)
+    if not layers:
+        raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
+    found = dtype or getattr(read_config(source), "dtype", None) or torch.float32
+    rows = []
+    for name, stored in layers.items():
+        scheme, (N, K) = stored.scheme, stored.shape
+        routes = {}
+        for M in tokens:
+            if scheme.layout == "int-quantized":
+                routes[M] = w8a8_route(M, N, K, found, device)
+            else:
+                bits = NARROW if scheme.weights.bits <= NARROW else WIDE
+                group = scheme.weights.group_size or -1
+                routes[M] = planar_route(M, N, K, bits, group, found, device, scheme.inputs is not None)
+        reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
+        rows.append(KernelRow(name, (N, K), str(scheme), {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
+    return rows

@@ -1,0 +1,74 @@
+"""Which kernel a product of given sizes gets on a device, and why not a faster one; nothing is computed.
+
+triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
+cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
+torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from compress.kernels import cpu, cpu_gemm, ops
+from compress.kernels.cpu_gemm import Operation
+from compress.kernels.pack import Planar
+
+
+class Route(NamedTuple):
+    """A kernel, and what speaks against each faster one."""
+
+    kernel: str
+    why_not: tuple[str, ...]
+
+
+def _tokens(M: int, K: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A stand-in for M tokens that takes the memory of one."""
+    return torch.empty(1, K, dtype=dtype, device=device).expand(M, K)
+
+
+def planar_route(
+    M: int,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    int8_input: bool = False,
+) -> Route:
+    """Of a weight in planar words of 4 or 8 bits; int8_input: x is rounded to int8."""
+    if device.type == "cpu":
+        return _cpu_route("int8_activation" if int8_input else "weight_only", M, N, K, group_size, dtype)
+    if int8_input:
+        return Route("reference", ("int8 inputs with packed weights have no GPU kernel: use w8a8 or w4a16 there",))
+    meta = torch.device("meta")
+    weight = Planar(
+        torch.empty(N, 0, dtype=torch.int16, device=meta),
+        torch.empty(0, dtype=dtype, device=meta),
+        None,
+        group_size,
+        bits,
+    )
+    x_MK = _tokens(M, K, dtype, device)
+    path, _ = ops.weight_only_path(x_MK, weight)
+    fused = tuple(ops.why_not_weight_only(x_MK, weight))
+    if path == "dequantize" and not fused:
+        fused = ("for so many tokens unpacking once is taken to be faster",)
+    return Route(path, () if path == "triton" else fused)
+
+
+def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of int8 rows, with x rounded to int8."""
+    if device.type == "cpu":
+        return _cpu_route("w8a8", M, N, K, -1, dtype)
+    x_MK = _tokens(M, K, dtype, device)
+    reasons = ops.why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"))
+    return Route(ops.path_of(device, reasons), tuple(reasons))
+
+
+def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:
+    name = cpu_gemm.cpu_route(operation, M, N, K, group_size)
+    reasons = [*cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
+    if dtype not in cpu_gemm.TYPES:
+        name, reasons = "torch", [f"x is {dtype}; allowed: float32, float16, bfloat16"]
+    return Route(f"cpu {name}" if name in ("rows", "slabs") else name, tuple(reasons))
