@@ -18,6 +18,26 @@ from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
 
 
+# What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
+FOLDING = {
+    "awq": [compress.AWQ(group_size=16, statistics="float64")],
+    "awq-gptq": [
+        compress.AWQ(group_size=16, statistics="float64", rounding="none"),
+        compress.GPTQ(group_size=16, statistics="float64"),
+    ],
+    "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl")],
+    "w8a8": [
+        compress.GPTQ(
+            scheme="w8a8",
+            statistics="float64",
+            activations="static",
+            activation_grid="asymmetric",
+            calibrator="moving-average",
+        )
+    ],
+}
+
+
 def train(model, steps=3):
     """Losses of a few steps, the same data on every rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -88,6 +108,9 @@ def main(folder: Path) -> None:
         compress.quantize(folder / "model", exact, output=folder / "resumed", resume=True, **common)
         compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
         rtn = compress.RTN(group_size=16, grid="asymmetric")
+        for name, passes in FOLDING.items():
+            compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
+        compress.quantize(folder / "model", FOLDING["awq-gptq"], output=folder / "refolded", resume=True, **common)
         rest = {k: v for k, v in common.items() if k != "calibration"}
         compress.quantize(folder / "model", rtn, output=folder / "rtn-2", **rest)
         # A model that somebody else sharded, compressed in place, then trained on.

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, tokens
-from sharded_worker import train
+from safetensors import safe_open
+from sharded_worker import FOLDING, train
 
 import compress
 from compress.grid import Quantized
@@ -50,6 +51,11 @@ def folder(tmp_path_factory) -> Path:
     compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-1", **common)
     rtn = compress.RTN(group_size=16, grid="asymmetric")
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
+    for name, passes in FOLDING.items():
+        compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
+    with pytest.raises(KeyboardInterrupt):
+        passes = FOLDING["awq-gptq"]
+        compress.quantize(folder / "model", passes, output=folder / "refolded", reporter=StopAfterOne(), **common)
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(folder / "model", EXACT, output=folder / "resumed", reporter=StopAfterOne(), **common)
     return folder
@@ -62,7 +68,16 @@ def two(folder):
 
 def same(first: Path, second: Path) -> None:
     """Both checkpoints hold the same tensors, codes and scales included, bit for bit."""
-    one, other = read_tensors(find_source(str(first))), read_tensors(find_source(str(second)))
+    sources = [find_source(str(path)) for path in (first, second)]
+    assert set(sources[0].weights) == set(sources[1].weights)
+    for name in sources[0].weights:
+        if name.rpartition(".")[2].startswith("input_"):
+            held = []
+            for source in sources:
+                with safe_open(source.weights[name], framework="pt") as file:
+                    held.append(file.get_tensor(name))
+            assert torch.equal(*held), name
+    one, other = (read_tensors(source) for source in sources)
     assert set(one) == set(other)
     compressed = 0
     for name, value in one.items():
@@ -81,6 +96,15 @@ def same(first: Path, second: Path) -> None:
 def test_two_ranks_decide_what_one_process_decides(folder, two):
     same(folder / "exact-1", folder / "exact-2")
     same(folder / "rtn-1", folder / "rtn-2")
+
+
+@pytest.mark.parametrize("name", sorted(FOLDING))
+def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
+    same(folder / f"{name}-1", folder / f"{name}-2")
+
+
+def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
+    same(folder / "awq-gptq-1", folder / "refolded")
 
 
 def test_three_ranks_decide_what_one_process_decides(folder, two):

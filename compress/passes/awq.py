@@ -58,7 +58,8 @@ class AWQ(FoldThenRound):
         return partial(Hessian, dtype=torch.float64 if self.statistics == "float64" else torch.float32)
 
     def fold_needs(self) -> Mapping[str, StatisticFactory]:
-        return {"hessian": self._hessian(), "mean": ChannelMean}
+        dtype = torch.float64 if self.statistics == "float64" else torch.float32
+        return {"hessian": self._hessian(), "mean": partial(ChannelMean, dtype=dtype)}
 
     def scaling(self, site: FoldSite) -> Scaling:
         mean_C = site.merged(lambda reader: reader.stats["mean"].double(), "mean")

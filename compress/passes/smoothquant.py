@@ -26,10 +26,11 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.fold import spread_scales
-from compress.grid import fake_quantize
+from compress.grid import fake_quantize, scale_of_range
 from compress.passes.base import Decision, FoldSite, FoldThenRound, Reader, Scaling, Site
 from compress.passes.rtn import round_to_nearest
-from compress.stats import ChannelAbsMax, StatisticFactory, TokenSample
+from compress.scheme import InputCodes
+from compress.stats import MinMax, StatisticFactory, TokenSample
 
 # Strengths that are tried: from little to nearly all of the input's range.
 ALPHAS = tuple(a / 20 for a in range(6, 20))
@@ -59,10 +60,10 @@ class SmoothQuant(FoldThenRound):
             )
 
     def fold_needs(self) -> Mapping[str, StatisticFactory]:
-        return {"absmax": ChannelAbsMax, "sample": partial(TokenSample, per_batch=SAMPLED)}
+        return {"extremes": MinMax, "sample": partial(TokenSample, per_batch=SAMPLED)}
 
     def scaling(self, site: FoldSite) -> Scaling:
-        largest_C = site.merged(lambda reader: reader.stats["absmax"], "max")
+        largest_C = site.merged(lambda reader: torch.maximum(*map(torch.abs, reader.stats["extremes"])), "max")
         heaviest_C = site.merged(lambda reader: reader.weight.float().abs().amax(0), "max")
         if self.alpha != -1:
             return Scaling(smoothing(largest_C, heaviest_C, self.alpha), {"alpha": self.alpha})
@@ -80,15 +81,24 @@ class SmoothQuant(FoldThenRound):
 
     def _loss(self, reader: Reader, s_C: Tensor) -> Tensor:
         """Squared error of a layer's outputs when input and weight are rounded behind a scaling; this rank's tokens."""
-        inputs = self.input_grid()
-        assert inputs is not None
         x_MK, weight_NK = reader.stats["sample"].float(), reader.weight.float()
         if len(x_MK) == 0:
             return torch.zeros((), dtype=torch.float64, device=s_C.device)
         s_K = spread_scales(s_C, reader.channel_of_K)
-        rounded = fake_quantize(x_MK / s_K, inputs, torch.float32)
+        rounded = self._inputs(reader, s_K).fake_quantize(x_MK / s_K)
         values = fake_quantize(weight_NK * s_K, self.weight_grid(), torch.float32)
         return (rounded @ values.t() - x_MK @ weight_NK.t()).double().square().sum()
+
+    def _inputs(self, reader: Reader, s_K: Tensor) -> InputCodes:
+        """How x / s is rounded; a fixed range is the whole one of all ranks, whatever the calibrator will make of it."""
+        grid = self.input_grid()
+        assert grid is not None
+        if self.activations == "dynamic":
+            return InputCodes(grid)
+        lowest, highest = (extreme / s_K for extreme in reader.stats["extremes"])
+        lo, hi = lowest.amin().clamp(max=0).reshape(1, 1), highest.amax().clamp(min=0).reshape(1, 1)
+        scale, zero_point = scale_of_range(lo, hi, grid, reader.scale_dtype)
+        return InputCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self)
