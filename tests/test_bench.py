@@ -215,9 +215,11 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
         for part in ("prefill", "decode"):
             assert entry[part]["tokens_per_s"] > 0
             assert ("speedup_over" in entry[part]) == (entry["variant"] != "dense")
-        moved = entry["read_bytes"] + entry["cache_bytes"]
-        best = max(found["ceilings"][name]["per_s"] for name in ("copy", "read"))
-        assert entry["decode"]["share"] == pytest.approx(moved / best * 1e3 / entry["decode"]["time_ms"])
+            assert entry[part]["share"] == pytest.approx(entry[part]["limit_ms"] / entry[part]["time_ms"])
+            assert entry[part]["bytes"] == entry["read_bytes"] + entry["cache_bytes"]
+        assert entry["decode"]["operations"] == 2 * entry["linear_weights"] * entry["batch"]
+        assert entry["linear_weights"] == found["results"][0]["linear_weights"]
+        assert entry["arithmetic"] == ("int8" if entry["variant"] == "w8a8" else found["settings"]["dtype"])
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
