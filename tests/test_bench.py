@@ -154,6 +154,14 @@ def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, m
     assert any("time_ms" in e for e in found["results"] if e["candidate"] == "w8a8")
 
 
+def test_what_is_not_a_number_is_null_in_a_report() -> None:
+    report = Report("linears", CPU, {})
+    report.results.append({"error": float("nan"), "others": [float("inf"), 1.5]})
+    assert json.loads(json.dumps(report.content(), allow_nan=False))["results"] == [
+        {"error": None, "others": [None, 1.5]}
+    ]
+
+
 def test_work_that_fails_leaves_what_it_had_and_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = benchmark.measure
 
