@@ -11,9 +11,11 @@ from compress.evaluation.evaluate import Evaluation, evaluate
 from compress.grid import Grid, Quantized, fake_quantize
 from compress.loading import load, register
 from compress.nn import QuantLinear
+from compress.passes.awq import AWQ
 from compress.passes.base import Pass, but, only
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
+from compress.passes.smoothquant import SmoothQuant
 from compress.recipe import load_recipe
 from compress.verify import verify
 from compress.version import VERSION
@@ -22,6 +24,7 @@ __version__ = VERSION
 register()
 
 __all__ = [
+    "AWQ",
     "GPTQ",
     "RTN",
     "CheckpointError",
@@ -33,6 +36,7 @@ __all__ = [
     "QuantLinear",
     "Quantized",
     "Result",
+    "SmoothQuant",
     "__version__",
     "but",
     "evaluate",

@@ -26,13 +26,12 @@ from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.forward import Batch, ChainBrokenError, evaluating
-from compress.grid import Grid
 from compress.passes.base import Pass
 from compress.pipeline import Plan, RunRecord, plan, run
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.residency import Local, Residency, Sharded, shard
-from compress.scheme import weights_entry
+from compress.scheme import Scheme, group_entry
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
 from compress.version import VERSION
 from compress.writer import Discard, Writer
@@ -204,7 +203,7 @@ def _calibration(
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        needing = next(p for p in plan_.passes if p.needs())
+        needing = next(p for p in plan_.passes if p.calibrated)
         raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if samples is not None or length is not None:
@@ -265,24 +264,20 @@ def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
                 yield full, buffer
 
 
-def quantization_config(layers: Mapping[str, Grid], model: nn.Module) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors for packed layers with their grids."""
-    by_scheme: dict[str, list[str]] = {}
-    for name, grid in layers.items():
-        by_scheme.setdefault(json.dumps(weights_entry(grid), sort_keys=True), []).append(name)
+def quantization_config(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors for layers with their schemes."""
+    by_entry: dict[str, list[str]] = {}
+    for name, scheme in layers.items():
+        by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
     groups = {}
-    for i, (scheme, names) in enumerate(sorted(by_scheme.items())):
-        targets = ["Linear"] if len(by_scheme) == 1 else sorted(names)
-        groups[f"group_{i}"] = {
-            "targets": targets,
-            "weights": json.loads(scheme),
-            "input_activations": None,
-            "output_activations": None,
-        }
+    for i, (entry, names) in enumerate(sorted(by_entry.items())):
+        targets = ["Linear"] if len(by_entry) == 1 else sorted(names)
+        groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layouts = sorted({scheme.layout for scheme in layers.values()})
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": layouts[0] if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": sorted(set(linears) - set(layers)),
         "config_groups": groups,
@@ -300,14 +295,14 @@ def _finish(
     comm: Comm,
     reporter: Reporter,
 ) -> None:
-    packed = sink.packed_grids()
+    schemes = sink.schemes()
     if sink.dense_layers():
         record.note(
             reporter,
             f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
             "compressed-tensors has no Conv1D, so these take no less space on disk",
         )
-    if any(not grid.symmetric for grid in packed.values()):
+    if any(not scheme.weights.symmetric for scheme in schemes.values()):
         record.note(
             reporter,
             "asymmetric weights: load in transformers with "
@@ -322,8 +317,8 @@ def _finish(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             extra["generation_config.json"] = generation.to_json_string()
-    if config is not None and packed:
-        config["quantization_config"] = quantization_config(packed, model)
+    if config is not None and schemes:
+        config["quantization_config"] = quantization_config(schemes, model)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     manifest = {
         "compress": VERSION,
@@ -345,6 +340,8 @@ def _finish(
         "peak_memory_bytes": peak,
         "block_forwards": record.block_forwards,
         "layers": [asdict(layer) for layer in record.layers],
+        "folds": [asdict(fold) for fold in record.folds],
+        "not_folded": record.not_folded,
         "left_alone": record.left_alone,
         "notes": record.notes,
         "verification": None,

@@ -17,25 +17,31 @@ from torch import Tensor
 from compress.errors import CheckpointError
 from compress.grid import Quantized
 from compress.kernels.pack import pack_rows, unpack_rows
-from compress.scheme import Scheme
+from compress.scheme import InputCodes, Scheme, scheme_of
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
 
 
-def tensors_of(layer: str, quantized: Quantized) -> dict[str, Tensor]:
+def tensors_of(layer: str, quantized: Quantized, inputs: InputCodes | None = None) -> dict[str, Tensor]:
     """The tensors that stand for one compressed layer."""
+    scheme = scheme_of(quantized.grid, inputs)
     bits = quantized.grid.bits
     scale = quantized.scale.expand(quantized.codes.shape[0], -1) if quantized.scale.shape[0] == 1 else quantized.scale
-    tensors = {
-        f"{layer}.weight_packed": pack_rows(quantized.codes, bits),
-        f"{layer}.weight_scale": scale,
-        f"{layer}.weight_shape": torch.tensor(quantized.codes.shape),
-    }
+    tensors = {"weight_scale": scale}
+    if scheme.layout == "int-quantized":
+        tensors["weight"] = quantized.codes
+    else:
+        tensors["weight_packed"] = pack_rows(quantized.codes, bits)
+        tensors["weight_shape"] = torch.tensor(quantized.codes.shape)
     if quantized.zero_point is not None:
         zero_point = quantized.zero_point.expand(scale.shape)
-        tensors[f"{layer}.weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
+    if inputs is not None and inputs.scale is not None:
+        tensors["input_scale"] = inputs.scale.reshape(1)
+        if inputs.zero_point is not None:
+            tensors["input_zero_point"] = inputs.zero_point.reshape(1)
+    return {f"{layer}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def check_parts(
@@ -89,6 +95,18 @@ def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     if not scheme.weights.symmetric:
         zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()
     return Quantized(unpack_rows(parts["weight_packed"], bits, columns), scale, zero_point, scheme.weights)
+
+
+def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> InputCodes | None:
+    """How the input of a layer is rounded, from its tensors."""
+    if scheme.inputs is None or scheme.dynamic:
+        return None if scheme.inputs is None else InputCodes(scheme.inputs)
+    zero_point = tensors.get(f"{layer}.input_zero_point")
+    return InputCodes(
+        scheme.inputs,
+        tensors[f"{layer}.input_scale"].reshape(1, 1),
+        None if scheme.inputs.symmetric or zero_point is None else zero_point.reshape(1, 1),
+    )
 
 
 def fingerprint(parts: Mapping[str, Any]) -> str:

@@ -133,11 +133,15 @@ def cli() -> None:
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
-@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight.  [default: w4a16]")
+@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too.  [default: w4a16]")
 @click.option(
     "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
+@click.option("--activations", help="Of w8a8: dynamic (fitted to every token) or static.  [default: dynamic]")
+@click.option(
+    "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
+)
 @click.option(
     "--set",
     "settings",
@@ -187,7 +191,7 @@ def quantize(
     from compress.progress import reporting
     from compress.recipe import load_recipe, make_pass
 
-    chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid")}
+    chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid", "activations", "calibrator")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -202,7 +206,7 @@ def quantize(
         raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
     passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
     calibration = options.pop("calibration")
-    if not any(p.needs() for p in passes):
+    if not any(p.calibrated for p in passes):
         unused = [f"--{o.replace('_', '-')}" for o in ("calibration", "samples", "length", "batch_size") if given(o)]
         if unused:
             who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
@@ -311,10 +315,23 @@ def inspect(model: str, json_file: str | None, quiet: bool) -> None:
     "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: always the likeliest token."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--dequantize", is_flag=True, help="Compute with dense weights instead of compressed ones.")
+@click.option(
+    "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
+)
 @device_option
 @exits_cleanly
-def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int, device: str | None) -> None:
-    """Continue a prompt with a model, compressed or not (weights are dequantized when loaded)."""
+def generate(
+    model: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    dequantize: bool,
+    int8_activations: bool,
+    device: str | None,
+) -> None:
+    """Continue a prompt with a model; a compressed one runs compressed."""
     import torch
 
     from compress.device import find_device
@@ -323,7 +340,17 @@ def generate(model: str, prompt: str, tokens: int, temperature: float, seed: int
     target = find_device(device)
     source = find_source(model)
     tokenizer = load_tokenizer(source)
-    network: Any = compress.load(model, torch.float32 if target.type == "cpu" else None, target)
+    notes: list[str] = []
+    network: Any = compress.load(
+        model,
+        torch.float32 if target.type == "cpu" else None,
+        target,
+        dequantize=dequantize,
+        int8_activations=int8_activations,
+        notes=notes,
+    )
+    for note in notes:
+        click.echo(f"compress: {note}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -458,7 +485,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
                 compress.quantize(
                     "demo",
                     made,
-                    calibration="demo" if made.needs() else None,
+                    calibration="demo" if made.calibrated else None,
                     output=target,
                     overwrite=overwrite,
                     reporter=reporter,

@@ -388,12 +388,14 @@ def suspended_forward(
     visit: Callable[[int, Iterator[Arrival]], None],
     reference: Sequence[Call] | None,
     use_original: Callable[[bool], None],
+    entering: Callable[[nn.Module, Tensor], Tensor] = lambda _, x: x,
 ) -> tuple[list[Any], list[Any]]:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
     `visit` consumes the arrivals, then changes the weights of the site's layers. `reference` are the same calls on the
     original model's hidden states; `use_original(True)` puts the original weights of the layers changed so far in
-    place, `use_original(False)` the new ones. Returns the block's outputs for calls and for reference.
+    place, `use_original(False)` the new ones. `entering(layer, x)` is what a layer multiplies in place of x once its
+    site is done. Returns the block's outputs for calls and for reference.
     """
     site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
     done: set[int] = set()
@@ -417,7 +419,11 @@ def suspended_forward(
                 rows = None if other is None else real_tokens(other, calls[i])
                 yield Arrival(real_tokens(x, calls[i]), rows)
 
-    hooks = [m.register_forward_pre_hook(lambda m, a: current[0].reach(m, a[0])) for m in site_of]
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        current[0].reach(module, args[0])
+        return (entering(module, args[0]), *args[1:])
+
+    hooks = [m.register_forward_pre_hook(enter) for m in site_of]
     try:
         with torch.no_grad():
             for site in range(len(sites)):

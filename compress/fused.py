@@ -22,7 +22,9 @@ class FusedLinear(nn.Module):
     and as slow as if nothing had been fused.
     """
 
-    def __init__(self, first: "FusedLinear | None", stacked: QuantLinear | None, start: int, stop: int, last: bool) -> None:
+    def __init__(
+        self, first: "FusedLinear | None", stacked: QuantLinear | None, start: int, stop: int, last: bool
+    ) -> None:
         super().__init__()
         self.rows, self.last = slice(start, stop), last
         # A tuple hides the first layer from this module's children: it has a place of its own in the model.
@@ -73,11 +75,8 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
-        pending = owner.pending
-        if pending is not None and pending[0] is x:
-            out = pending[1]
-        else:
-            out = self.whole(x)
+        known = owner.pending
+        out = known[1] if known is not None and known[0] is x else self.whole(x)
         owner.pending = None if self.last else (x, out)
         return out[..., self.rows]
 
@@ -142,4 +141,3 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
     if isinstance(first, PackedLinear):
         cast(PackedLinear, stacked).input_group = first.input_group
     return stacked
-

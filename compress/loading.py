@@ -17,12 +17,20 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from compress.checkpoint import read_json
-from compress.errors import CheckpointError, InputError
+from compress.errors import InputError
 from compress.lowbit import compressed_layers, finish, fuse, prepare
 from compress.nn import PackedLinear
 from compress.scheme import scheme_for
-from compress.source import Source, find_source, from_pretrained, layers_of, load_dense, load_dequantized, read_config, weight_files
+from compress.source import (
+    Source,
+    find_source,
+    from_pretrained,
+    layers_of,
+    load_dense,
+    load_dequantized,
+    read_config,
+    weight_files,
+)
 
 METHOD = "compress"
 THEIRS = "compressed-tensors"
@@ -62,7 +70,11 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.notes: list[str] = []
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, dtype: torch.dtype | None = None, checkpoint_files: Sequence[str] | None = None, **_: Any
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **_: Any,
     ) -> None:
         if not checkpoint_files:
             raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
@@ -181,7 +193,8 @@ def load(
     remarks: list[str] = []
     arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}
     network = from_pretrained(source, str(source.path), remarks, strict=True, **arguments)
-    remarks += network.hf_quantizer.notes
+    quantizer: Any = network.hf_quantizer
+    remarks += quantizer.notes
     if int8_activations:
         _round_inputs(network)
     if notes is not None:

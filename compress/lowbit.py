@@ -1,8 +1,8 @@
-"""A checkpoint that runs as it is stored: built without memory, filled from disk, layer by layer made ready for kernels.
+"""A checkpoint that runs as it is stored: built without memory, filled from disk, made ready layer by layer.
 
-The model is transformers', loaded by transformers; its quantizer interface lets us replace linear layers while they hold
-nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (`finish`). At no time is there a dense copy of
-a compressed weight: the most that is held is the checkpoint, one layer in both layouts, and what is not compressed.
+The model is transformers', loaded by transformers; its quantizer interface lets us replace linear layers while they
+hold nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (`finish`). At no time is there a dense
+copy of a compressed weight: the most that is held is the checkpoint and one layer in both layouts.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ both directions, so a compressed model can be saved, loaded and resumed like any
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class QuantLinear(nn.Module):
     Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
         self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
@@ -63,29 +65,35 @@ class QuantLinear(nn.Module):
         self.spoken_for = False
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
-        self.register_parameter("bias", cast(nn.Parameter | None, bias))
+        self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None) -> "QuantLinear":
-        """Round a linear layer to the nearest codes. Raises InputError for an unknown scheme or a group that does not fit."""
+    def from_linear(
+        cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None
+    ) -> "QuantLinear":
+        """Round a linear layer to the nearest codes. Raises InputError for a scheme or a group that does not fit."""
         found = scheme_named(scheme, group_size) if isinstance(scheme, str) else scheme
         return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
 
     @classmethod
-    def from_quantized(cls, weight: Quantized, bias: Tensor | None = None, scheme: Scheme | None = None) -> "QuantLinear":
+    def from_quantized(
+        cls, weight: Quantized, bias: Tensor | None = None, scheme: Scheme | None = None
+    ) -> "QuantLinear":
         """A layer of codes that a method has found; `scheme` where the input is quantized too."""
         scheme = Scheme(weights=weight.grid) if scheme is None else scheme
         if scheme.layout == "pack-quantized":
             parts = {name.removeprefix("."): part for name, part in tensors_of("", weight).items()}
         else:
             parts = {"weight": weight.codes, "weight_scale": weight.scale.expand(len(weight.codes), -1)}
-        return cls.from_parts({k: v.to(weight.codes.device) for k, v in parts.items()}, scheme, weight.codes.shape, bias)
+        return cls.from_parts(
+            {k: v.to(weight.codes.device) for k, v in parts.items()}, scheme, weight.codes.shape, bias
+        )
 
     @staticmethod
     def from_parts(
         parts: Mapping[str, Tensor], scheme: Scheme, shape: Sequence[int], bias: Tensor | None = None
     ) -> "QuantLinear":
-        """The layer that a checkpoint's tensors stand for, on the device where they are, in the dtype of their scale."""
+        """The layer that a checkpoint's tensors stand for, on their device, in the dtype of their scale."""
         rows, columns = shape
         kind = PackedLinear if scheme.layout == "pack-quantized" else Int8Linear
         layer = kind(scheme, columns, rows, bias)
@@ -161,7 +169,9 @@ class QuantLinear(nn.Module):
         shape = (rows.stop - rows.start, self.in_features)
         wanted = self.scheme.parts(*shape)
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        needed = {name for name, part in wanted.items() if not part.optional} | ({"bias"} if self.bias is not None else set())
+        needed = {name for name, part in wanted.items() if not part.optional} | (
+            {"bias"} if self.bias is not None else set()
+        )
         missing = sorted(needed - set(given))
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
@@ -169,7 +179,9 @@ class QuantLinear(nn.Module):
             return
         parts = {name: given[name] for name in wanted if name in given}
         try:
-            check_parts(prefix.removesuffix("."), {k: (tuple(v.shape), v.dtype) for k, v in parts.items()}, self.scheme, shape)
+            check_parts(
+                prefix.removesuffix("."), {k: (tuple(v.shape), v.dtype) for k, v in parts.items()}, self.scheme, shape
+            )
         except CheckpointError as error:
             error_msgs.append(str(error))
             return
@@ -304,7 +316,9 @@ class Int8Linear(QuantLinear):
         for name, tensor in found.items():
             target = getattr(self, name)
             if tensor is not None and target is not None:
-                target[rows if len(target) == self.out_features and not name.startswith("input") else slice(None)] = tensor
+                target[rows if len(target) == self.out_features and not name.startswith("input") else slice(None)] = (
+                    tensor
+                )
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         parts = {"weight": self.codes[rows], "weight_scale": self.weight_scale[rows].unsqueeze(-1).to(self.dtype)}

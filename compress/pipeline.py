@@ -9,7 +9,7 @@ what is on disk, which is how a run resumes.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.architecture import Layer, Stack, find_stacks, layers_of, left_alone, output_head, whole_model
+from compress.calibrators import Range
 from compress.comm import Comm
 from compress.errors import CompressError, InputError
 from compress.forward import (
@@ -32,10 +33,11 @@ from compress.forward import (
     suspended_forward,
     without_cache,
 )
-from compress.grid import Quantized
 from compress.passes.base import Decision, Only, Pass, Site
 from compress.progress import Reporter
+from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
+from compress.scheme import InputCodes
 
 
 @dataclass
@@ -53,9 +55,11 @@ class LayerRecord:
 
 @dataclass
 class RunRecord:
-    """What a run did, for the report."""
+    """What a run did, for the report. not_folded: producers into which no scale can go, and why."""
 
     layers: list[LayerRecord] = field(default_factory=list)
+    folds: list[FoldRecord] = field(default_factory=list)
+    not_folded: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     block_forwards: int = 0
@@ -70,11 +74,14 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), records and reasons."""
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records
+    and reasons."""
 
-    decided: Mapping[str, Quantized | Tensor]
+    decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
+    folded: Sequence[Folded] = ()
+    fold_records: Sequence[FoldRecord] = ()
 
 
 class Sink(Protocol):
@@ -89,9 +96,7 @@ class Sink(Protocol):
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Write a finished block. Called on every rank while the block is open."""
         ...
@@ -108,7 +113,7 @@ class Plan:
 
     @property
     def calibrated(self) -> bool:
-        return any(p.needs() for p in self.passes)
+        return any(p.calibrated for p in self.passes)
 
     @property
     def treated(self) -> set[str]:
@@ -126,7 +131,7 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     """
     stacks = find_stacks(model)
-    if one_block or (len(stacks) > 1 and any(p.needs() for p in passes)):
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
     shared = _shared_weights(model)
     head = output_head(model)
@@ -196,11 +201,23 @@ def _check(plan: Plan) -> None:
                 quantized_by[layer.name] = p
 
 
+class RoundInput:
+    """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will."""
+
+    def __init__(self, codes: InputCodes) -> None:
+        self.codes, self.active = codes, True
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.codes.fake_quantize(args[0]), *args[1:]) if self.active else args
+
+
 class _Versions:
-    """The original and the new data of the weights changed so far in a block, to swap between."""
+    """The original and the new state of the layers changed so far in a block, to swap between."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.hooks: dict[nn.Module, RoundInput] = {}
+        self.installed: set[nn.Module] = set()
 
     def add(self, parameter: nn.Parameter, new: Tensor) -> None:
         self.pairs.append((parameter, parameter.data, new))
@@ -209,6 +226,20 @@ class _Versions:
     def use_original(self, original: bool) -> None:
         for parameter, old, new in self.pairs:
             parameter.data = old if original else new
+        for hook in self.hooks.values():
+            hook.active = not original
+
+    def entering(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
+        hook = self.hooks.get(module)
+        return x if hook is None or not hook.active or module in self.installed else hook.codes.fake_quantize(x)
+
+    def install_hooks(self) -> None:
+        """From now on the layers round their own inputs."""
+        for module, hook in self.hooks.items():
+            if module not in self.installed:
+                module.register_forward_pre_hook(hook)
+                self.installed.add(module)
 
 
 @dataclass
@@ -220,12 +251,15 @@ class _Run:
     reporter: Reporter
     record: RunRecord
     reference: bool
+    rescaler: Rescaler
 
-    def install(self, layer: Layer, decided: Quantized | Tensor, versions: _Versions) -> None:
+    def install(self, layer: Layer, decided: Decision | Tensor, versions: _Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
         parameter = layer.parameter
-        values = decided.dequantize() if isinstance(decided, Quantized) else decided
+        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
+        if isinstance(decided, Decision) and decided.inputs is not None:
+            versions.hooks[layer.module] = RoundInput(decided.inputs)
 
     def apply(
         self, p: Pass, names: Sequence[str], layers: Mapping[str, Layer], opened: Opened, stats: Mapping[str, Any]
@@ -236,7 +270,12 @@ class _Run:
                 raise CompressError(f"{name} has non-finite weights; the model is damaged")
         dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
         scale_dtypes = {n: dtypes[id(layers[n].parameter)] for n in names}
-        return p.apply(Site(weights, stats, scale_dtypes, self.comm))
+        decisions = p.apply(Site(weights, stats, scale_dtypes, self.comm))
+        found = stats.get("range")
+        if not isinstance(found, Range):
+            return decisions
+        seen = _range_figures(found)
+        return {n: replace(d, figures={**d.figures, **seen}) if d.inputs else d for n, d in decisions.items()}
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
@@ -248,40 +287,53 @@ class _Run:
         with self.residency.open(block) as opened:
             versions = _Versions()
             if before is not None:
-                for layer_name, quantized in before.decided.items():
-                    self.install(layers[layer_name], quantized, versions)
+                repeat(opened, before.folded)
+                for layer_name, decided in before.decided.items():
+                    self.install(layers[layer_name], decided, versions)
+                versions.install_hooks()
                 self.record.layers.extend(before.records)
+                self.record.folds.extend(before.fold_records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
-            made_here: dict[str, Quantized] = {}
+            made_here: dict[str, Decision] = {}
             records = []
+            folded: list[Folded] = []
+            fold_records: list[FoldRecord] = []
             forwarded = False
             structure = self.structure(block, calls, layers) if self.plan.calibrated else None
             for index, p in enumerate(self.plan.passes):
                 wanted = {n: layer for n, layer in layers.items() if p.wants(n)}
                 if not wanted:
                     continue
+                if structure is not None and p.fold_needs():
+                    new, described = self.rescale(p, name, wanted, layers, opened, structure, calls, set(made_here))
+                    folded += new
+                    fold_records += described
+                if not p.rounds:
+                    continue
                 made: dict[str, Decision] = {}
                 if structure is None or not p.needs():
                     for layer_name in wanted:
                         made.update(self.apply(p, [layer_name], layers, opened, {}))
-                        self.install(layers[layer_name], made[layer_name].weight, versions)
+                        self.install(layers[layer_name], made[layer_name], versions)
                 else:
                     last = index == len(self.plan.passes) - 1
                     made, outputs = self.observe(p, wanted, layers, opened, structure, calls, reference, versions)
                     if last:
                         calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
                         forwarded = True
+                versions.install_hooks()
                 for layer_name, decision in made.items():
-                    made_here[layer_name] = decision.weight
+                    made_here[layer_name] = decision
                     records.append(_layer_record(p, layers[layer_name], decision))
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
             alone = {n: self.record.left_alone[n] for n in layers if n in self.record.left_alone}
-            self.sink.write(name, opened, layers, made_here, records, alone)
+            self.sink.write(name, opened, layers, Finished(made_here, records, alone, folded, fold_records))
             self.record.layers.extend(records)
+            self.record.folds.extend(fold_records)
         return calls, reference
 
     def structure(self, block: nn.Module, calls: list[Call], layers: Mapping[str, Layer]) -> Structure:
@@ -293,6 +345,27 @@ class _Run:
                 "run it in one process"
             )
         return found
+
+    def rescale(
+        self,
+        p: Pass,
+        block_name: str,
+        wanted: Mapping[str, Layer],
+        layers: Mapping[str, Layer],
+        opened: Opened,
+        structure: Structure,
+        calls: list[Call],
+        decided: set[str],
+    ) -> tuple[list[Folded], list[FoldRecord]]:
+        """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
+        found = self.rescaler.find(opened.block, calls[0])
+        self.record.not_folded += [reason for reason in found.rejected if reason not in self.record.not_folded]
+        sites = [site for site in ([n for n in s if n in wanted] for s in structure.sites) if site]
+        visit, statistics = collecting(p, sites, layers, self.comm, _problem)
+        suspended_forward(opened.block, calls, wanted, sites, visit, None, lambda _: None)
+        self.record.block_forwards += len(calls)
+        prefix = f"{block_name}." if block_name else ""
+        return self.rescaler.rescale(p, prefix, opened, layers, set(wanted), decided, found, statistics)
 
     def observe(
         self,
@@ -344,11 +417,13 @@ class _Run:
             results = {key: statistic.result() for key, statistic in statistics.items()}
             decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
-                self.install(layers[layer_name], decision.weight, versions)
+                self.install(layers[layer_name], decision, versions)
             made.update(decisions)
 
         shadow = reference if self.reference else None
-        outputs = suspended_forward(opened.block, calls, wanted, sites, visit, shadow, versions.use_original)
+        outputs = suspended_forward(
+            opened.block, calls, wanted, sites, visit, shadow, versions.use_original, versions.entering
+        )
         self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
         return made, outputs
 
@@ -392,6 +467,18 @@ def _problem(layer: str, arrival: Arrival) -> str | None:
     return None
 
 
+def _range_figures(found: Range) -> dict[str, float | int | str]:
+    """What the report says about the fixed range of an input, which is one for the whole tensor."""
+    figures: dict[str, float | int | str] = {
+        "input_low": float(found.lo),
+        "input_high": float(found.hi),
+        "input_lowest": float(found.lowest),
+        "input_highest": float(found.highest),
+        "calibrator": found.method,
+    }
+    return figures if found.clipped is None else {**figures, "input_clipped": float(found.clipped)}
+
+
 def _layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     inner = p.innermost
     grid = decision.weight.grid
@@ -424,7 +511,7 @@ def run(
     record.left_alone.update(left_alone(model, plan_.treated))
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
-    state = _Run(plan_, residency, sink, comm, reporter, record, reference)
+    state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, _shared_weights(model)))
     total = sum(len(stack.blocks) for stack in plan_.stacks)
     finished = 0
     reporter.step(0, total, "")

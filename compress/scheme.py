@@ -1,7 +1,7 @@
 """How a layer is stored and computed: the grids of its weights and its input, and the tensors that hold them.
 
-In the words of compressed-tensors' `quantization_config`. N outputs, K inputs, G groups, n bits. The keys of a layer are
-its path plus
+In the words of compressed-tensors' `quantization_config`. N outputs, K inputs, G groups, n bits. The keys of a layer
+are its path plus
 
     pack-quantized   weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream (`compress.kernels.pack`)
                      weight_scale       model dtype [N, G]
@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.grid import Grid
+from compress.grid import Granularity, Grid, quantize
 from compress.kernels.pack import words_of
 
 Layout = Literal["pack-quantized", "int-quantized"]
@@ -31,12 +32,47 @@ LAYOUTS: dict[str, Layout] = {
     "int-quantized": "int-quantized",
     "naive-quantized": "int-quantized",
 }
-PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
+PARTS = (
+    "weight_packed",
+    "weight",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_shape",
+    "input_scale",
+    "input_zero_point",
+)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # How the numbers were found, not what they are.
 OF_THE_SEARCH = {"observer", "observer_kwargs"}
 # Orders in which columns were solved and then put back; `group` permutes the groups themselves.
 HARMLESS_ORDERS = (None, False, "weight", "static")
+
+
+@dataclass(frozen=True)
+class InputCodes:
+    """How a layer's input is rounded to int8: by a fixed scale and zero point [1, 1], or (None) fitted to every token.
+
+    scale is in its stored dtype, zero_point int8 or None where symmetric.
+    """
+
+    grid: Grid
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        return self.scale is None
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """x [..., K] rounded, in its own dtype: what the integer kernels multiply, up to that dtype's rounding."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self.scale is None:
+            found = quantize(rows, self.grid, torch.float32)
+        else:
+            scale = self.scale.to(x.device, torch.float32)
+            zero_point = None if self.zero_point is None else self.zero_point.to(x.device)
+            found = quantize(rows, self.grid, torch.float32, scale, zero_point)
+        return found.dequantize(x.dtype).reshape(x.shape)
 
 
 class Part(NamedTuple):
@@ -87,8 +123,35 @@ class Scheme:
         return parts
 
 
-def weights_entry(grid: Grid) -> dict[str, Any]:
-    """A weight grid as a `config_groups` entry has it."""
+def scheme_of(weights: Grid, inputs: InputCodes | None) -> Scheme:
+    """The scheme under which codes are stored."""
+    if inputs is None:
+        return Scheme(weights=weights)
+    whole = weights.bits == 8 and weights.symmetric and weights.granularity in ("channel", "tensor")
+    layout: Layout = "int-quantized" if whole else "pack-quantized"
+    return Scheme(weights=weights, inputs=inputs.grid, dynamic=inputs.dynamic, layout=layout)
+
+
+def group_entry(scheme: Scheme) -> dict[str, Any]:
+    """A scheme as a `config_groups` entry has it, without its targets."""
+    inputs = None
+    if scheme.inputs is not None:
+        inputs = {
+            "num_bits": scheme.inputs.bits,
+            "type": "int",
+            "symmetric": scheme.inputs.symmetric,
+            "dynamic": scheme.dynamic,
+            "strategy": "token" if scheme.dynamic else "tensor",
+        }
+    return {
+        "format": scheme.layout,
+        "weights": _weights_entry(scheme.weights),
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+
+
+def _weights_entry(grid: Grid) -> dict[str, Any]:
     group = grid.granularity == "group"
     entry = {
         "num_bits": grid.bits,
@@ -150,14 +213,14 @@ def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
 def _input_grid(entry: Mapping[str, Any], layer: str) -> tuple[Grid, bool]:
     """(grid, dynamic): int8, per token when dynamic, per tensor when static."""
     dynamic = entry.get("dynamic", False)
-    expected = "token" if dynamic else "tensor"
+    expected: Granularity = "token" if dynamic else "tensor"
     strategy = entry.get("strategy") or expected
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or dynamic not in (True, False):
         raise CheckpointError(
             f"{layer}: input {dict(entry)} cannot be read; readable: int8, dynamic per token or static per tensor"
         )
-    return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=strategy), dynamic
+    return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:

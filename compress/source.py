@@ -245,7 +245,9 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
     found = headers(source)
     own = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
     names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
-    names |= {name.removesuffix(".weight") for name, (_, dtype) in found.items() if name.endswith(".weight") and dtype == "I8"}
+    names |= {
+        name.removesuffix(".weight") for name, (_, dtype) in found.items() if name.endswith(".weight") and dtype == "I8"
+    }
     quantization = source.quantization
     if quantization is None:
         if names:

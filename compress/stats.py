@@ -94,6 +94,27 @@ class ChannelAbsMax:
         return self.value
 
 
+class TokenSample:
+    """Up to `per_batch` tokens of every micro-batch, evenly spread over it, [tokens, K] in the dtype of x.
+
+    What a rank has seen stays with it: whatever is computed from it is summed over the ranks.
+    """
+
+    def __init__(self, channels: int, device: torch.device, *, per_batch: int) -> None:
+        self.per_batch = per_batch
+        self.kept = [torch.empty(0, channels, device=device)]
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        if len(x_MK):
+            self.kept.append(x_MK[:: -(-len(x_MK) // self.per_batch)].clone())
+
+    def sync(self, comm: Comm) -> None:
+        return
+
+    def result(self) -> Tensor:
+        return torch.cat([part for part in self.kept if len(part)] or self.kept)
+
+
 class ChannelMean:
     """Mean of |x| (or of x) per channel [K], float32; summed in `dtype`."""
 

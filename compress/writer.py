@@ -7,7 +7,7 @@ OUT and only then removes `progress.json`: whenever a run is killed, there is a 
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.architecture import Layer
-from compress.checkpoint import INDEX, RECORD, checksum, quantized_from, read_json, tensors_of, write_json
+from compress.checkpoint import (
+    INDEX,
+    RECORD,
+    checksum,
+    inputs_from,
+    quantized_from,
+    read_json,
+    tensors_of,
+    write_json,
+)
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
-from compress.grid import Grid, Quantized
+from compress.fold import Consumer, Fold
+from compress.grid import Grid
+from compress.passes.base import Decision
 from compress.pipeline import Finished, LayerRecord
+from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
-from compress.scheme import PARTS, Scheme
+from compress.scheme import PARTS, Scheme, scheme_of
 
 PROGRESS = "progress.json"
 KEPT = "finished blocks are kept: make room and run again with --resume"
@@ -117,18 +129,18 @@ class Writer:
         if self.comm.rank == 0 and not self.blocks:
             shutil.rmtree(self.partial, ignore_errors=True)
 
-    def packed_grids(self) -> dict[str, Grid]:
-        """{layer: grid} of the layers written as packed codes so far."""
+    def schemes(self) -> dict[str, Scheme]:
+        """{layer: scheme} of the layers written as codes so far."""
         return {
-            name: Grid(**where["grid"])
+            name: _scheme(where["scheme"])
             for entry in self.blocks.values()
             for name, where in entry["layers"].items()
-            if where["grid"] is not None
+            if where["scheme"] is not None
         }
 
     def dense_layers(self) -> list[str]:
         """Layers whose compressed values had to be written dense so far."""
-        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["grid"] is None]
+        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["scheme"] is None]
 
     def finished(self, block: str) -> Finished | None:
         """What an earlier run wrote for a block; None where it did not."""
@@ -136,14 +148,14 @@ class Writer:
         if entry is None:
             return None
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
-        decided: dict[str, Quantized | Tensor] = {}
+        decided: dict[str, Decision | Tensor] = {}
         for name, where in entry["layers"].items():
             try:
                 with safe_open(self.partial / where["file"], framework="pt") as file:
-                    if where["grid"] is None:
+                    if where["scheme"] is None:
                         decided[name] = file.get_tensor(f"{name}.weight").t()
                         continue
-                    scheme = Scheme(weights=Grid(**where["grid"]))
+                    scheme = _scheme(where["scheme"])
                     parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
                     tensors = {key: file.get_tensor(key) for key in parts}
             except (OSError, SafetensorError) as error:
@@ -151,41 +163,49 @@ class Writer:
                     f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
                     "with --overwrite"
                 ) from None
-            decided[name] = quantized_from(name, tensors, scheme)
-        return Finished(decided, records, entry["left_alone"])
+            inputs = inputs_from(name, tensors, scheme)
+            decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs)
+        try:
+            folded = self._read_folds(entry["folds"])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the folds of the unfinished run in {self.partial} cannot be read ({error}); drop that run with "
+                "--overwrite"
+            ) from None
+        described = [FoldRecord(**record) for record in entry["fold_records"]]
+        return Finished(decided, records, entry["left_alone"], folded, described)
 
     def write(
         self,
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         prefix = f"{block}." if block else ""
-        packed = {name: q for name, q in decided.items() if not layers[name].transposed}
+        decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
+        packed = {name: d for name, d in decided.items() if not layers[name].transposed}
         replaced = {id(layers[name].parameter) for name in packed}
         plain = {prefix + name: value for name, value in opened.stored()}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
-        costs = {name: float(q.codes.numel()) for name, q in packed.items()}
+        costs = {name: float(d.weight.codes.numel()) for name, d in packed.items()}
         costs |= {name: float(t.numel()) for name, t in plain.items() if name not in dense}
         owner = self.comm.assign(costs)
         mine: dict[str, Tensor] = {}
-        for name, quantized in packed.items():
+        for name, decision in packed.items():
             if owner[name] == self.comm.rank:
-                mine.update(tensors_of(name, quantized))
+                mine.update(tensors_of(name, decision.weight, decision.inputs))
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
-        for record in records:
-            record.figures["sha256"] = checksum(decided[record.name].dequantize())
+        for record in finished.records:
+            record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
         file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
         layer_files = {
-            name: {"file": file, "grid": asdict(quantized.grid) if name in packed else None}
-            for name, quantized in decided.items()
+            name: {"file": file, "scheme": asdict(scheme_of(d.weight.grid, d.inputs)) if name in packed else None}
+            for name, d in decided.items()
             if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
         }
         files: dict[str, list[str]] = {}
@@ -197,12 +217,42 @@ class Writer:
         entry = {
             "files": files,
             "layers": all_layers,
-            "records": [asdict(r) for r in records],
-            "left_alone": dict(left_alone),
+            "records": [asdict(r) for r in finished.records],
+            "left_alone": dict(finished.left_alone),
+            "fold_records": [asdict(r) for r in finished.fold_records],
+            "folds": self._save_folds(finished.folded),
         }
         state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
         self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)
         self.blocks[block] = entry
+
+    def _save_folds(self, folded: Sequence[Folded]) -> dict[str, Any] | None:
+        """Keep what a resumed run needs to fold again, until the run is finished; None where nothing was folded."""
+        if not folded:
+            return None
+        name = f"folds-{len(self.blocks):05d}.safetensors"
+        tensors, noted = {}, []
+        for i, each in enumerate(folded):
+            tensors[f"{i}.scale"] = each.scale_C.contiguous()
+            tensors |= {f"{i}.{j}": c.channel_of_K.cpu().contiguous() for j, c in enumerate(each.fold.consumers)}
+            fold = each.fold
+            consumers = [c.name for c in fold.consumers]
+            noted.append(
+                {"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers}
+            )
+        self._together(name, lambda: save_file(tensors, self.partial / name) if self.comm.rank == 0 else None)
+        return {"file": name, "folds": noted}
+
+    def _read_folds(self, entry: Mapping[str, Any] | None) -> list[Folded]:
+        if entry is None:
+            return []
+        folded = []
+        with safe_open(self.partial / entry["file"], framework="pt") as file:
+            for i, noted in enumerate(entry["folds"]):
+                consumers = tuple(Consumer(n, file.get_tensor(f"{i}.{j}")) for j, n in enumerate(noted["consumers"]))
+                fold = Fold(noted["producer"], noted["kind"], noted["channels"], consumers)
+                folded.append(Folded(fold, file.get_tensor(f"{i}.scale")))
+        return folded
 
     def _together(self, what: str, work: Callable[[], Any]) -> Any:
         """Write `what` on this rank; a failure, here or on another rank, is an error on every rank."""
@@ -272,7 +322,7 @@ class Writer:
     ) -> None:
         """Everything beside the weights."""
         files = set(weight_map.values())
-        for leftover in self.partial.glob("model-*.safetensors"):
+        for leftover in self.partial.glob("*.safetensors"):
             if leftover.name not in files:
                 leftover.unlink()
         total = sum((self.partial / file).stat().st_size for file in files)
@@ -306,6 +356,12 @@ class Writer:
             shutil.rmtree(self.replaced, ignore_errors=True)
 
 
+def _scheme(noted: Mapping[str, Any]) -> Scheme:
+    """A scheme from `progress.json`."""
+    grids = {key: None if noted[key] is None else Grid(**noted[key]) for key in ("weights", "inputs")}
+    return Scheme(**{**noted, **grids})
+
+
 def _ours(directory: Path) -> bool:
     return directory.is_dir() and ((directory / RECORD).exists() or not any(directory.iterdir()))
 
@@ -322,8 +378,6 @@ class Discard:
         block: str,
         opened: Opened,
         layers: Mapping[str, Layer],
-        decided: Mapping[str, Quantized],
-        records: list[LayerRecord],
-        left_alone: Mapping[str, str],
+        finished: Finished,
     ) -> None:
         """Nothing."""

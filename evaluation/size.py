@@ -9,6 +9,7 @@ from compress.checkpoint import RECORD, read_json
 from compress.errors import CheckpointError
 from compress.source import DTYPES, Source, find_source, headers, layers_of
 
+
 @dataclass(frozen=True)
 class TensorSize:
     """One tensor as the file's header describes it."""

@@ -25,10 +25,22 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from compress.kernels.int8_gemm import ROW_BLOCK, ROW_WARPS, quantize_tokens_kernel, w8a8_kernel
+from compress.kernels.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
+from compress.kernels.int8_gemm import w8a8_kernel
+from compress.kernels.int8_quantize import (
+    ROW_BLOCK,
+    ROW_WARPS,
+    STATIC_BLOCK,
+    STATIC_WARPS,
+    quantize_static_kernel,
+    quantize_tokens_kernel,
+)
+from compress.kernels.int8_tma_gemm import BAND, persistent_kernel
 from compress.kernels.pack import PLANE, planar_block
+from compress.kernels.pack24 import BLOCK
 from compress.kernels.planar_gemm import planar_kernel
-from compress.kernels.shapes import W8A8_BLOCK_K, choose, choose_w8a8
+from compress.kernels.shapes import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
+from compress.kernels.sparse24_gemm import scales_sums, sparse24_kernel
 
 HOPPER, AMPERE = 90, 80
 # Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
@@ -38,7 +50,7 @@ SHARED_LIMIT = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
 BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
 ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
-# Tokens and outputs that reach every configuration of `choose` for K = 4096: split K, one program per tile, ...
+# Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
 SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
 
 
@@ -111,7 +123,7 @@ def instructions(sass: str) -> Iterator[tuple[int, str, str]]:
 
 def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
     """Opcodes between the target of a backward branch and the branch: the longest such stretch with a matrix product,
-    or the longest at all. Empty where nothing loops."""
+    or the longest at all. Everything where nothing loops."""
     code = list(code)
     position = {address: i for i, (address, _, _) in enumerate(code)}
     loops = []
@@ -120,7 +132,7 @@ def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
         if target and int(target[1], 16) < address and int(target[1], 16) in position:
             loops.append([name for _, name, _ in code[position[int(target[1], 16)] : i + 1]])
     products = [loop for loop in loops if any("MMA" in name for name in loop)]
-    return max(products or loops, key=len, default=[])
+    return max(products or loops, key=len, default=[name for _, name, _ in code])
 
 
 def cost(compiled: CompiledKernel) -> Cost:
@@ -156,7 +168,7 @@ class Report:
 
 def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096) -> Report:
     """Compile the weight-only kernel as it would run for these sizes."""
-    shape = choose(M, N, K, bits, group, hopper=arch >= HOPPER)
+    shape = fused(M, N, K, bits, group, Device(hopper=arch >= HOPPER))
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
     types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
@@ -184,9 +196,36 @@ def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int
     return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
 
 
+def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
+    """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
+    shape = fused24(M, N, K // BLOCK, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": scales_sums(shape, group, zero),
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm")
+    read = cost(compile_for(sparse24_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * BLOCK), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
+
+
 def w8a8(arch: int, M: int) -> Report:
     """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for M tokens."""
-    shape = choose_w8a8(M, arch >= HOPPER)
+    shape = fused_w8a8(M, arch >= HOPPER)
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm"), "i32")
     types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
     types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
@@ -198,6 +237,22 @@ def w8a8(arch: int, M: int) -> Report:
     return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
 
 
+def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:
+    """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
+    are counted per weight of a tile that takes one step: only to be compared with themselves."""
+    types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
+    types |= {"weight_desc": f"tensordesc<i8[{block_n}, {W8A8_BLOCK_K}]>", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("M", "N", "K", "stride_sm"), "i32") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32")
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": W8A8_BLOCK_K, "BAND": BAND}
+    constants |= {"HAS_ZERO": zero, "HAS_BIAS": True}
+    warps = 8
+    read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
+    per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
+    name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
+    return Report(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
+
+
 def quantize_rows(arch: int, symmetric: bool) -> Report:
     """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
     types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
@@ -207,6 +262,28 @@ def quantize_rows(arch: int, symmetric: bool) -> Report:
     per_element = round(read.per_element(ROW_WARPS, ROW_BLOCK), 2)
     name = f"quantize tokens {'symmetric' if symmetric else 'asymmetric'}"
     return Report(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def quantize_fixed(arch: int) -> Report:
+    """Compile the static quantization; the program has no loop, so all of its instructions are counted."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": STATIC_BLOCK, "HAS_ZERO": True}
+    read = cost(compile_for(quantize_static_kernel, arch, types, constants, ("K", "stride_xm"), STATIC_WARPS))
+    per_element = round(read.per_element(STATIC_WARPS, STATIC_BLOCK), 2)
+    return Report("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
+    """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
+    types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
+    types |= {"words_ptr": "*i16", "scale_ptr": f"*{dtype}", "zero_ptr": "*u8", "out_ptr": f"*{dtype}"}
+    constants = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "BLOCK_N": BLOCK_ROWS, "HAS_ZERO": True}
+    aligned = ("N", "K", "stride_wn", "stride_on")
+    read = cost(compile_for(dequantize_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
+    per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
+    name = f"dequantize w{bits} {dtype} group {group}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2))
 
 
 def selection() -> Iterator[Report]:
@@ -223,9 +300,18 @@ def selection() -> Iterator[Report]:
     for M in (1, 64):
         yield weight_only(AMPERE, 4, 128, True, "bf16", M, 4096)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
+    for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
+        yield sparse24(HOPPER, group, zero, "bf16", M)
+    for M in (1, 64):
+        yield sparse24(AMPERE, 128, True, "bf16", M)
     for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
         yield w8a8(arch, M)
+    yield w8a8_persistent(64, 256, 4, True)
+    yield w8a8_persistent(128, 128, 4, True)
     yield quantize_rows(HOPPER, False)
+    yield quantize_fixed(HOPPER)
+    for group in (128, 96):
+        yield dequantize(HOPPER, 4, group, "bf16")
 
 
 def everything() -> Iterator[Report]:
@@ -234,11 +320,18 @@ def everything() -> Iterator[Report]:
         (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
     ):
         yield weight_only(arch, bits, group, zero, dtype, M, N)
+    for arch, group, zero, dtype, M in itertools.product(
+        (HOPPER, AMPERE), (32, 64, 128, 256, -1), (False, True), DTYPES, (1, 32, 64)
+    ):
+        yield sparse24(arch, group, zero, dtype, M)
     for arch in (HOPPER, AMPERE):
         for M in (1, 32, 64, 128, 4096):
             yield w8a8(arch, M)
         for symmetric in (False, True):
             yield quantize_rows(arch, symmetric)
+        yield quantize_fixed(arch)
+        for bits, group, dtype in itertools.product((4, 8), (16, 32, 128, -1), DTYPES):
+            yield dequantize(arch, bits, group, dtype)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ GPU_SHAPES = (
 )
 CPU_SHAPES = ((2048, 2048), (4096, 4096))
 GPU_TOKENS = (1, 8, 16, 64, 256, 2048, 8192)
-CPU_TOKENS = (1, 8, 64)
+CPU_TOKENS = (1, 8, 64, 512)
 GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
 CACHE_BYTES = 128 * 2**20
@@ -70,6 +70,12 @@ def int4pack(weight: Operands, x: Tensor) -> Call:
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
 
 
+def dense_fp32(weight: Operands, x: Tensor) -> Call:
+    """What a model in fp32 runs: twice the memory of half precision, and no instructions for it."""
+    given, dense = x.float(), weight.dense.float()
+    return lambda: torch.nn.functional.linear(given, dense)
+
+
 def gemlite(weight: Operands, x: Tensor) -> Call:
     """GemLite's Triton product, where the package is installed."""
     core = import_module("gemlite.core")
@@ -87,8 +93,13 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
     codes, _, _ = reference.quantize_tokens(x)
     return {
         "dense": (lambda w: lambda: torch.nn.functional.linear(x, w.dense), "dense"),
+        **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "dense fp32")}),
         "w4a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int4[:3], None, 4, w.int4.group_size), "w4"),
         "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
+        "w4a8": (
+            lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
+            "w4a8",
+        ),
         "w8a8": (
             lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
             "w8a8",
@@ -106,7 +117,9 @@ def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
     if kind == "w8":
         values = weight.codes8.double() * weight.scale8.to(x.dtype).double()
     given = x[rows].double()
-    if kind in ("w8a8", "int32"):
+    if kind == "w4a8":
+        values = weight.codes * weight.scale.double().repeat_interleave(GROUP, 1)
+    if kind in ("w4a8", "w8a8", "int32"):
         codes, scale, _ = reference.quantize_tokens(x[rows])
         given = codes.double() * scale.double()[:, None]
         if kind == "int32":

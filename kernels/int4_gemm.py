@@ -73,3 +73,18 @@ def unpack4(words, DT: tl.constexpr, ASM: tl.constexpr):
             ((wide >> 8 & 15) + power4(2, DT)).to(DT),
             ((wide >> 12 & 15) + power4(3, DT)).to(DT),
         )
+
+
+@triton.jit
+def raise4(zero, PLANE: tl.constexpr, DT: tl.constexpr, ASM: tl.constexpr):
+    """uint8 zero points -> zero + power4(PLANE) in DT: placed in a mantissa like the codes, without a conversion. The
+    portable path converts and adds, to the same bits."""
+    if ASM and DT == tl.float16:
+        if PLANE % 2 == 0:
+            return (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        else:  # noqa: RET505
+            return ((zero.to(tl.int16) << 4) | 0x5400).to(tl.float16, bitcast=True)
+    elif ASM and DT == tl.bfloat16:
+        return (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        return zero.to(DT) + power4(PLANE, DT)

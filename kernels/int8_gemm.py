@@ -1,4 +1,4 @@
-"""8-bit kernels: bytes of a weight-only weight in registers, int8 x int8 products, and rows of x to int8.
+"""8-bit kernels: bytes of a weight-only weight in registers, and int8 x int8 products.
 
 `unpack8`: a word of two bytes (see `pack`) becomes two half-precision numbers, u + 1024 in fp16 by placing the byte in
 the mantissa of 1024 (`prmt` puts 0x64 above it); bf16 has too few bits for that trick, so a byte is placed in the
@@ -7,9 +7,6 @@ an integer below 256, is the bf16 number u - 128.
 
 `w8a8_kernel`: out^T = W x^T as in `planar_gemm`; 8-bit matrix instructions need both operands contiguous along K, as
 they are stored. int32 sums are exact; the epilogue is `reference.rescale`.
-
-`quantize_tokens_kernel`: one row per program, values as `compress.grid` rounds them, in one read of the row from
-memory (the second is served by cache).
 """
 
 import torch
@@ -17,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.int8_tma_gemm import persistent_gemm, why_not_persistent
 from compress.kernels.shapes import W8A8_BLOCK_K, choose_w8a8, device_of
-
-# Elements of a row that one program holds at a time, and the warps that share them.
-ROW_BLOCK = 8192
-ROW_WARPS = 8
+from compress.kernels.table import Shape
 
 PRMT_FP16 = """
 { prmt.b32 $0, $2, 0x64646464, 0x4240;
@@ -51,10 +46,6 @@ PRMT_BF16 = """
 """
 _PRMT_FP16 = tl.constexpr(PRMT_FP16)
 _PRMT_BF16 = tl.constexpr(PRMT_BF16)
-
-# Adding and subtracting 1.5 * 2^23 rounds an fp32 below 2^22 to the nearest integer, ties to even.
-_ROUND = tl.constexpr(12582912.0)
-_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.constexpr_function
@@ -133,47 +124,6 @@ def w8a8_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
 
 
-@triton.jit
-def quantize_tokens_kernel(
-    x_ptr,
-    codes_ptr,
-    scale_ptr,
-    zero_ptr,
-    K,
-    stride_xm,
-    BLOCK_K: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
-    """x [M, K] -> codes int8 [M, K], scale fp32 [M], zero int32 [M] (asymmetric). Grid: (M,).
-
-    Divisions are correctly rounded: a reciprocal would move values across a rounding boundary.
-    """
-    m = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK_K)
-    low = tl.zeros((BLOCK_K,), tl.float32)
-    high = tl.zeros((BLOCK_K,), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + m * stride_xm + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        low = tl.minimum(low, x)
-        high = tl.maximum(high, x)
-    lo = tl.min(low, 0)
-    hi = tl.max(high, 0)
-    if SYMMETRIC:
-        scale = tl.maximum(tl.div_rn(tl.maximum(-lo, hi), 127.5), _SMALLEST_NORMAL)
-        zero = 0.0
-    else:
-        scale = tl.maximum(tl.div_rn(hi - lo, 255.0), _SMALLEST_NORMAL)
-        zero = -128.0 - tl.div_rn(lo, scale)
-        zero = tl.minimum(tl.maximum((zero + _ROUND) - _ROUND, -128.0), 127.0)
-        tl.store(zero_ptr + m, zero.to(tl.int32))
-    tl.store(scale_ptr + m, scale)
-    for start in range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + m * stride_xm + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        code = (tl.div_rn(x, scale + tl.zeros((BLOCK_K,), tl.float32)) + _ROUND) - _ROUND + zero
-        code = tl.minimum(tl.maximum(code, -128.0), 127.0)
-        tl.store(codes_ptr + m * K + start + k, code.to(tl.int8), mask=start + k < K)
-
-
 def w8a8_gemm(
     x_MK: Tensor,
     x_scale_M: Tensor,
@@ -183,6 +133,7 @@ def w8a8_gemm(
     row_sum_N: Tensor | None,
     bias_N: Tensor | None,
     dtype: torch.dtype,
+    shape: Shape | None = None,
 ) -> Tensor:
     """[M, N] of `dtype` on a GPU (or under the interpreter): int8 codes contiguous along K, fp32 scales, int32 zero.
 
@@ -195,7 +146,13 @@ def w8a8_gemm(
     out_MN = torch.empty(M, N, dtype=dtype, device=x_MK.device)
     if M == 0 or N == 0:
         return out_MN
-    shape = choose_w8a8(M, device_of(x_MK.device)[1])
+    device = device_of(x_MK.device)
+    if shape is None:
+        shape = choose_w8a8(M, N, K, device)
+    if shape.persistent and not why_not_persistent(x_MK, weight_NK, device.hopper):
+        operands = (x_MK, x_scale_M, x_zero_M, weight_NK, weight_scale_N, row_sum_N, bias_N)
+        persistent_gemm(*operands, out_MN, shape, device.processors)
+        return out_MN
     w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m))](
         x_MK,
         x_scale_M,
@@ -222,26 +179,3 @@ def w8a8_gemm(
         enable_fp_fusion=True,
     )
     return out_MN
-
-
-def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`reference.quantize_tokens` on a GPU (or under the interpreter): the same codes, scales and zero points."""
-    M, K = x_MK.shape
-    assert x_MK.stride(1) == 1
-    codes_MK = torch.empty(M, K, dtype=torch.int8, device=x_MK.device)
-    scale_M = torch.empty(M, dtype=torch.float32, device=x_MK.device)
-    zero_M = None if symmetric else torch.empty(M, dtype=torch.int32, device=x_MK.device)
-    if M > 0:
-        block_k = min(triton.next_power_of_2(K), ROW_BLOCK)
-        quantize_tokens_kernel[(M,)](
-            x_MK,
-            codes_MK,
-            scale_M,
-            zero_M,
-            K,
-            x_MK.stride(0),
-            BLOCK_K=block_k,
-            SYMMETRIC=symmetric,
-            num_warps=ROW_WARPS,
-        )
-    return codes_MK, scale_M, zero_M

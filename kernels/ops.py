@@ -1,18 +1,23 @@
 """The low-bit linears as torch operators: schema, shapes for tracing, input gradient, and which path runs.
 
-    weight_only_linear   w4a16, w8a16: x times a weight in planar words (`pack.Planar`)
-    w8a8_linear          x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
+    weight_only_linear       w4a16, w8a16: x times a weight in planar words (`pack.Planar`)
+    int8_activation_linear   w4a8: the same weight, x rounded to int8 per token or per token and block of columns
+    w8a8_linear              x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
 
 Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs, G groups. Weights are frozen: only x gets a
-gradient, grad W for a weight-only linear and the straight-through grad W for w8a8, which treats rounding as identity.
+gradient, grad W for a weight-only linear and the straight-through grad W where x is rounded (as if it were not).
 
-Three paths, the same numbers up to the order of the sums:
+Four paths, the same numbers up to the order of the sums:
 
     triton       on CUDA, and on the CPU under TRITON_INTERPRET=1, when `why_not_...` has nothing against it
-    cpu          torch's own CPU kernels; a 4-bit weight that stays there is faster through `int4_cpu`
-    reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly
+    dequantize   there too: the weight block by block in the dtype of x, then cuBLAS; for many tokens (`shapes.choose`),
+                 and for what only the fused kernel refuses, such as groups of 96
+    cpu          `cpu_gemm`, compiled on first use; where it cannot be (`cpu.why_not`), torch's own products, the
+                 weight unpacked a block of rows at a time
+    reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly (fp64, no Triton)
 """
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -21,15 +26,20 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels import reference
-from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words
+from compress.kernels import cpu_gemm, reference
+from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
+from compress.kernels.shapes import choose, device_of
+from compress.kernels.table import Shape
 
-Path = Literal["triton", "cpu", "reference"]
+Path = Literal["triton", "dequantize", "cpu", "reference"]
 
 # 255 * 128 * K, the largest sum with an asymmetric activation, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 OLDEST_CAPABILITY = (8, 0)
 HALF = (torch.float16, torch.bfloat16)
+# What unpacking a block of rows may take, counted at so many bytes per weight: int32 codes and values beside them.
+UNPACKED_BYTES = 16 * 2**20
+BYTES_PER_WEIGHT = 8
 
 
 @cache
@@ -62,6 +72,15 @@ def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
     return reasons
 
 
+def why_not_dequantize(x: Tensor, weight: Planar) -> list[str]:
+    """Reasons why the weight cannot be dequantized by Triton and multiplied by x; empty when it can."""
+    reasons = [*_why_not_triton(x.device)]
+    for what, dtype in (("x is", x.dtype), ("scales are", weight.scale.dtype)):
+        if dtype not in (*HALF, torch.float32):
+            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
+    return reasons
+
+
 def why_not_w8a8(x: Tensor, weight_NK: Tensor) -> list[str]:
     """Reasons why the Triton kernels cannot run w8a8 on x; empty when they can."""
     reasons = [*_why_not_triton(x.device)]
@@ -79,14 +98,46 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
     return "cpu" if device.type == "cpu" else "reference"
 
 
-def _int_mm(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    return torch.ops.aten._int_mm(x_MK, weight_NK.t())
+def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
+    """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
+    fused, dequantized = why_not_weight_only(x_MK, weight), why_not_dequantize(x_MK, weight)
+    if dequantized:
+        return path_of(x_MK.device, dequantized), None
+    if fused:
+        return "dequantize", None
+    sizes = (len(x_MK), len(weight.words), x_MK.shape[1])
+    chosen = choose(*sizes, weight.bits, weight.group_size, device_of(x_MK.device))
+    return ("triton", chosen) if isinstance(chosen, Shape) else ("dequantize", None)
 
 
 def _rows(x: Tensor) -> Tensor:
     """x as [M, K], contiguous along K."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _row_blocks(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
+    """The weight in blocks of rows that unpack into bounded memory."""
+    most = max(1, UNPACKED_BYTES // (BYTES_PER_WEIGHT * columns))
+    for start in range(0, len(weight.words), most):
+        rows = slice(start, start + most)
+        zero = None if weight.zero is None else weight.zero[:, rows]
+        yield rows, weight._replace(words=weight.words[rows], scale=weight.scale[:, rows], zero=zero)
+
+
+def _unpacked_product(x_MK: Tensor, weight: Planar, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias by dense products: torch's own where dtypes allow it on a CPU, else the reference's."""
+    out_MN = x_MK.new_empty(len(x_MK), len(weight.words))
+    own = x_MK.device.type == "cpu" and weight.scale.dtype == x_MK.dtype
+    for rows, part in _row_blocks(weight, x_MK.shape[1]):
+        dense_NK = planar_weight(part, x_MK.shape[1])
+        added = None if bias is None else bias[rows]
+        if own:
+            added = None if added is None else added.to(x_MK.dtype)
+            out_MN[:, rows] = torch.nn.functional.linear(x_MK, dense_NK, added)
+        else:
+            out_MN[:, rows] = reference.linear(x_MK, dense_NK, added)
+    return out_MN
 
 
 @torch.library.custom_op("compress::weight_only_linear", mutates_args=())
@@ -104,18 +155,19 @@ def weight_only_linear(
         raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
-    path = path_of(x.device, why_not_weight_only(x, weight))
+    path, shape = weight_only_path(x_MK, weight)
     if path == "triton":
         from compress.kernels.planar_gemm import planar_gemm
 
-        out_MN = planar_gemm(x_MK, weight, bias)
+        out_MN = planar_gemm(x_MK, weight, bias, shape)
+    elif path == "dequantize":
+        from compress.kernels.dequantize_gemm import dequantize_gemm
+
+        out_MN = dequantize_gemm(x_MK, weight, bias)
+    elif path == "cpu" and not cpu_gemm.why_not("weight_only", x, scale, group_size):
+        out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
     else:
-        dense_NK = planar_weight(weight, x_MK.shape[1])
-        if path == "cpu" and scale.dtype == x.dtype:
-            bias = None if bias is None else bias.to(x.dtype)
-            out_MN = torch.nn.functional.linear(x_MK, dense_NK, bias)
-        else:
-            out_MN = reference.linear(x_MK, dense_NK, bias)
+        out_MN = _unpacked_product(x_MK, weight, bias)
     return out_MN.view(*x.shape[:-1], len(words))
 
 
@@ -134,13 +186,119 @@ def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    words, scale, zero = ctx.saved_tensors
-    bits, group_size, columns = ctx.layout
-    dense_NK = planar_weight(Planar(words, scale, zero, group_size, bits), columns)
-    return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None
+    return weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), None, None, None, None, None, None
 
 
 weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
+
+
+@torch.library.custom_op("compress::weight_only_gradient", mutates_args=())
+def weight_only_gradient(
+    grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
+) -> Tensor:
+    """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `weight_only_linear`."""
+    weight = Planar(words, scale, zero, group_size, bits)
+    grad_MN = _rows(grad)
+    if why_not_dequantize(grad, weight):
+        sums_MK = torch.zeros(
+            len(grad_MN), columns, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
+        )
+        for rows, part in _row_blocks(weight, columns):
+            sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
+        out_MK = sums_MK.to(grad.dtype)
+    else:
+        from compress.kernels.dequantize_gemm import input_gradient
+
+        out_MK = input_gradient(grad_MN, weight, columns)
+    return out_MK.view(*grad.shape[:-1], columns)
+
+
+@weight_only_gradient.register_fake
+def _(
+    grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
+) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weight, bits, group_size, _ = inputs
+    ctx.save_for_backward(*weight)
+    ctx.layout = (bits, group_size)
+
+
+def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return weight_only_linear(grad, *ctx.saved_tensors, None, *ctx.layout), None, None, None, None, None, None
+
+
+weight_only_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
+
+
+def why_not_input_group(input_group: int) -> list[str]:
+    """Reasons why activations cannot be fitted to blocks of so many columns; empty when they can."""
+    step = cpu_gemm.INPUT_GROUP_STEP
+    if input_group == -1 or (input_group > 0 and input_group % step == 0):
+        return []
+    return [f"input group {input_group}; allowed: multiples of {step}, -1 (one scale per token)"]
+
+
+@torch.library.custom_op("compress::int8_activation_linear", mutates_args=())
+def int8_activation_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    input_group: int,
+) -> Tensor:
+    """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`.
+
+    x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
+    """
+    if words.shape[1] != planar_words(x.shape[-1], bits):
+        raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
+    reasons = why_not_input_group(input_group)
+    if reasons:
+        raise InputError(reasons[0])
+    weight = Planar(words, scale, zero, group_size, bits)
+    x_MK = _rows(x)
+    if not cpu_gemm.why_not("int8_activation", x, scale, group_size):
+        out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group)
+    else:
+        out_MN = x_MK.new_empty(len(x_MK), len(words))
+        for rows, part in _row_blocks(weight, x_MK.shape[1]):
+            middle = torch.full_like(part.scale, 2 ** (bits - 1)) if part.zero is None else part.zero
+            codes_NK = unpack_planar(part.words, bits, x_MK.shape[1])
+            added = None if bias is None else bias[rows]
+            out_MN[:, rows] = reference.int8_activation(x_MK, codes_NK, part.scale, middle, added, input_group)
+    return out_MN.view(*x.shape[:-1], len(words))
+
+
+@int8_activation_linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    input_group: int,
+) -> Tensor:
+    torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
+    return x.new_empty(*x.shape[:-1], words.shape[0])
+
+
+def _save_int8_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _save_weight_only(ctx, inputs[:-1], output)
+
+
+def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_weight_only_gradient(ctx, grad), None
+
+
+int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
 
 
 @torch.library.custom_op("compress::w8a8_linear", mutates_args=())
@@ -162,18 +320,20 @@ def w8a8_linear(
     """
     if weight.shape[1] != x.shape[-1]:
         raise InputError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
+    if row_sum is None and (input_zero is not None or (input_scale is None and not symmetric)):
+        raise InputError("asymmetric activations need the row sums of the weight: pass reference.row_sums(weight)")
     x_MK = _rows(x)
     path = path_of(x.device, why_not_w8a8(x, weight))
+    if path == "cpu" and not cpu_gemm.why_not("w8a8", x, weight_scale):
+        out_MN = cpu_gemm.w8a8(x_MK, weight, weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
+        return out_MN.view(*x.shape[:-1], len(weight))
+    quantize_static, quantize_tokens = reference.quantize_static, reference.quantize_tokens
+    if path == "triton":
+        from compress.kernels.int8_quantize import quantize_static, quantize_tokens
     if input_scale is not None:
-        codes_MK, scale, zero = reference.quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
-    elif path == "triton":
-        from compress.kernels.int8_gemm import quantize_tokens
-
-        codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
+        codes_MK, scale, zero = quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
     else:
-        codes_MK, scale, zero = reference.quantize_tokens(x_MK, symmetric)
-    if zero is not None and row_sum is None:
-        raise InputError("asymmetric activations need the row sums of the weight: pass reference.row_sums(weight)")
+        codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
     if path == "triton":
         from compress.kernels.int8_gemm import w8a8_gemm
 

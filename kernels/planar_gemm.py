@@ -16,7 +16,7 @@ plane multiplied by its own slice of x.
     tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
              zeros of x times padding, scaled like the last group.
 
-Given up: a layout of words by tile, tensor memory accelerator loads, dequantize-then-cuBLAS for thousands of tokens.
+Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
 """
 
 import torch
@@ -25,10 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels import workspace
-from compress.kernels.int4_gemm import power4, unpack4
+from compress.kernels.int4_gemm import power4, raise4, unpack4
 from compress.kernels.int8_gemm import power8, unpack8
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
-from compress.kernels.shapes import Shape, choose, device_of
+from compress.kernels.shapes import device_of, fused
+from compress.kernels.table import Shape
 
 INTERPRET = triton.knobs.runtime.interpret
 # Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
@@ -61,6 +62,58 @@ def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
             c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
             d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
             return a, b, c, d
+
+
+@triton.jit
+def finish(
+    acc,
+    m,
+    n,
+    out_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Store the tile acc^T [BLOCK_N, BLOCK_M] of a grid (N tiles, M tiles, SPLIT_K); the last of its SPLIT_K programs
+    adds them all in a fixed order."""
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    inside = (m[None, :] < M) & (n[:, None] < N)
+    if SPLIT_K > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
+        tl.store(tile_ptrs + tl.program_id(2) * TILE, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in range(SPLIT_K):
+                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def partials(out_MN: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """What `finish` needs to split K: fp32 partial sums and zeroed counters; any tensor where nothing is split."""
+    if shape.split_k == 1:
+        return out_MN, out_MN
+    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    assert tiles <= workspace.SLICE
+    elements = tiles * shape.split_k * shape.block_n * shape.block_m
+    partial = torch.empty(elements, dtype=torch.float32, device=out_MN.device)
+    return partial, workspace.counters(out_MN.device)
 
 
 # Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
@@ -118,7 +171,7 @@ def planar_kernel(
     if GROUP == -1:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
         if HAS_ZERO:
-            zero = tl.load(zero_ptr + n, mask=n < N, other=0).to(DT)
+            zero = tl.load(zero_ptr + n, mask=n < N, other=0)
     else:
         GROUPS: tl.constexpr = PLANES // PLANES_PER_SCALE
         next_scales = load_groups(scale_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
@@ -142,9 +195,10 @@ def planar_kernel(
             if GROUP != -1:
                 scale = scales[plane // PLANES_PER_SCALE]
                 if HAS_ZERO:
-                    zero = zeros[plane // PLANES_PER_SCALE].to(DT)
+                    zero = zeros[plane // PLANES_PER_SCALE]
             if HAS_ZERO:
-                weight = weights[plane] - (zero + power(BITS, plane, DT))[:, None]
+                raised = raise4(zero, plane, DT, ASM) if BITS == 4 else zero.to(DT) + power8(DT)
+                weight = weights[plane] - raised[:, None]
             else:
                 weight = weights[plane] - (MIDDLE + power(BITS, plane, DT))
             if GROUP == -1:
@@ -161,27 +215,7 @@ def planar_kernel(
         words_ptrs += PLANE
     if GROUP == -1:
         acc *= scale[:, None].to(tl.float32)
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    inside = (m[None, :] < M) & (n[:, None] < N)
-    if SPLIT_K > 1:
-        tile = tile_m * tl.num_programs(0) + tile_n
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
-        tl.store(tile_ptrs + split * TILE, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(SPLIT_K):
-                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
-            if HAS_BIAS:
-                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
-    else:
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
 def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
@@ -199,14 +233,9 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = choose(M, N, K, weight.bits, weight.group_size, *device_of(x_MK.device))
+        shape = fused(M, N, K, weight.bits, weight.group_size, device_of(x_MK.device))
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
-    partial, counters = out_MN, out_MN
-    if shape.split_k > 1:
-        assert grid[0] * grid[1] <= workspace.SLICE
-        elements = grid[0] * grid[1] * shape.split_k * shape.block_n * shape.block_m
-        partial = torch.empty(elements, dtype=torch.float32, device=x_MK.device)
-        counters = workspace.counters(x_MK.device)
+    partial, counters = partials(out_MN, shape)
     block = planar_block(weight.bits)
     planar_kernel[grid](
         x_MK,

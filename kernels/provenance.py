@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from compress.kernels import cpu
+
 PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
 
 
@@ -28,6 +30,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
+        "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "versions": {name: _installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,

@@ -3,12 +3,15 @@
 Shapes: M tokens, N outputs, K inputs, G groups of K / G consecutive inputs (G = 1: one scale per output channel).
 
     weight only   out = x (codes - zero)^T scale + bias            codes of 2 to 8 bits, dequantized, then multiplied
+    int8 acts     the same with x rounded to int8                  per segment: exact int32 times both scales, in fp32
     w8a8          acc = x_codes w_codes^T                          int8 x int8 -> int32, exact
                   out = x_scale_m w_scale_n (acc_mn - x_zero_m row_sum_n) + bias_n,   row_sum_n = sum_k w_codes_nk
 
 The zero point of the activations costs one row sum per output channel, computed once from the weights, because
 sum_k (x - x_zero) w = sum_k x w - x_zero sum_k w.
 """
+
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -103,17 +106,53 @@ def quantize_static(x_MK: Tensor, scale: Tensor, zero: Tensor | None = None) -> 
     return codes.clamp(INT8_MIN, INT8_MAX).to(torch.int8)
 
 
+def quantize_token_blocks(x_MK: Tensor, input_group: int) -> tuple[Tensor, Tensor]:
+    """(codes int8 [M, K], scale fp32 [M, B]): `quantize_tokens` on blocks of columns; the last may be shorter."""
+    columns = x_MK.shape[1]
+    width = columns if input_group == -1 else input_group
+    blocks = [quantize_tokens(x_MK[:, start : start + width]) for start in range(0, columns, width)]
+    return torch.cat([codes for codes, _, _ in blocks], 1), torch.stack([scale for _, scale, _ in blocks], 1)
+
+
 def row_sums(weight_NK: Tensor) -> Tensor:
     """int32 [N]: the sum of each row of int8 weight codes."""
     return weight_NK.sum(-1, dtype=torch.int32)
 
 
 def int8_matmul(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-    """int32 [M, N] = x weight^T of int8 codes, exact for K < 2^17 (where the sum could leave int32).
+    """int32 [M, N] = x weight^T of integer codes, exact for int8 and K < 2^17 (where the sum could leave int32).
 
     fp64 holds every partial sum exactly and runs on every device, unlike an integer matrix product.
     """
     return (x_MK.to(torch.float64) @ weight_NK.to(torch.float64).t()).to(torch.int32)
+
+
+def int8_activation(
+    x_MK: Tensor,
+    codes_NK: Tensor,
+    scale_GN: Tensor,
+    zero_GN: Tensor,
+    bias_N: Tensor | None = None,
+    input_group: int = -1,
+) -> Tensor:
+    """[M, N] in the dtype of x, which is rounded to int8 per token, or per token and `input_group` columns.
+
+    codes of the weight unsigned, below 2^8. A segment is a run of columns with one scale on either side.
+    """
+    columns = x_MK.shape[1]
+    group = columns // len(scale_GN)
+    x_codes_MK, x_scale_MB = quantize_token_blocks(x_MK, input_group)
+    width = columns if input_group == -1 else input_group
+    segment = gcd(group, width)
+    out_MN = torch.zeros(len(x_MK), len(codes_NK), dtype=torch.float32, device=x_MK.device)
+    for start in range(0, columns, segment):
+        part, g = slice(start, start + segment), start // group
+        weight = codes_NK[:, part].to(torch.int16) - zero_GN[g].to(torch.int16).unsqueeze(-1)
+        sums = int8_matmul(x_codes_MK[:, part], weight).to(torch.float32)
+        out_MN += sums * x_scale_MB[:, start // width].unsqueeze(-1) * scale_GN[g].to(torch.float32)
+    if bias_N is not None:
+        out_MN += bias_N.to(torch.float32)
+    return out_MN.to(x_MK.dtype)
 
 
 def rescale(

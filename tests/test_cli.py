@@ -241,7 +241,6 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--group-size", 64),
         ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", "16, 32, -1"),
     ),
-    "group size 0": (lambda d: d.rtn(d.model, "--group-size", 0), ("group size 0", "-1")),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
     "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'", "w2a16", "w8a16", "bits 2 to 8")),
     "9 bits": (lambda d: d.rtn(d.model, "--scheme", "w9a16"), ("'w9a16'", "w2a16", "w8a16", "bits 2 to 8")),
@@ -255,7 +254,11 @@ OPTIONS: dict[str, Case] = {
     ),
     "unknown option": (
         lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
-        ("unknown option of gptq 'dmap'", "did you mean 'damp'?", "act_order, clip, damp"),
+        (
+            "unknown option of gptq 'dmap'",
+            "did you mean 'damp'?",
+            "act_order, activation_grid, activations, calibrator, clip, damp",
+        ),
     ),
     "number that is a word": (lambda d: d.gptq(d.tokens, "--set", "damp=much"), ("damp of gptq is 'much'", "number")),
     "number that is empty": (lambda d: d.gptq(d.tokens, "--set", "damp="), ("damp of gptq is ''", "number", "0.01")),

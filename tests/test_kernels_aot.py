@@ -39,22 +39,57 @@ def test_shared_memory_fits(reports):
 
 
 def test_products_use_the_matrix_instruction(reports):
-    for r in pick(reports, "w"):
+    for r in [*pick(reports, "w"), *pick(reports, "sparse24"), *pick(reports, "persistent")]:
         hopper = r["arch"] == 90
         assert (r["cost"]["wgmma"] > 0) == hopper, r["name"]
         assert (r["cost"]["mma"] > 0) == (not hopper), r["name"]
 
 
 def test_w4a16_fits_between_the_bytes(reports):
-    """Groups of 32 with zero points are 4.75 bits per weight and have as much more time; the rest keeps to 3.7."""
+    """Groups of 32 with zero points are 4.75 bits per weight and have as much more time, which many tokens need; the
+    rest keeps to 3.7."""
     for r in pick(reports, "w4a16", arch=90):
-        budget = r["budget"] if "group 32 " in r["name"] else W4_BUDGET
+        budget = r["budget"] if "group 32 " in r["name"] and "tile 128" in r["name"] else W4_BUDGET
         assert 2 < r["per_weight"] <= budget, r["name"]
 
 
 def test_w8_fits_between_the_bytes(reports):
     for r in pick(reports, "w8", arch=90):
         assert 0.5 < r["per_weight"] <= r["budget"], r["name"]
+
+
+def test_sparse24_takes_what_it_says(reports):
+    """More than the 2.8 that 3 bits leave time for: the loop is bound by its instructions, between dense 4-bit weights
+    and one and a quarter of them. Groups inside of a quarter of 128 columns read a scale per quad and are slower."""
+    for r in pick(reports, "sparse24", arch=90):
+        limit = 7.5 if "group 64" in r["name"] else 3.7
+        assert 2.5 < r["per_weight"] <= limit, r["name"]
+
+
+def test_expansion_to_24_costs_no_shuffle(reports):
+    """Two words of codes and one of kept bits stay in the thread that loaded them: no exchange between threads."""
+    opcodes = pick(reports, "sparse24 bf16 group 128 tile 16x128", arch=90)[0]["cost"]["loop_opcodes"]
+    quads_per_thread = 128 * 512 / 4 / 128
+    assert opcodes["PRMT"] >= 4 * quads_per_thread / 2
+    assert opcodes["HGMMA"] == 64
+    assert opcodes.get("SHFL", 0) == 0
+    assert opcodes.get("STS", 0) <= 4  # the scales
+
+
+def test_dequantization_and_quantization_keep_up_with_memory(reports):
+    for r in pick(reports, "dequantize"):
+        assert r["per_weight"] <= r["budget"], r["name"]
+    for r in pick(reports, "quantize"):
+        assert r["per_weight"] <= 2 * r["budget"], r["name"]
+
+
+def test_the_persistent_product_loads_by_descriptor(reports):
+    """Both operands of a step by one instruction each, and no copy by the threads."""
+    for report in pick(reports, "persistent w8a8"):
+        opcodes = report["cost"]["loop_opcodes"]
+        assert opcodes["UTMALDG"] >= 2
+        assert opcodes["IGMMA"] == report["cost"]["wgmma"]
+        assert "LDGSTS" not in opcodes
 
 
 def test_every_shape_of_the_small_product_was_seen(reports):

@@ -33,7 +33,16 @@ def test_every_candidate_is_timed_or_has_a_reason():
     entries = measure()
     assert {e["M"] for e in entries} == {1, 17}
     timed = {e["candidate"]: e for e in entries if "time_ms" in e}
-    assert {"dense", "w4a16", "w8a16", "w8a8", "torch._int_mm", "torch._weight_int4pack_mm"} <= timed.keys()
+    assert {
+        "dense",
+        "dense fp32",
+        "w4a16",
+        "w4a8",
+        "w8a16",
+        "w8a8",
+        "torch._int_mm",
+        "torch._weight_int4pack_mm",
+    } <= timed.keys()
     for entry in timed.values():
         assert entry["rounds"] == 3
         assert 0 < entry["min_ms"] <= entry["median_ms"]

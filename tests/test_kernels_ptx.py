@@ -11,6 +11,8 @@ import triton.language as tl
 
 from compress.kernels.int4_gemm import LOP3_BF16, LOP3_FP16, power4
 from compress.kernels.int8_gemm import PRMT_BF16, PRMT_FP16, power8
+from compress.kernels.pack24 import TOP_BIT
+from compress.kernels.sparse24_gemm import expand_ptx
 
 
 def lop3(a, b, c, table):
@@ -22,14 +24,16 @@ def lop3(a, b, c, table):
 
 
 def prmt(a, b, selector):
-    """Bytes 0 to 3 come from a, 4 to 7 from b. The sign-replicating mode (bit 3 of a selector) is not emulated."""
+    """Bytes 0 to 3 come from a, 4 to 7 from b; with bit 3 of a selector, eight copies of the top bit of that byte."""
     source = [a >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
     source += [b >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
     out = np.zeros_like(a)
     for i in range(4):
         pick = int(selector) >> 4 * i & 15
-        assert pick < 8
-        out |= source[pick] << np.uint32(8 * i)
+        byte = source[pick & 7]
+        if pick & 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        out |= byte << np.uint32(8 * i)
     return out
 
 
@@ -37,14 +41,16 @@ OPERATIONS = {
     "lop3.b32": lambda a, b, c, table: lop3(a, b, c, table.flat[0]),
     "prmt.b32": lambda a, b, selector: prmt(a, b, selector.flat[0]),
     "shr.u32": lambda a, count: a >> count,
+    "shl.b32": lambda a, count: a << count,
+    "and.b32": lambda a, b: a & b,
     "mov.b32": lambda a: a,
     "add.f32": lambda a, b: (a.view(np.float32) + b.view(np.float32)).view(np.uint32),
 }
 
 
-def emulate(ptx, outputs, word):
-    """Values of registers $0 ... after running `ptx` on $<outputs> = word (uint32 array)."""
-    registers = {f"${outputs}": word}
+def emulate(ptx, outputs, word, *more):
+    """Values of registers $0 ... after running `ptx` on $<outputs> = word (uint32 array), and more after it."""
+    registers = {f"${outputs + i}": given for i, given in enumerate((word, *more))}
 
     def value(operand):
         if operand in registers:
@@ -99,3 +105,19 @@ def test_subtracting_power_and_zero_point_is_exact(bits, dtype):
         stored = (codes + power).to(dtype)
         zero = codes.to(dtype) + torch.tensor(power, dtype=dtype)
         assert torch.equal((stored[:, None] - zero[None, :]).double(), (codes[:, None] - codes[None, :]).double())
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_expansion_of_quads_matches_the_layout(quarter):
+    """Every pattern of kept bits in both halves, with other bits around them, against what `pack24` says of it."""
+    rng = np.random.default_rng(quarter)
+    kept = rng.integers(0, 2**32, 2**12, dtype=np.uint32)
+    v0, v1 = (rng.integers(0, 2**32, 2**12, dtype=np.uint32) for _ in range(2))
+    columns = [halves(out) for out in emulate(expand_ptx(quarter), 4, v0, v1, kept)]
+    for half in range(2):
+        bits = halves(kept)[half].astype(np.int64)
+        m0, m1, m2, m3 = (bits >> top - 2 * quarter & 1 for top in TOP_BIT)
+        a, b = halves(v0)[half], halves(v1)[half]
+        expected = (m0 * a, m1 * np.where(m0, b, a), m2 * np.where(m3, a, b), m3 * b)
+        for mine, truth in zip(columns, expected, strict=True):
+            assert np.array_equal(mine[half], truth)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from compress.kernels.cpu import SOURCES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
 LINKED = {"kernels", "evaluation", "recipes"}
@@ -51,10 +53,17 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
     sources = {f"compress/{path.relative_to(PACKAGE)}" for path in modules()}
     sources |= {f"compress/demo/{path.name}" for path in (PACKAGE / "demo").iterdir() if path.is_file()}
     assert sources - set(wheel) == set()
-    for name in ("demo/model.safetensors", "demo/tokenizer.json", "demo/calibration.txt", "demo/heldout.txt"):
+    for name in (
+        "demo/model.safetensors",
+        "demo/tokenizer.json",
+        "demo/calibration.txt",
+        "demo/heldout.txt",
+        "kernels/tuned.json",
+    ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
+    assert {f"compress/kernels/{source.name}" for source in SOURCES} <= set(wheel)
 
 
 def test_a_wheel_holds_no_tests(wheel: list[str]) -> None:
@@ -107,12 +116,25 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 LAYERS = (
     ("compress.errors", "compress.version", "compress.progress", "compress.comm"),
     ("compress.kernels.*",),
-    ("compress.grid", "compress.stats", "compress.sweep", "compress.device", "compress.architecture"),
+    (
+        "compress.grid",
+        "compress.stats",
+        "compress.histogram",
+        "compress.clipping",
+        "compress.entropy",
+        "compress.calibrators",
+        "compress.sweep",
+        "compress.device",
+        "compress.architecture",
+    ),
+    ("compress.scheme", "compress.fold"),
     ("compress.passes*",),
     ("compress.forward", "compress.residency"),
+    ("compress.excerpt", "compress.producers", "compress.probe"),
+    ("compress.graph",),
+    ("compress.rescale",),
     ("compress.pipeline",),
-    ("compress.scheme", "compress.recipe"),
-    ("compress.checkpoint",),
+    ("compress.checkpoint", "compress.recipe"),
     ("compress.writer", "compress.nn", "compress.fused"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),

@@ -124,7 +124,7 @@ def test_every_option_is_read_from_a_word_as_from_yaml(name: str, option: str, d
     [
         ("scheme", "w16a16"),
         ("grid", "asym"),
-        ("group_size", 0),
+        ("group_size", -2),
         ("damp", -1.0),
         ("drift", 1.1),
         ("drift", -0.1),

@@ -13,14 +13,21 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from compress.calibrators import OPTIONS as CALIBRATORS
+from compress.calibrators import calibrator, scale_and_zero_point
 from compress.comm import Comm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
+from compress.fold import Merge, reduce_scales
 from compress.grid import Granularity, Grid, Quantized, RangeChoice, suggest_groups
+from compress.scheme import InputCodes
 from compress.stats import StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
-SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)}
+Activations = Literal["dynamic", "static"]
+SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8}
+DEFAULT_GROUP = 128
+PERCENTILE = 99.99
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,47 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Reader:
+    """A layer that reads a producer: its weight [N, K], the statistics of its input, and the producer's channel behind
+    each of its inputs, channel_of_K (`compress.fold`)."""
+
+    weight: Tensor
+    stats: Mapping[str, Any]
+    channel_of_K: Tensor
+    scale_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FoldSite:
+    """A producer of `channels` channels and the layers of this pass that read it."""
+
+    readers: Mapping[str, Reader]
+    channels: int
+    comm: Comm
+
+    def merged(self, value: Callable[[Reader], Tensor], how: Merge) -> Tensor:
+        """[C] from a value [K] of each reader, over all inputs that come from a channel; 0 where none does."""
+        values = torch.cat([value(reader) for reader in self.readers.values()])
+        maps = torch.cat([reader.channel_of_K for reader in self.readers.values()])
+        return reduce_scales(values, maps, self.channels, how, empty=0.0)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By how much each channel of a producer is divided, [C], positive and finite, and figures for the report."""
+
+    scale_C: Tensor
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Decision:
-    """What a pass decided for one layer, as data, with the figures that its report shows."""
+    """What a pass decided for one layer, as data: the codes of its weight, how its input is rounded (None: it is not),
+    and the figures that its report shows."""
 
     weight: Quantized
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    inputs: InputCodes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +102,25 @@ class Pass:
     def needs(self) -> Mapping[str, StatisticFactory]:
         """The statistics of a layer's input to collect, by name. None: the pass needs no calibration data."""
         return {}
+
+    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+        """The statistics of layers' inputs from which `scaling` decides, by name. None: the pass folds no scales."""
+        return {}
+
+    def scaling(self, site: FoldSite) -> Scaling:
+        """By how much to divide what the site's layers read, before this pass decides about them. The same on every
+        rank."""
+        raise NotImplementedError
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the pass decides about layers (`apply`), after it has folded scales or without."""
+        return True
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the pass needs calibration data."""
+        return bool(self.needs() or self.fold_needs())
 
     @property
     def needs_reference(self) -> bool:
@@ -82,33 +144,103 @@ class Pass:
 class QuantizeWeights(Pass):
     """Options shared by the passes that write quantized weights.
 
-    scheme: w2a16 .. w8a16, the bits of a weight (activations stay 16-bit floats). group_size: consecutive inputs that
-    share a scale, -1 for one scale per output channel. grid: `signed-scale` (symmetric, the scale may be negative),
-    `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix.
-    clip: shrink each range to the one of least error. Scales are stored in the model's own dtype.
+    scheme: w2a16 .. w8a16, the bits of a weight beside 16-bit floats; w4a8 and w8a8 round what a layer multiplies to
+    int8, too. group_size: consecutive inputs that share a scale, -1 for one scale per output channel, 0 for what the
+    scheme usually has (128; w8a8: -1). grid: `signed-scale` (symmetric, the scale may be negative), `symmetric` (as
+    compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix. clip: shrink each
+    range to the one of least error. Scales are stored in the model's own dtype.
+    activations: int8 inputs are fitted to every token as it comes (`dynamic`) or by calibration (`static`).
+    activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
+    `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
     """
 
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "quantized weight"
 
     scheme: str = "w4a16"
-    group_size: int = 128
+    group_size: int = 0
     grid: GridName = "signed-scale"
     per_tensor: bool = False
     clip: bool = False
+    activations: Activations = "dynamic"
+    activation_grid: Literal["symmetric", "asymmetric"] = "symmetric"
+    calibrator: str = "minmax"
+    percentile: float = PERCENTILE
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
             raise InputError(f"scheme {self.scheme!r}; allowed: {', '.join(SCHEMES)} (weight bits 2 to 8)")
         if self.grid not in get_args(GridName):
             raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
-        if self.group_size == 0 or self.group_size < -1:
+        if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
-        if self.per_tensor and self.group_size != -1:
+        if self.per_tensor and self.group_size > 0:
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
+        if self.group_size == 0:
+            usual = -1 if self.per_tensor or self.scheme == "w8a8" else DEFAULT_GROUP
+            object.__setattr__(self, "group_size", usual)
+        self._check_activations()
+        self._check_calibrator()
         self.weight_grid()
+
+    def _check_activations(self) -> None:
+        if self.activations not in get_args(Activations):
+            raise InputError(f"activations {self.activations!r}; allowed: {', '.join(get_args(Activations))}")
+        if self.activation_grid not in ("symmetric", "asymmetric"):
+            raise InputError(f"activation_grid {self.activation_grid!r}; allowed: symmetric, asymmetric")
+        if self.scheme == "w8a8":
+            if self.group_size != -1 or self.grid == "asymmetric":
+                raise InputError(
+                    "w8a8 has symmetric weights and one scale per output channel: integer products know no groups; "
+                    "leave group_size and grid out"
+                )
+            if self.activation_grid == "asymmetric" and self.activations == "dynamic":
+                raise InputError(
+                    "activations fitted to every token are symmetric; give activations=static with asymmetric"
+                )
+        elif self.activations != "dynamic" or self.activation_grid != "symmetric":
+            hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
+            raise InputError(f"activations and activation_grid are for w8a8; {self.scheme}: {hint}")
+
+    def _check_calibrator(self) -> None:
+        one_of("calibrator", self.calibrator, CALIBRATORS)
+        if self.activations == "static":
+            self._calibrator()
+        elif self.calibrator != "minmax":
+            raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
+        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
+            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
+
+    def _calibrator(self) -> StatisticFactory:
+        grid = self.input_grid()
+        assert grid is not None
+        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
+        return calibrator(self.calibrator, grid, **options)
+
+    def input_grid(self) -> Grid | None:
+        """The int8 grid of a layer's input; None where it stays as it is."""
+        if not self.scheme.endswith("a8"):
+            return None
+        dynamic = self.activations == "dynamic"
+        return Grid(bits=8, symmetric=self.activation_grid == "symmetric", granularity="token" if dynamic else "tensor")
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        return {"range": self._calibrator()} if self.activations == "static" else {}
+
+    def input_codes(self, site: Site) -> dict[str, InputCodes]:
+        """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale."""
+        grid = self.input_grid()
+        if grid is None:
+            return {}
+        if self.activations == "dynamic":
+            return dict.fromkeys(site.weights, InputCodes(grid))
+        codes = {}
+        for name, dtype in site.scale_dtypes.items():
+            scale, zero_point = (t.reshape(1, 1) for t in scale_and_zero_point(site.stats["range"], grid, dtype))
+            codes[name] = InputCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
+        return codes
 
     def weight_grid(self) -> Grid:
         """The grid that these options describe."""
@@ -139,6 +271,26 @@ class QuantizeWeights(Pass):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldThenRound(QuantizeWeights):
+    """A method that folds scales and then rounds. rounding: `nearest`, or `none` to leave it to a later pass."""
+
+    rounding: Literal["nearest", "none"] = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "none"):
+            raise InputError(f"rounding {self.rounding!r}; allowed: nearest, none")
+
+    @property
+    def writes(self) -> Aspect:  # type: ignore[override]
+        return "quantized weight" if self.rounds else "dense weight"
+
+    @property
+    def rounds(self) -> bool:
+        return self.rounding == "nearest"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Only(Pass):
     """`inner`, on the layers whose full name matches one of the shell-style `patterns` (or on none of them: `but`)."""
 
@@ -166,6 +318,16 @@ class Only(Pass):
     def needs(self) -> Mapping[str, StatisticFactory]:
         return self.inner.needs()
 
+    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+        return self.inner.fold_needs()
+
+    def scaling(self, site: FoldSite) -> Scaling:
+        return self.inner.scaling(site)
+
+    @property
+    def rounds(self) -> bool:
+        return self.inner.rounds
+
     @property
     def needs_reference(self) -> bool:
         return self.inner.needs_reference
@@ -185,6 +347,12 @@ def only(inner: Pass, *patterns: str) -> Only:
 def but(inner: Pass, *patterns: str) -> Only:
     """The pass on the layers that do not match: `but(RTN(), "*.down_proj")`."""
     return Only(inner=inner, patterns=patterns, but=True)
+
+
+def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
+    """tr(E H E^T), each rank computing its share of the rows."""
+    mine = error_NK[comm.rows_of(len(error_NK))]
+    return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
 
 
 def solve_rows(comm: Comm, weight_NK: Tensor, grid: Grid, solve: Callable[[Tensor, slice], Quantized]) -> Quantized:

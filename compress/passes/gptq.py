@@ -30,10 +30,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
 from compress.errors import InputError
 from compress.grid import Grid, Quantized, decode, encode, fit, fit_matrix, quantize, round_scale, to_quantized
-from compress.passes.base import Decision, QuantizeWeights, Site, solve_rows
+from compress.passes.base import Decision, QuantizeWeights, Site, quadratic, solve_rows
 from compress.stats import Hessian, HessianResult, StatisticFactory
 from compress.sweep import BLOCK, Factor, damped, factorize, sweep
 
@@ -78,7 +77,7 @@ class GPTQ(QuantizeWeights):
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {"hessian": partial(Hessian, dtype=dtype, reference=self.needs_reference)}
+        return {**super().needs(), "hessian": partial(Hessian, dtype=dtype, reference=self.needs_reference)}
 
     @property
     def needs_reference(self) -> bool:
@@ -92,6 +91,7 @@ class GPTQ(QuantizeWeights):
         factor = factorize(ordered, self.damp)
         correction = drift_correction(statistics, self.drift, factor.damp)
         decisions = {}
+        inputs = self.input_codes(site)
         # Rows are independent given H: the site's layers are solved as one tall weight.
         for names in stacks(site):
             scale_dtype = site.scale_dtypes[names[0]]
@@ -126,6 +126,7 @@ class GPTQ(QuantizeWeights):
                         "dead_channels": int((hessian.diagonal() <= 0).sum()),
                         "tokens": statistics.tokens,
                     },
+                    inputs.get(name),
                 )
         return decisions
 
@@ -175,12 +176,6 @@ def stacks(site: Site) -> list[list[str]]:
     for name, dtype in site.scale_dtypes.items():
         by_dtype.setdefault(dtype, []).append(name)
     return list(by_dtype.values())
-
-
-def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
-    """tr(E H E^T), each rank computing its share of the rows."""
-    mine = error_NK[comm.rows_of(len(error_NK))]
-    return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
 
 
 def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:

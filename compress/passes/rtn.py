@@ -1,4 +1,7 @@
-"""RTN: round every weight to the nearest point of its grid. No calibration data; the baseline of every other pass."""
+"""RTN: round every weight to the nearest point of its grid; the baseline of every other pass.
+
+Needs no calibration data, unless the range of the inputs is to be fixed beforehand (activations=static).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,10 +17,16 @@ class RTN(QuantizeWeights):
     name: ClassVar[str] = "rtn"
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        decisions = {}
-        for name, weight in site.weights.items():
-            quantized = quantize(weight, self.weight_grid(), site.scale_dtypes[name])
-            exact = weight.to(working_dtype(weight))
-            error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
-            decisions[name] = Decision(quantized, {"weight_error": float(error)})
-        return decisions
+        return round_to_nearest(site, self)
+
+
+def round_to_nearest(site: Site, options: QuantizeWeights) -> dict[str, Decision]:
+    """Every layer of a site by itself, each weight to the nearest point of its grid."""
+    decisions = {}
+    inputs = options.input_codes(site)
+    for name, weight in site.weights.items():
+        quantized = quantize(weight, options.weight_grid(), site.scale_dtypes[name])
+        exact = weight.to(working_dtype(weight))
+        error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
+        decisions[name] = Decision(quantized, {"weight_error": float(error)}, inputs.get(name))
+    return decisions

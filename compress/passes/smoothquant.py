@@ -1,0 +1,104 @@
+"""SmoothQuant: move the size of outlying inputs into the weights before both are rounded (arXiv 2211.10438).
+
+Shapes: N outputs, K inputs of the consumers, C channels of the producer (K = C, or K > C where query heads share one
+key-value head), M sampled tokens.
+
+    Y = (X diag(s)^-1) (diag(s) W^T)       s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)                         (eq. 4)
+
+diag(s)^-1 goes into what makes X (`compress.fold`), so the function of the model does not change; then weights and
+inputs are rounded to nearest. Paper -> code: alpha -> `alpha`; a smoothed layer -> a fold (`compress.graph`).
+
+Departs from the paper:
+- alpha is searched for each fold, on the error of the outputs of rounded inputs and weights; 1 (no scaling) is always
+  among the candidates. `alpha` fixes it.
+- every fold that leaves the function unchanged is used: v -> o and up -> down, too, where outliers of gated models are.
+Departs from the authors' code:
+- statistics and scales are float32; channels that are never active keep s = 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.fold import spread_scales
+from compress.grid import fake_quantize
+from compress.passes.base import Decision, FoldSite, FoldThenRound, Reader, Scaling, Site
+from compress.passes.rtn import round_to_nearest
+from compress.stats import ChannelAbsMax, StatisticFactory, TokenSample
+
+# Strengths that are tried: from little to nearly all of the input's range.
+ALPHAS = tuple(a / 20 for a in range(6, 20))
+# Tokens of each micro-batch on which they are compared.
+SAMPLED = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothQuant(FoldThenRound):
+    """SmoothQuant, then rounding to nearest (or rounding=none, and another pass).
+
+    alpha: 0 to 1, how much of the input's range moves into the weights; -1 searches it for each fold.
+    """
+
+    name: ClassVar[str] = "smoothquant"
+
+    scheme: str = "w8a8"
+    alpha: float = -1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha != -1 and not 0 <= self.alpha <= 1:
+            raise InputError(f"alpha {self.alpha}; allowed: 0 to 1, or -1 to search it")
+        if self.input_grid() is None:
+            raise InputError(
+                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8 or w4a8, or use awq"
+            )
+
+    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+        return {"absmax": ChannelAbsMax, "sample": partial(TokenSample, per_batch=SAMPLED)}
+
+    def scaling(self, site: FoldSite) -> Scaling:
+        largest_C = site.merged(lambda reader: reader.stats["absmax"], "max")
+        heaviest_C = site.merged(lambda reader: reader.weight.float().abs().amax(0), "max")
+        if self.alpha != -1:
+            return Scaling(smoothing(largest_C, heaviest_C, self.alpha), {"alpha": self.alpha})
+        candidates = [torch.ones_like(largest_C), *(smoothing(largest_C, heaviest_C, a) for a in ALPHAS)]
+        losses = torch.stack(
+            [sum((self._loss(r, s_C) for r in site.readers.values()), torch.zeros(())) for s_C in candidates]
+        )
+        losses = site.comm.all_reduce(losses)
+        best = int(losses.argmin())
+        figures: dict[str, float | int | str] = {
+            "alpha": ALPHAS[best - 1] if best else "none",
+            "loss": float(losses[best] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny)),
+        }
+        return Scaling(candidates[best], figures)
+
+    def _loss(self, reader: Reader, s_C: Tensor) -> Tensor:
+        """Squared error of a layer's outputs when input and weight are rounded behind a scaling; this rank's tokens."""
+        inputs = self.input_grid()
+        assert inputs is not None
+        x_MK, weight_NK = reader.stats["sample"].float(), reader.weight.float()
+        if len(x_MK) == 0:
+            return torch.zeros((), dtype=torch.float64, device=s_C.device)
+        s_K = spread_scales(s_C, reader.channel_of_K)
+        rounded = fake_quantize(x_MK / s_K, inputs, torch.float32)
+        values = fake_quantize(weight_NK * s_K, self.weight_grid(), torch.float32)
+        return (rounded @ values.t() - x_MK @ weight_NK.t()).double().square().sum()
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        return round_to_nearest(site, self)
+
+
+def smoothing(largest_C: Tensor, heaviest_C: Tensor, alpha: float) -> Tensor:
+    """s [C] = max|X|^alpha / max|W|^(1 - alpha), around 1; 1 for channels that are never active or never used."""
+    live = (largest_C > 0) & (heaviest_C > 0)
+    s = largest_C.clamp(min=torch.finfo(torch.float32).tiny).log() * alpha
+    s = s - heaviest_C.clamp(min=torch.finfo(torch.float32).tiny).log() * (1 - alpha)
+    if live.any():
+        s = s - s[live].mean()
+    return torch.where(live, s, torch.zeros_like(s)).exp()

@@ -1,0 +1,145 @@
+"""Builds `cpu_gemm.cpp` for the processor it finds, once, and loads it. Nothing here raises: `why_not` says why not.
+
+The library lies in the cache directory under a name that is a hash of everything it depends on: sources, flags,
+compiler and processor (a home directory may be shared by machines that differ). A process compiles to a name of its
+own and renames the result, so that several may build at the same time.
+
+    COMPRESS_CPU_KERNELS=0     build nothing and use torch's products
+    COMPRESS_CACHE_DIR         where the library lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
+    CXX                        the compiler that is tried first
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = tuple(Path(__file__).resolve().with_name(name) for name in ("cpu_gemm.cpp", "cpu_vectors.h"))
+COMPILERS = ("c++", "g++", "clang++")
+# Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
+# into fused multiply-adds would round differently from the reference.
+FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
+NEEDED = ("avx2", "fma", "f16c")
+BUILD_SECONDS = 300
+
+
+def why_not() -> tuple[str, ...]:
+    """Reasons why there are no compiled products on this machine; empty when there are. The first call builds."""
+    return _loaded()[1]
+
+
+def library() -> ctypes.CDLL:
+    """The compiled products; only where `why_not` is empty."""
+    found, reasons = _loaded()
+    assert found is not None, reasons
+    return found
+
+
+@cache
+def _loaded() -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+    reasons = machine_reasons()
+    if reasons:
+        return None, reasons
+    return build_and_load(cache_directory(), FLAGS)
+
+
+def machine_reasons() -> tuple[str, ...]:
+    """What speaks against building here, before a compiler is asked."""
+    if os.environ.get("COMPRESS_CPU_KERNELS") == "0":
+        return ("COMPRESS_CPU_KERNELS=0 turns the compiled CPU kernels off",)
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        return (f"the CPU kernels are written for Linux on x86_64; this is {system} on {machine}",)
+    missing = [flag for flag in NEEDED if flag not in cpu_flags()]
+    return (f"the CPU has no {', '.join(missing)}",) if missing else ()
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def cache_directory() -> Path:
+    """Where built libraries lie."""
+    own = os.environ.get("COMPRESS_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "compress"
+
+
+def compilers() -> list[list[str]]:
+    """Commands to try, in order: each is there, none twice."""
+    found: dict[str, list[str]] = {}
+    for command in (os.environ.get("CXX", ""), *COMPILERS):
+        words = shlex.split(command)
+        path = shutil.which(words[0]) if words else None
+        if path is not None:
+            found.setdefault(os.path.realpath(path), words)
+    return list(found.values())
+
+
+def openmp_of_torch() -> list[str]:
+    """The OpenMP runtime that torch brings and has loaded: linked to it, there is one pool of threads, not two."""
+    home = Path(torch.__file__).parent
+    for folder in (home / "lib", home.with_name("torch.libs")):
+        libraries = sorted(folder.glob("libgomp*.so*"))
+        if libraries:
+            return ["-Wl,--as-needed", str(libraries[0])]
+    return []
+
+
+def build_and_load(directory: Path, flags: tuple[str, ...]) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+    """The library, from the directory or from the first compiler that can build it; or None and why none could."""
+    commands = compilers()
+    if not commands:
+        return None, (f"no C++ compiler: none of $CXX, {', '.join(COMPILERS)} was found",)
+    reasons = []
+    for command in commands:
+        try:
+            library = ctypes.CDLL(str(built(directory, command, flags)))
+            library.instructions.restype = ctypes.c_char_p
+            return library, ()
+        except subprocess.TimeoutExpired:
+            reasons.append(f"{shlex.join(command)} took more than {BUILD_SECONDS} s")
+        except subprocess.CalledProcessError as failed:
+            reasons.append(f"{shlex.join(command)} failed: {first_error(failed.stderr)}")
+        except OSError as error:
+            reasons.append(f"{shlex.join(command)}: {error}")
+    return None, tuple(reasons)
+
+
+def built(directory: Path, command: list[str], flags: tuple[str, ...]) -> Path:
+    """The path of the library that this compiler makes, compiled unless it is there already."""
+    openmp = openmp_of_torch()
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+    depends = [*(source.read_text(encoding="utf-8") for source in SOURCES), *command, *flags, *openmp]
+    depends += [version.stdout, *sorted(cpu_flags())]
+    key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
+    target = directory / f"cpu_gemm-{key}.so"
+    if not target.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as folder:
+            made = Path(folder) / target.name
+            words = [*command, *flags, str(SOURCES[0]), *openmp, "-o", str(made)]
+            subprocess.run(words, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
+            made.replace(target)
+    return target
+
+
+def first_error(output: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")

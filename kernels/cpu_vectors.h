@@ -1,0 +1,356 @@
+// Sixteen 32-bit lanes: one register of AVX-512 (with VNNI), or a pair of AVX2 registers. The kernels are written once.
+//
+// Float holds 16 numbers. Int holds 64 bytes: 16 int32, 32 words or bf16, 64 bytes. Products are never contracted into
+// fused multiply-adds by the compiler (-ffp-contract=off): where `fma` is not written, rounding is as in the reference.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#define WIDE 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDE 0
+#else
+#error "neither AVX-512 with VNNI nor AVX2 with FMA and F16C"
+#endif
+
+#if WIDE && defined(__AVX512BF16__)
+#define BF16_DOT 1
+#else
+#define BF16_DOT 0
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+constexpr int LANES = 16;
+constexpr int VECTOR_BYTES = 64;
+
+template <class Body, int... I>
+INLINE void unroll(Body body, std::integer_sequence<int, I...>) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+
+// body(0) ... body(COUNT - 1) with compile-time indices, so that arrays indexed by them live in registers.
+template <int COUNT, class Body>
+INLINE void each(Body body) {
+  unroll(body, std::make_integer_sequence<int, COUNT>());
+}
+
+#if WIDE
+
+using Float = __m512;
+using Int = __m512i;
+
+INLINE Int load(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void store(void* p, Int v) { _mm512_storeu_si512(p, v); }
+INLINE Int every(int32_t v) { return _mm512_set1_epi32(v); }
+INLINE Float every(float v) { return _mm512_set1_ps(v); }
+INLINE Int lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+INLINE Int both(Int a, Int b) { return _mm512_and_si512(a, b); }
+INLINE Int differ(Int a, Int b) { return _mm512_xor_si512(a, b); }
+template <int BITS>
+INLINE Int shift_right(Int v) {  // of 32-bit lanes
+  return _mm512_srli_epi32(v, BITS);
+}
+INLINE Int plus(Int a, Int b) { return _mm512_add_epi32(a, b); }
+INLINE Int minus(Int a, Int b) { return _mm512_sub_epi32(a, b); }
+INLINE Int times(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
+INLINE Int within_lanes(Int v, __m128i pattern) { return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(pattern)); }
+// Element 0 in lane 0, element 1 in lane 2, zeros elsewhere: initial sums of which only the total matters.
+INLINE Int only(int32_t first, int32_t second) { return _mm512_zextsi128_si512(_mm_set_epi32(0, second, 0, first)); }
+// a in lanes 0 and 1 of every four, b in lanes 2 and 3.
+INLINE Float halves(float a, float b) { return _mm512_mask_blend_ps(0xcccc, every(a), every(b)); }
+INLINE int32_t sum(Int v) { return _mm512_reduce_add_epi32(v); }
+
+INLINE Float plus(Float a, Float b) { return _mm512_add_ps(a, b); }
+INLINE Float minus(Float a, Float b) { return _mm512_sub_ps(a, b); }
+INLINE Float times(Float a, Float b) { return _mm512_mul_ps(a, b); }
+INLINE Float over(Float a, Float b) { return _mm512_div_ps(a, b); }
+INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Float least(Float a, Float b) { return _mm512_min_ps(a, b); }
+INLINE Float largest(Float a, Float b) { return _mm512_max_ps(a, b); }
+INLINE Float rounded(Float v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+INLINE float sum(Float v) { return _mm512_reduce_add_ps(v); }
+INLINE float least(Float v) { return _mm512_reduce_min_ps(v); }
+INLINE float largest(Float v) { return _mm512_reduce_max_ps(v); }
+
+INLINE Float to_float(Int v) { return _mm512_cvtepi32_ps(v); }
+INLINE Int to_int(Float v) { return _mm512_cvtps_epi32(v); }
+INLINE Float bits_to_float(Int v) { return _mm512_castsi512_ps(v); }
+INLINE Int float_to_bits(Float v) { return _mm512_castps_si512(v); }
+INLINE void store_bytes(void* p, Int v) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+
+INLINE Float from_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+INLINE void to_half(void* p, Float v) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE Int widen_words(const void* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+INLINE void narrow_words(void* p, Int v) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+}
+
+// sums + the four products of unsigned bytes u and signed bytes s in each lane.
+template <bool NIBBLES>
+INLINE Int dot_bytes(Int sums, Int u, Int s) {
+  return _mm512_dpbusd_epi32(sums, u, s);
+}
+
+INLINE void transpose(Int (&r)[LANES]) {
+  Int t[LANES];
+  each<8>([&](auto i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  });
+  each<4>([&](auto i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  });
+  each<4>([&](auto i) {  // quarter q of r[4 g + i] is column 4 q + i of rows 4 g ... 4 g + 3
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x44);
+    t[4 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x44);
+    t[8 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xee);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xee);
+  });
+  each<4>([&](auto i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0x88);
+    r[4 + i] = _mm512_shuffle_i32x4(t[i], t[4 + i], 0xdd);
+    r[8 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[8 + i], t[12 + i], 0xdd);
+  });
+}
+
+#else
+
+struct Float {
+  __m256 a, b;
+};
+struct Int {
+  __m256i a, b;
+};
+
+INLINE Int load(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+INLINE void store(void* p, Int v) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), v.a);
+  _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, v.b);
+}
+INLINE Int every(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
+INLINE Float every(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
+INLINE Int both(Int x, Int y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+INLINE Int differ(Int x, Int y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int BITS>
+INLINE Int shift_right(Int v) {
+  return {_mm256_srli_epi32(v.a, BITS), _mm256_srli_epi32(v.b, BITS)};
+}
+INLINE Int minus(Int x, Int y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+INLINE Int plus(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE Int times(Int x, Int y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+INLINE Int within_lanes(Int v, __m128i pattern) {
+  const __m256i wide = _mm256_broadcastsi128_si256(pattern);
+  return {_mm256_shuffle_epi8(v.a, wide), _mm256_shuffle_epi8(v.b, wide)};
+}
+INLINE Int only(int32_t first, int32_t second) {
+  return {_mm256_setr_epi32(first, 0, second, 0, 0, 0, 0, 0), _mm256_setzero_si256()};
+}
+INLINE Float halves(float x, float y) {
+  const __m256 v = _mm256_setr_ps(x, x, y, y, x, x, y, y);
+  return {v, v};
+}
+INLINE int32_t sum(Int v) {
+  int32_t all[LANES], total = 0;
+  store(all, v);
+  for (int32_t one : all) total += one;
+  return total;
+}
+
+INLINE Float plus(Float x, Float y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE Float minus(Float x, Float y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE Float times(Float x, Float y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE Float over(Float x, Float y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE Float fma(Float x, Float y, Float z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+INLINE Float least(Float x, Float y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE Float largest(Float x, Float y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE Float rounded(Float v) {
+  constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(v.a, NEAREST), _mm256_round_ps(v.b, NEAREST)};
+}
+template <class Combine>
+INLINE float reduce(Float v, Combine combine) {
+  float all[LANES];
+  _mm256_storeu_ps(all, v.a);
+  _mm256_storeu_ps(all + 8, v.b);
+  for (int width = LANES / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) all[i] = combine(all[i], all[i + width]);
+  return all[0];
+}
+INLINE float sum(Float v) {
+  return reduce(v, [](float x, float y) { return x + y; });
+}
+INLINE float least(Float v) {
+  return reduce(v, [](float x, float y) { return x < y ? x : y; });
+}
+INLINE float largest(Float v) {
+  return reduce(v, [](float x, float y) { return x > y ? x : y; });
+}
+
+INLINE Float to_float(Int v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+INLINE Int to_int(Float v) { return {_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)}; }
+INLINE Float bits_to_float(Int v) { return {_mm256_castsi256_ps(v.a), _mm256_castsi256_ps(v.b)}; }
+INLINE Int float_to_bits(Float v) { return {_mm256_castps_si256(v.a), _mm256_castps_si256(v.b)}; }
+INLINE void narrow_words(void* p, Int v) {
+  const __m256i packed = _mm256_packus_epi32(v.a, v.b);
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+INLINE void store_bytes(void* p, Int v) {
+  int32_t all[LANES];
+  store(all, v);
+  for (int i = 0; i < LANES; ++i) static_cast<int8_t*>(p)[i] = static_cast<int8_t>(all[i]);
+}
+
+INLINE Float from_half(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+INLINE void to_half(void* p, Float v) {
+  __m128i* q = static_cast<__m128i*>(p);
+  _mm_storeu_si128(q, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(q + 1, _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT));
+}
+INLINE Int widen_words(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+}
+
+// Pairs of products of nibbles fit 16 bits (2 * 15 * 128); those of bytes do not, so they are widened first.
+template <bool NIBBLES>
+INLINE __m256i dot_bytes(__m256i sums, __m256i u, __m256i s) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sums, u, s);
+#else
+  if constexpr (NIBBLES) {
+    const __m256i pairs = _mm256_maddubs_epi16(u, s);
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+#endif
+}
+template <bool NIBBLES>
+INLINE Int dot_bytes(Int sums, Int u, Int s) {
+  return {dot_bytes<NIBBLES>(sums.a, u.a, s.a), dot_bytes<NIBBLES>(sums.b, u.b, s.b)};
+}
+
+INLINE void transpose(__m256i (&r)[8]) {
+  __m256i t[8];
+  each<4>([&](auto i) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  });
+  each<2>([&](auto i) {
+    r[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  });
+  each<4>([&](auto i) {
+    t[i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x20);
+    t[4 + i] = _mm256_permute2x128_si256(r[i], r[4 + i], 0x31);
+  });
+  each<8>([&](auto i) { r[i] = t[i]; });
+}
+
+INLINE void transpose(Int (&r)[LANES]) {
+  __m256i tile[4][8];  // rows 0-7 and 8-15 of columns 0-7, then of columns 8-15
+  each<8>([&](auto i) {
+    tile[0][i] = r[i].a;
+    tile[1][i] = r[8 + i].a;
+    tile[2][i] = r[i].b;
+    tile[3][i] = r[8 + i].b;
+  });
+  each<4>([&](auto i) { transpose(tile[i]); });
+  each<8>([&](auto i) {
+    r[i] = {tile[0][i], tile[1][i]};
+    r[8 + i] = {tile[2][i], tile[3][i]};
+  });
+}
+
+#endif
+
+// --- numbers in memory ---------------------------------------------------------------------------------------------
+
+enum Type : int32_t { F32, F16, BF16 };
+
+INLINE int64_t size_of(Type type) { return type == F32 ? 4 : 2; }
+
+INLINE Float load_floats(const void* p, Type type) {
+  if (type == F32) return bits_to_float(load(p));
+  if (type == F16) return from_half(p);
+  const Int words = widen_words(p);
+#if WIDE
+  return bits_to_float(_mm512_slli_epi32(words, 16));
+#else
+  return bits_to_float({_mm256_slli_epi32(words.a, 16), _mm256_slli_epi32(words.b, 16)});
+#endif
+}
+
+// Values of a type as fp32: rounded to it, nearest and ties to even.
+INLINE Float rounded_to(Type type, Float v) {
+  if (type == F32) return v;
+  if (type == F16) {
+    char narrow[VECTOR_BYTES];
+    to_half(narrow, v);
+    return from_half(narrow);
+  }
+  const Int bits = float_to_bits(v);
+  const Int odd = both(shift_right<16>(bits), every(1));
+  return bits_to_float(both(plus(plus(bits, odd), every(0x7fff)), every(static_cast<int32_t>(0xffff0000))));
+}
+
+// The first `count` of 16 numbers; the others are 0.
+inline Float load_floats(const void* p, Type type, int64_t count) {
+  if (count >= LANES) return load_floats(p, type);
+  char padded[VECTOR_BYTES] = {};
+  memcpy(padded, p, count * size_of(type));
+  return load_floats(padded, type);
+}
+
+INLINE void store_floats(void* p, Type type, Float v) {
+  if (type == F32) {
+    store(p, float_to_bits(v));
+  } else if (type == F16) {
+    to_half(p, v);
+  } else {
+#if BF16_DOT
+    const __m256bh narrow = _mm512_cvtneps_pbh(v);
+    memcpy(p, &narrow, sizeof narrow);
+#else
+    uint32_t all[LANES];
+    store(all, float_to_bits(v));
+    for (uint32_t& bits : all)  // nearest, ties to even; a NaN stays one
+      bits = (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    narrow_words(p, load(all));
+#endif
+  }
+}
+
+inline void store_floats(void* p, Type type, Float v, int64_t count) {
+  if (count >= LANES) return store_floats(p, type, v);
+  char padded[VECTOR_BYTES];
+  store_floats(padded, type, v);
+  memcpy(p, padded, count * size_of(type));
+}

@@ -1,0 +1,226 @@
+"""Which configuration was fastest where it was measured: a table of entries, looked up by device and sizes.
+
+    {"format": 1, "about": "...", "entries": [
+     {"op": "weight_only", "device": "NVIDIA H200", "bits": 4, "group_size": 128, "M": 16, "N": 4096, "K": 4096,
+      "run": {"block_m": 16, "block_n": 128, "split_k": 4, "num_warps": 4, "num_stages": 3},
+      "measured": {...}}]}
+
+device     the name of a GPU, or its compute capability ("9.0") for every GPU that has it and no entry of its own
+M          a bucket: the smallest power of two that is at least the number of tokens
+N, K       sizes; a product whose own sizes are not there takes the nearest entry of its class, which holds the sizes
+           that round to the same powers of two
+run        a `Shape`, or "dequantize"
+measured   where the figure comes from; not read here
+
+Two tables are read, once: `tuned.json` beside this file, and `user_table()`, which `tune` writes and which comes first.
+A table that cannot be read is left out with a warning: a cache must not stop a forward pass.
+"""
+
+import json
+import math
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal, TypeGuard
+
+from compress.errors import InputError
+
+FORMAT = 1
+SHIPPED = Path(__file__).resolve().with_name("tuned.json")
+DEQUANTIZE: Final = "dequantize"
+OPS = ("weight_only", "w8a8", "sparse24")
+SIZES = ("bits", "group_size", "M", "N", "K")
+LARGEST_TILE = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One compiled configuration: tokens, rows and programs per tile, warps, depth of the load pipeline; persistent:
+    `int8_tma_gemm` instead of the kernel with a program per tile (w8a8 only)."""
+
+    block_m: int
+    block_n: int
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    persistent: bool = False
+
+    def scales_sums(self, group_size: int) -> bool:
+        """Whether scaling the sums takes fewer instructions than scaling the weights.
+
+        BLOCK_M multiply-adds per row and group against about a quarter per weight more; measured on the compiled
+        loops, where the two are equal near 4 BLOCK_M = group. A group is at most one step of the loop.
+        """
+        return group_size != -1 and 4 * self.block_m <= min(group_size, 128)
+
+
+Choice = Shape | Literal["dequantize"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What runs a product of these sizes, M a bucket, on a device."""
+
+    op: str
+    device: str
+    bits: int
+    group_size: int
+    M: int
+    N: int
+    K: int
+    run: Choice
+    measured: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int]:
+        return self.op, self.device, self.bits, self.group_size, self.M
+
+
+def bucket(M: int) -> int:
+    """The smallest power of two that is at least M."""
+    return 1 << (M - 1).bit_length()
+
+
+def size_class(n: int) -> int:
+    """The exponent of the power of two nearest to n, by ratio."""
+    return round(math.log2(n))
+
+
+def user_table() -> Path:
+    """Where `tune` writes: in the cache directory of the user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "compress" / "tuned.json"
+
+
+def parse(text: str, source: Path) -> list[Entry]:
+    """Entries of a table. InputError, naming the entry, for anything that could not run."""
+
+    def refuse(problem: str) -> InputError:
+        return InputError(f"{source}: {problem}; delete the file or write it again with tune")
+
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as reason:
+        raise refuse(f"not JSON ({reason})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise refuse(f"not a table of format {FORMAT}")
+    found = content.get("entries")
+    if not isinstance(found, list):
+        raise refuse("no list of entries")
+    entries = []
+    for i, given in enumerate(found):
+        problem = _problem(given)
+        if problem:
+            raise refuse(f"entry {i}: {problem}")
+        run = given["run"] if given["run"] == DEQUANTIZE else Shape(**given["run"])
+        sizes = {name: given[name] for name in SIZES}
+        entries.append(Entry(given["op"], given["device"], **sizes, run=run, measured=given.get("measured", {})))
+    return entries
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _problem(given: object) -> str | None:
+    """What keeps a JSON value from being an entry."""
+    if not isinstance(given, dict):
+        return f"{given!r} is not an object"
+    if given.get("op") not in OPS:
+        return f"op {given.get('op')!r}; allowed: {', '.join(OPS)}"
+    if not isinstance(given.get("device"), str):
+        return f"device {given.get('device')!r} is not a name"
+    for name in SIZES:
+        value = given.get(name)
+        if not _whole(value) or (value < 1 and not (name == "group_size" and value == -1)):
+            return f"{name} {value!r} is not a size"
+    if given["M"] != bucket(given["M"]):
+        return f"M {given['M']} is not a power of two"
+    run = given.get("run")
+    if run == DEQUANTIZE:
+        return None if given["op"] == "weight_only" else f"{given['op']} cannot dequantize"
+    names = {f.name for f in fields(Shape)}
+    if not isinstance(run, dict) or not {"block_m", "block_n"} <= run.keys() <= names:
+        return f"run {run!r}; allowed: {DEQUANTIZE!r} or an object with {', '.join(sorted(names))}"
+    if given["op"] == "w8a8" and run.get("split_k", 1) != 1:
+        return "w8a8 does not split K"
+    if run.get("persistent", False) not in ((False, True) if given["op"] == "w8a8" else (False,)):
+        return f"persistent {run['persistent']!r}; allowed: false, and true for w8a8"
+    for name, value in run.items():
+        if name == "persistent":
+            continue
+        power = _whole(value) and 0 < value <= LARGEST_TILE and value == bucket(value)
+        if not (power or (name == "num_stages" and _whole(value) and 0 < value < LARGEST_TILE)):
+            return f"{name} {value!r}; allowed: a power of two to {LARGEST_TILE}"
+        if name.startswith("block") and value < 16:  # the least that a matrix instruction takes
+            return f"{name} {value!r}; at least 16 is needed"
+    return None
+
+
+def read(path: Path) -> list[Entry]:
+    """Entries of the table in a file; none where there is no file. Raises InputError."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), path)
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as reason:
+        raise InputError(f"{path} cannot be read: {reason}") from None
+
+
+def write(path: Path, entries: Iterable[Entry], about: str) -> None:
+    """Add entries to the table in a file, replacing those of the same device and sizes. Raises InputError where the
+    file holds something else."""
+    merged = {(e.key, e.N, e.K): e for e in [*read(path), *entries]}
+    content = {"format": FORMAT, "about": about, "entries": [asdict(e) for e in merged.values()]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    forget()
+
+
+@cache
+def _tables() -> tuple[dict[tuple[str, str, int, int, int], list[Entry]], ...]:
+    """The user's table and the shipped one, by key."""
+    tables = []
+    for path in (user_table(), SHIPPED):
+        table = defaultdict(list)
+        try:
+            for entry in read(path):
+                table[entry.key].append(entry)
+        except InputError as reason:
+            warnings.warn(f"tuned configurations left out: {reason}", stacklevel=2)
+        tables.append(dict(table))
+    return tuple(tables)
+
+
+@cache
+def _nearest(op: str, devices: tuple[str, ...], bits: int, group_size: int, M: int, N: int, K: int) -> Choice | None:
+    found = [table.get((op, name, bits, group_size, M), []) for name in devices for table in _tables()]
+    for entries in found:
+        for entry in entries:
+            if (entry.N, entry.K) == (N, K):
+                return entry.run
+    for entries in found:
+        alike = [e for e in entries if (size_class(e.N), size_class(e.K)) == (size_class(N), size_class(K))]
+        if alike:
+            return min(alike, key=lambda e: abs(math.log(e.N / N)) + abs(math.log(e.K / K))).run
+    return None
+
+
+def lookup(op: str, devices: tuple[str, ...], bits: int, group_size: int, M: int, N: int, K: int) -> Choice | None:
+    """What was fastest for a product of M tokens, N outputs and K inputs; `devices` are the names of one device, the
+    most specific first. None where nothing like it was measured."""
+    if not any(_tables()) or not min(M, N, K):
+        return None
+    return _nearest(op, devices, bits, group_size, bucket(M), N, K)
+
+
+def forget() -> None:
+    """Read the tables again at the next look-up."""
+    _tables.cache_clear()
+    _nearest.cache_clear()

@@ -1,0 +1,360 @@
+"""`compress.load` and transformers' `from_pretrained`: a compressed checkpoint that runs as it is stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import build, tokens
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress.errors import CheckpointError, InputError
+from compress.fused import FusedLinear
+from compress.kernels import reference
+from compress.loading import transformers_alone
+from compress.lowbit import compressed_layers
+from compress.nn import PackedLinear, QuantLinear
+from compress.verify import outputs, probe
+
+FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
+WRITTEN = [
+    {"scheme": "w4a16", "group_size": 16},
+    {"scheme": "w4a16", "group_size": 32, "grid": "asymmetric"},
+    {"scheme": "w2a16", "group_size": -1},
+    {"scheme": "w3a16", "group_size": 32, "grid": "asymmetric"},
+    {"scheme": "w5a16", "group_size": 32},
+    {"scheme": "w6a16", "group_size": -1, "grid": "asymmetric"},
+    {"scheme": "w7a16", "group_size": 16, "grid": "narrow"},
+    {"scheme": "w8a16", "group_size": 32},
+    {"scheme": "w8a16", "group_size": -1, "grid": "symmetric"},
+]
+
+
+def write(tmp_path, kind="llama", dtype=torch.float32, **options):
+    model = build(kind, dtype)
+    compress.quantize(model, compress.RTN(**{"group_size": 16, **options}), output=tmp_path / "out", verify=False)
+    return tmp_path / "out"
+
+
+def held_to_tolerance(model):
+    """Hooks that hold every product of a model to the exact one of its dequantized weights; returns the list they
+    write their largest error over tolerance into."""
+    worst = []
+
+    def hook(layer, inputs, out):
+        x, weight = inputs[0].double().flatten(0, -2), layer.dequantize().double()
+        truth = x @ weight.t() + (0 if layer.bias is None else layer.bias.double())
+        allowed = reference.tolerance(x, weight, truth, out.dtype)
+        allowed += torch.finfo(layer.dtype).eps * (x.abs() @ weight.abs().t())
+        worst.append(((out.double().flatten(0, -2) - truth).abs() / allowed).max().item())
+
+    for _, layer in compressed_layers(model):
+        layer.register_forward_hook(hook)
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", WRITTEN, ids=lambda o: "-".join(map(str, o.values())))
+def test_what_we_write_runs_as_its_codes_say(options, dtype, tmp_path):
+    out = write(tmp_path, dtype=dtype, **options)
+    model, dense = compress.load(out), compress.load(out, dequantize=True)
+    layers = dict(compressed_layers(model))
+    assert set(layers) == {n for n, m in dense.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
+    for name, layer in layers.items():
+        assert torch.equal(layer.dequantize(), dense.get_submodule(name).weight)
+    worst = held_to_tolerance(model)
+    found, expected = outputs(model, probe(96)), outputs(dense, probe(96))
+    assert len(worst) == len(layers)
+    assert max(worst) <= 1
+    # 14 layers, each off by at most a few units in the last place.
+    assert (found - expected).abs().max() <= 100 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "opt", "bert", "t5", "mistral"])
+def test_every_family_runs(kind, fuse, tmp_path):
+    out = write(tmp_path, kind)
+    notes = []
+    model, dense = compress.load(out, fuse=fuse, notes=notes), compress.load(out, dequantize=True)
+    assert notes == []
+    assert any(isinstance(m, FusedLinear) for m in model.modules()) == fuse
+    torch.testing.assert_close(outputs(model, probe(96)), outputs(dense, probe(96)), rtol=1e-4, atol=1e-5)
+    before, after = (compress.load(out).state_dict(), model.state_dict())
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- checkpoints of llm-compressor ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in FIXTURES.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("fuse", [False, True])
+def test_checkpoints_of_llm_compressor(name, fuse):
+    """fixtures/make_llmcompressor.py wrote them, and what transformers computes from them."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    model = compress.load(FIXTURES / name, torch.float32, fuse=fuse)
+    found = outputs(model, expected["input_ids"])
+    if name == "w4a16_asym":
+        # transformers rounds dequantized weights to bfloat16 there, which is our dequantized model.
+        dense = compress.load(FIXTURES / name, torch.float32, dequantize=True)
+        torch.testing.assert_close(outputs(dense, expected["input_ids"]), expected["logits_float32"])
+        half = compress.load(FIXTURES / name, fuse=fuse)
+        worst = held_to_tolerance(half)
+        outputs(half, expected["input_ids"])
+        assert max(worst) <= 1
+    else:
+        torch.testing.assert_close(found, expected["logits_float32"], rtol=1e-5, atol=1e-5)
+    state, stored = model.state_dict(), load_file(FIXTURES / name / "model.safetensors")
+    assert set(state) == set(stored)
+    for key, value in stored.items():
+        assert torch.equal(state[key].to(value.dtype), value), key
+
+
+@pytest.mark.parametrize("name", ["w8a8_dynamic", "w8a8_static", "w8a8_static_asym"])
+def test_int8_inputs_are_no_less_exact_than_emulated_ones(name):
+    """In bfloat16 transformers rounds x / scale to 8 bits of mantissa before it rounds it to a code; we do not."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    truth = expected["logits_float32"]
+    found = outputs(compress.load(FIXTURES / name), expected["input_ids"]).float()
+    assert (found - truth).square().mean() <= 1.1 * (expected["logits"].float() - truth).square().mean()
+
+
+def test_dense_weights_cannot_stand_for_int8_inputs():
+    with pytest.raises(InputError, match=r"quantizes the input of model\.layers\.0.*without dequantize"):
+        compress.load(FIXTURES / "w8a8_dynamic", dequantize=True)
+    found = compress.evaluate(FIXTURES / "w8a8_dynamic", text=torch.randint(24, (2, 16)))
+    assert found.perplexity > 1
+
+
+# --- through transformers ------------------------------------------------------------------------------------------
+
+
+def test_from_pretrained_runs_compressed(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    from transformers import CompressedTensorsConfig
+
+    out = write(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert any(isinstance(m, PackedLinear) for m in model.modules())
+    assert model.hf_quantizer.is_compileable
+    torch.testing.assert_close(outputs(model, probe(96)), outputs(compress.load(out), probe(96)))
+    with pytest.warns(UserWarning, match="quantization_config"):
+        dense = AutoModelForCausalLM.from_pretrained(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert not any(isinstance(m, QuantLinear) for m in dense.modules())
+    with transformers_alone():
+        theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert not any(isinstance(m, QuantLinear) for m in theirs.modules())
+    assert any(isinstance(m, PackedLinear) for m in AutoModelForCausalLM.from_pretrained(out).modules())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_saving_a_loaded_model_writes_the_same_checkpoint(fuse, tmp_path):
+    source = FIXTURES / "w4a16_asym"
+    model = compress.load(source, fuse=fuse)
+    model.save_pretrained(tmp_path / "again")
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert config == json.loads((source / "config.json").read_text())["quantization_config"]
+    again = compress.load(tmp_path / "again", fuse=fuse)
+    assert torch.equal(outputs(again, probe(24)), outputs(model, probe(24)))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_generates_with_and_without_a_static_cache(fuse, tmp_path):
+    out = write(tmp_path)
+    model, dense = compress.load(out, fuse=fuse), compress.load(out, dequantize=True)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = dense.generate(tokens(2, 5), **options)
+    assert torch.equal(model.generate(tokens(2, 5), **options), expected)
+    assert torch.equal(model.generate(tokens(2, 5), **options, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", ["w4a16_asym", "w8a8_static_asym"])
+def test_a_model_compiles_into_one_graph(name, fuse):
+    model = compress.load(FIXTURES / name, fuse=fuse)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids = tokens(2, 7) % 24
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+# --- options and memory --------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any floating-point tensor that an operation makes outside of the meta device."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+        return out
+
+
+def test_loading_makes_no_dense_copy_of_any_layer(llama_w4):
+    smallest = min(layer.in_features * layer.out_features for _, layer in compressed_layers(compress.load(llama_w4)))
+    stored = max(t.numel() for n, t in compress.load(llama_w4).named_parameters() if "down_proj" in n)
+    with Largest() as largest:
+        model = compress.load(llama_w4)
+    assert largest.elements < smallest
+    with Largest() as largest:
+        compress.load(llama_w4, dequantize=True)
+    assert largest.elements >= smallest  # which is how the mode is known to see them
+    held = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    files = sum(p.stat().st_size for p in llama_w4.glob("*.safetensors"))
+    assert stored > 0
+    assert held <= 1.1 * files
+
+
+def test_int8_activations_are_for_weight_only_layers(llama_w4, llama):
+    exact, fast = compress.load(llama_w4, torch.float32), compress.load(llama_w4, torch.float32, int8_activations=True)
+    ids = probe(2048)
+    difference = (outputs(exact, ids) - outputs(fast, ids)).abs().max()
+    assert 0 < difference < 0.1 * outputs(exact, ids).abs().max()
+    for model, options in (
+        (FIXTURES / "w8a8_dynamic", {"int8_activations": True}),
+        (llama, {"int8_activations": True}),
+        (llama, {"fuse": True}),
+        (llama_w4, {"dequantize": True, "fuse": True}),
+    ):
+        with pytest.raises(InputError):
+            compress.load(model, **options)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(tmp_path, monkeypatch):
+    """A copy of a fixture whose tensors and configuration a function may edit; loading weights is a failure."""
+
+    def change(name="w4a16_asym", tensors=None, config=None, reads=False):
+        source = FIXTURES / name
+        held, told = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+        (tensors or (lambda t: None))(held)
+        (config or (lambda c: None))(told)
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        if not reads:
+
+            def loaded(*_, **__):
+                raise AssertionError("weights were read")
+
+            monkeypatch.setattr("compress.lowbit.finish", loaded)
+            monkeypatch.setattr("compress.loading.finish", loaded)
+        return tmp_path
+
+    return change
+
+
+Q = "model.layers.0.self_attn.q_proj"
+WEIGHTS = ("quantization_config", "config_groups", "group_0", "weights")
+
+
+def setting(*path_and_value):
+    *path, value = path_and_value
+
+    def edit(config):
+        for key in path[:-1]:
+            config = config[key]
+        config[path[-1]] = value
+
+    return edit
+
+
+def cut(name):
+    return lambda t: t.update({name: t[name][1:].clone()})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+        (lambda t: t.pop(f"{Q}.weight_packed"), f"{Q}.weight_packed is missing"),
+        (cut(f"{Q}.weight_packed"), rf"{Q}.weight_packed has shape \(31, 8\); its layer needs \(32, 8\)"),
+        (cut(f"{Q}.weight_zero_point"), f"{Q}.weight_zero_point has shape"),
+        (lambda t: t.update({f"{Q}.weight_shape": torch.tensor([32, 0])}), f"{Q}.weight_shape says 32 x 0"),
+        (lambda t: t.update({f"{Q}.weight_shape": torch.tensor([32])}), f"{Q}.weight_shape has shape"),
+        (lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].int()}), f"{Q}.weight_scale is int32"),
+        (lambda t: t.update({f"{Q}.weight_g_idx": torch.zeros(64)}), f"{Q}.weight_g_idx is no part"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(32)}), r"model.norm.weight has shape \(32,\)"),
+        (
+            lambda t: t.update({k.replace(Q, "model.layers.9.q_proj"): t.pop(k) for k in list(t) if k.startswith(Q)}),
+            "compressed model.layers.9.q_proj; LlamaForCausalLM has no such layer",
+        ),
+    ],
+)
+def test_malformed_tensors_are_named_before_weights_are_read(edit, message, changed):
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(changed(tensors=edit))
+
+
+def whole_layer(t, rows):
+    """A layer that is consistent in itself and too small for the model."""
+    for part in ("weight_packed", "weight_scale"):
+        t[f"{Q}.{part}"] = t[f"{Q}.{part}"][:rows].clone()
+    t[f"{Q}.weight_zero_point"] = t[f"{Q}.weight_zero_point"][: rows // 8].clone()
+    t[f"{Q}.weight_shape"] = torch.tensor([rows, 64])
+
+
+def test_a_layer_of_another_shape_than_the_models_is_named(changed):
+    with pytest.raises(CheckpointError, match=rf"{Q} is stored as \(16, 64\); LlamaForCausalLM needs \(32, 64\)"):
+        compress.load(changed(tensors=lambda t: whole_layer(t, 16)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (setting("quantization_config", "quant_method", "gptq"), "quantized as gptq; readable: compressed-tensors"),
+        (setting("quantization_config", "format", "marlin-24"), "compressed-tensors marlin-24; readable"),
+        (setting("quantization_config", "config_groups", "group_0", "format", "nvfp4"), "stored as 'nvfp4'"),
+        (setting("quantization_config", "kv_cache_scheme", {"num_bits": 8}), "key-value cache"),
+        (setting("quantization_config", "config_groups", {}), "no config group .* targets model.layers.0"),
+        (setting(*WEIGHTS, "type", "float"), "cannot be read"),
+        (setting(*WEIGHTS, "actorder", "group"), "columns in their own order"),
+        (setting(*WEIGHTS, "num_bits", 3), f"{Q}.weight_packed has shape|weight_packed has shape"),
+        (setting(*WEIGHTS, "group_size", 48), "groups of 48 do not fit"),
+        (setting(*WEIGHTS, "strategy", "block"), "strategy 'block'"),
+        (lambda c: c.pop("quantization_config"), "config.json has no quantization_config"),
+        (setting("quantization_config", "config_groups", "group_0", "output_activations", {"num_bits": 8}), "output"),
+    ],
+)
+def test_unknown_formats_are_named_before_weights_are_read(edit, message, changed):
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(changed(config=edit))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("w4a16_asym", lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight"),
+        ("w4a16_asym", lambda t: t.pop("model.norm.weight"), "lacks the tensor model.norm.weight"),
+        ("w4a16_asym", lambda t: t[f"{Q}.weight_scale"].fill_(float("inf")), f"{Q}.weight_scale holds values"),
+    ],
+)
+def test_what_only_the_whole_shows_is_named_too(name, edit, message, changed):
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(changed(name, tensors=edit, reads=True))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+        (lambda t: t.pop(f"{Q}.input_scale"), f"{Q}.input_scale is missing"),
+        (lambda t: t.pop(f"{Q}.input_zero_point"), f"{Q}.input_zero_point is missing"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), f"{Q}.weight is float32; it must be int8"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].flatten()}), f"{Q}.weight has shape"),
+    ],
+)
+def test_malformed_int8_layers_are_named(edit, message, changed):
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(changed("w8a8_static_asym", tensors=edit))
