@@ -22,8 +22,10 @@ from torch import Tensor
 
 from compress.errors import CompressError
 from compress.kernels import benchmark, pack, pack24, reference, table, workspace
+from compress.kernels.provenance import provenance
 from compress.kernels.shapes import Device, device_of, fused, fused24, fused_w8a8
 from compress.kernels.table import DEQUANTIZE, Choice, Entry, Shape
+from compress.kernels.timing import time_gpu
 
 Call = Callable[[], Tensor]
 # Milliseconds of one call, given the same call on several copies of its weight.
@@ -179,7 +181,7 @@ class Operands:
 
 def time_graph(calls: list[Call]) -> float:
     """Median of one call on a GPU, in a captured graph."""
-    return float(benchmark.time_gpu(calls, ROUNDS)["median_ms"])
+    return float(time_gpu(calls, ROUNDS)["median_ms"])
 
 
 def trial(operands: Operands, choice: Choice, timer: Timer) -> tuple[float | None, str]:
@@ -253,7 +255,7 @@ def tune(
 
 def source(device: torch.device) -> dict[str, Any]:
     """Where a figure comes from: device, versions, commit."""
-    whole = benchmark.provenance(device)
+    whole = provenance(device)
     return {name: whole[name] for name in ("commit", "modified", "device", "versions", "cuda")}
 
 

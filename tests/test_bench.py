@@ -196,7 +196,7 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "compress.kernels.tune", SimpleNamespace(Problem=Problem, tune=answer))
     wanted = options.linear_options(shapes="64x128", tokens="1,16", device="cpu")
     said: list[str] = []
-    found = linears.tune(wanted, said.append)
+    found = linears.tune_products(wanted, said.append)
     assert said == ["6 on cpu"]
     assert [(p["op"], p["M"], p["bits"], p["group_size"]) for p in found] == [
         (op, M, bits, group)
