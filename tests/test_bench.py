@@ -295,7 +295,7 @@ def test_variants_of_a_shape_have_the_same_weights() -> None:
         assert torch.allclose(layer.dequantize(), weights[name], atol=0.05 * weights[name].std().item())
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w4a8", "w8a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_passes_and_a_wrong_one_does_not(scheme: str, dtype: torch.dtype) -> None:
     model, ids = tiny(scheme, dtype), torch.arange(7)[None]
