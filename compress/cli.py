@@ -427,7 +427,7 @@ def methods(name: str | None) -> None:
 @click.option("--new", type=int, help="Tokens that follow it.  [default: 128; CPU: 16]")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of the arithmetic: bfloat16, float16, float32.")
 @click.option("--rounds", type=int, help="How often everything is timed.  [default: 50; of a MODEL: 10]")
-@click.option("--quick", is_flag=True, help="Less of everything: about a minute.")
+@click.option("--quick", is_flag=True, help="Less of everything.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
 @click.option("--html", metavar="FILE", callback=_writable, help="Write plots as one page (needs the report extra).")
 @device_option

@@ -154,6 +154,14 @@ def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, m
     assert any("time_ms" in e for e in found["results"] if e["candidate"] == "w8a8")
 
 
+def test_what_is_not_a_number_is_null_in_a_report() -> None:
+    report = Report("linears", CPU, {})
+    report.results.append({"error": float("nan"), "others": [float("inf"), 1.5]})
+    assert json.loads(json.dumps(report.content(), allow_nan=False))["results"] == [
+        {"error": None, "others": [None, 1.5]}
+    ]
+
+
 def test_work_that_fails_leaves_what_it_had_and_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = benchmark.measure
 
@@ -188,7 +196,7 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "compress.kernels.tune", SimpleNamespace(Problem=Problem, tune=answer))
     wanted = options.linear_options(shapes="64x128", tokens="1,16", device="cpu")
     said: list[str] = []
-    found = linears.tune(wanted, said.append)
+    found = linears.tune_products(wanted, said.append)
     assert said == ["6 on cpu"]
     assert [(p["op"], p["M"], p["bits"], p["group_size"]) for p in found] == [
         (op, M, bits, group)
@@ -215,9 +223,11 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
         for part in ("prefill", "decode"):
             assert entry[part]["tokens_per_s"] > 0
             assert ("speedup_over" in entry[part]) == (entry["variant"] != "dense")
-        moved = entry["read_bytes"] + entry["cache_bytes"]
-        best = max(found["ceilings"][name]["per_s"] for name in ("copy", "read"))
-        assert entry["decode"]["share"] == pytest.approx(moved / best * 1e3 / entry["decode"]["time_ms"])
+            assert entry[part]["share"] == pytest.approx(entry[part]["limit_ms"] / entry[part]["time_ms"])
+            assert entry[part]["bytes"] == entry["read_bytes"] + entry["cache_bytes"]
+        assert entry["decode"]["operations"] == 2 * entry["linear_weights"] * entry["batch"]
+        assert entry["linear_weights"] == found["results"][0]["linear_weights"]
+        assert entry["arithmetic"] == ("int8" if entry["variant"] == "w8a8" else found["settings"]["dtype"])
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
@@ -285,7 +295,7 @@ def test_variants_of_a_shape_have_the_same_weights() -> None:
         assert torch.allclose(layer.dequantize(), weights[name], atol=0.05 * weights[name].std().item())
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w8a8"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w4a8", "w8a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_passes_and_a_wrong_one_does_not(scheme: str, dtype: torch.dtype) -> None:
     model, ids = tiny(scheme, dtype), torch.arange(7)[None]

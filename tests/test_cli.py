@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import compress
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
-COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "demo")
+COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "demo", "bench")
 
 
 @dataclass(frozen=True)

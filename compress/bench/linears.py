@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 from compress.bench.options import LinearOptions
@@ -25,7 +24,7 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
     done = 1
     reporter.step(done, steps, "ceilings")
     if options.tune:
-        report.tuned += tune(options, reporter.note)
+        report.tuned += tune_products(options, reporter.note)
         report.keep()
         done += 1
         reporter.step(done, steps, "tuned")
@@ -45,13 +44,14 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
             reporter.step(done, steps, f"{N}x{K} M={M}")
 
 
-def tune(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
+def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
-    tuner = import_module("compress.kernels.tune")
+    from compress.kernels.tune import Problem, tune
+
     problems = [
-        tuner.Problem(op, M, N, K, bits, group, dtype=options.dtype)
+        Problem(op, M, N, K, bits, group, dtype=options.dtype)
         for N, K in options.shapes
         for M in options.tokens
         for op, bits, group in TUNED
     ]
-    return [asdict(entry) for entry in tuner.tune(problems, options.device, say=say)]
+    return [asdict(entry) for entry in tune(problems, options.device, say=say)]

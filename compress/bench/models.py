@@ -5,7 +5,8 @@ A result is one variant at one batch size:
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
     layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
-    decode.share        the step's least time, weights and cache read once, over its time; see `kernels.roofline`
+    share               of what is possible, `kernels.roofline`: weights and cache moved once, the products of the
+                        blocks' linear layers computed; attention and the head's products are left out
 
 On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
 round, as in `kernels.timing`.
@@ -24,10 +25,11 @@ from compress.bench.report import Report
 from compress.errors import CompressError, InputError
 from compress.kernels import workspace
 from compress.kernels.ceilings import measure_ceilings
-from compress.kernels.roofline import bandwidth
+from compress.kernels.roofline import INT8, Cost, achieved
 from compress.kernels.timing import summary
 from compress.loading import load
 from compress.lowbit import compressed_layers, fuse
+from compress.nn import QuantLinear
 from compress.progress import Reporter
 from compress.source import find_source
 
@@ -161,6 +163,7 @@ def prepare(
     for entry in entries:
         entry |= {"layers": sum(1 for _ in compressed_layers(model)), "schemes": schemes}
         entry |= {"fused_groups": dense.fused_groups(model), "weights_bytes": memory.held_bytes(model)}
+        entry |= {"linear_weights": _linear_weights(model), "arithmetic": _arithmetic(model, options.dtype)}
         entry |= {"build_peak_bytes": building.bytes, "read_bytes": memory.read_bytes(model)}
     for entry in entries:
         generation = Generation(model, entry["batch"], options.prompt, options.new)
@@ -176,6 +179,19 @@ def prepare(
                 report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {wrong}")
                 continue
         yield entry, generation
+
+
+def _linear_weights(model: Any) -> int:
+    """Weights of the linear layers that every token passes: all but the head."""
+    head = model.get_output_embeddings()
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | QuantLinear) and m is not head)
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def _arithmetic(model: nn.Module, dtype: torch.dtype) -> str:
+    """What most of a model multiplies in, as the ceilings call it."""
+    rounded = [layer.scheme.inputs is not None for _, layer in compressed_layers(model)]
+    return INT8 if rounded and all(rounded) else str(dtype).removeprefix("torch.")
 
 
 def check_variant(entry: dict[str, Any], generation: Generation) -> str:
@@ -222,7 +238,7 @@ def explain(entry: dict[str, Any], options: ModelOptions, report: Report) -> Non
         figures["tokens_per_s"] = tokens / figures["time_ms"] * 1e3
         if baseline is not None and entry is not baseline:
             figures["speedup_over"] = {decoder.DENSE: baseline[part]["time_ms"] / figures["time_ms"]}
-    moved, best = entry["read_bytes"] + entry["cache_bytes"], bandwidth(report.ceilings)
-    entry["decode"] |= {"bytes": moved, "share": None}
-    if best is not None:
-        entry["decode"]["share"] = moved / best * 1e3 / entry["decode"]["time_ms"]
+        need = Cost(
+            entry["read_bytes"] + entry["cache_bytes"], 2 * entry["linear_weights"] * tokens, entry["arithmetic"]
+        )
+        figures |= achieved(need, figures["time_ms"], report.ceilings)

@@ -12,6 +12,7 @@ FILE.partial, which becomes FILE at the end: FILE is never half a report.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,12 +53,15 @@ class Report:
         """What the file holds."""
         names = ("settings", "ceilings", "tuned", "notes", "failures", "results")
         head = {"format": FORMAT, "what": self.what, "complete": self.complete}
-        return head | self.facts | {name: getattr(self, name) for name in names}
+        whole = head | self.facts | {name: getattr(self, name) for name in names}
+        found = _finite(whole)
+        assert isinstance(found, dict)
+        return found
 
     def keep(self) -> None:
         """Write what there is so far beside the file."""
         if self.file is not None:
-            _write(self._partial(), json.dumps(self.content(), indent=1) + "\n")
+            _write(self._partial(), json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
 
     def finish(self) -> None:
         """The file is complete."""
@@ -69,6 +73,15 @@ class Report:
     def _partial(self) -> Path:
         assert self.file is not None
         return self.file.with_name(self.file.name + ".partial")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(path: Path, text: str) -> None:

@@ -41,7 +41,7 @@ def rate(per_s: float, unit: str, integers: bool = False) -> str:
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in left:
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True)
     for heading in right:
         table.add_column(heading, justify="right", overflow="fold")
     return table
@@ -61,7 +61,7 @@ def _linears(report: Report) -> Table:
     title = f"linear layers, {report.settings['dtype']}, {quoted} of {report.settings['rounds']} rounds"
     rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
     others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
-    headings = ("time, us", "rate", "share", *(f"vs {name}" for name in others))
+    headings = ("time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
     table = _table(title, ("outputs x inputs", "M", "candidate", "bound"), headings)
     before: tuple[int, ...] = ()
     for entry in report.results:
@@ -91,8 +91,9 @@ def _models(report: Report) -> Table:
         f"{s['model']}, {s['dtype']}, prompt of {s['prompt']}, {s['new']} new tokens, "
         f"{s['quoted']} of {s['rounds']} rounds"
     )
-    headings = ("prefill, tokens/s", "vs dense", "decode, tokens/s", "vs dense", "share", "weights, MiB", "peak, MiB")
-    table = _table(title, ("variant", "batch", "error of a layer", "error of logits", "decode"), headings)
+    speeds = ("prefill tok/s", "vs dense", "share", "decode tok/s", "vs dense", "share")
+    left = ("variant", "batch", "layer error", "logits error", "decode")
+    table = _table(title, left, (*speeds, "weights MiB", "peak MiB"))
     for entry in report.results:
         head = (entry["variant"], f"{entry['batch']}")
         errors = ("reference", "reference")
@@ -103,13 +104,14 @@ def _models(report: Report) -> Table:
             )
         sizes = [_mib(entry.get("weights_bytes")), _mib(entry.get("peak_bytes"))]
         if "decode" not in entry:
-            table.add_row(*head, *errors, "not measured", *"-----", *sizes)
+            table.add_row(*head, *errors, "not measured", *"------", *sizes)
             continue
         rates = []
         for part in ("prefill", "decode"):
             figures = entry[part]
             rates += [f"{figures['tokens_per_s']:.1f}", _ratio(figures.get("speedup_over", {}).get("dense"))]
-        table.add_row(*head, *errors, entry["launch"], *rates, _percent(entry["decode"]["share"]), *sizes)
+            rates.append(_percent(figures["share"]))
+        table.add_row(*head, *errors, entry["launch"], *rates, *sizes)
     return table
 
 
