@@ -62,7 +62,8 @@ class MinMaxObserver:
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
         lowest, highest = torch.full_like(self.lowest, float("inf")), torch.full_like(self.highest, float("-inf"))
         if x_MK.numel():
-            low_K, high_K = (extreme.float() for extreme in torch.aminmax(x_MK, dim=0))
+            # + 0: -0 is 0. Which of the two a minimum returns depends on the order.
+            low_K, high_K = (extreme.float() + 0.0 for extreme in torch.aminmax(x_MK, dim=0))
             if not bool((low_K.isfinite() & high_K.isfinite()).all()):
                 self.damaged += 1
                 return
@@ -86,8 +87,8 @@ class MinMaxObserver:
     def result(self) -> Range:
         if int(self.damaged):
             raise CompressError(
-                f"{int(self.damaged)} micro-batches of calibration hold non-finite values; the model overflows in this "
-                "dtype or its weights are damaged"
+                f"calibration holds non-finite values (micro-batches with them: {int(self.damaged)}); the model "
+                "overflows in this dtype or its weights are damaged"
             )
         unseen = self.lowest > self.highest
         lowest, highest = self.lowest.masked_fill(unseen, 0.0), self.highest.masked_fill(unseen, 0.0)

@@ -466,7 +466,7 @@ def test_two_processes_find_what_one_does(tmp_path: Path):
     for r in range(2):
         for one, found in zip(expected, torch.load(tmp_path / f"found-{r}.pt"), strict=True):
             same(Range(**found), one)
-        assert "1 micro-batches of calibration hold non-finite values" in (tmp_path / f"error-{r}.txt").read_text()
+        assert "non-finite values (micro-batches with them: 1)" in (tmp_path / f"error-{r}.txt").read_text()
     assert expected[0].tokens == sum(map(len, micro_batches()))
     assert expected[0].lo.shape == (1,)
     assert expected[-1].lo.shape == (CHANNELS,)
@@ -649,6 +649,13 @@ def test_nothing_seen_and_only_zeros_give_an_empty_range(name, kind):
         zeros = torch.zeros(1, 3)
         codes = encode(zeros, scale, zero, make_grid(kind))
         assert torch.equal(decode(codes, scale, zero, torch.float32), zeros)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_zero_has_no_sign(name):
+    found = found_by(name, make_grid("asymmetric"), torch.tensor([[-0.0, 0.0], [0.0, -0.0]]), [1, 1])
+    for value in (found.lo, found.hi, found.lowest, found.highest):
+        assert not torch.signbit(value).any()
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf])
