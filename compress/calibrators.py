@@ -29,6 +29,8 @@ from compress.histogram import BINS, MAX_BINS, MIN_BINS
 from compress.observers import HistogramObserver, MinMaxObserver, MovingAverageObserver, Range
 from compress.stats import Statistic, StatisticFactory
 
+__all__ = ["OPTIONS", "Range", "calibrator", "scale_and_zero_point"]
+
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "minmax": {},
     "moving-average": {"momentum": 0.1},
