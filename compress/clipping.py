@@ -11,16 +11,20 @@ is the observed range exactly.
 Percentile p keeps the fewest bins such that at most (100 - p)% of all values lie outside; asymmetric, at most half of
 that on each side. Counted in whole numbers, so that it does not depend on rounding.
 
-Least squared error: sum over bins of count (v - Q(v))^2, where v is the bin's centre (the observed extreme where that
-is nearer to zero) and Q is the grid's own rounding and clipping at the candidate's scale. Candidates are the observed
-range shrunk by 2^(-k/16), k = 0 .. 127, to whole bins. Asymmetric: both ends shrink together, then the upper and the
-lower end are searched in turn, twice. A candidate whose step would be narrower than a bin is left out (the histogram
-cannot tell its rounding errors), the observed range never is. Of candidates within a part in 10^9 of the least error
-the widest wins, so that the order of a sum decides nothing.
+Least squared error: sum over bins of count (v - Q(v))^2, where Q is the grid's own rounding and clipping at the
+candidate's scale. A bin stands for two values v, half its count each, at its centre -+ w / sqrt(12): they have the mean
+and the variance of values spread evenly over it, where its centre alone would make steps of 1 or 3 bins look worse than
+they are. Values beyond an observed extreme are moved to it, and the bin of zero stands for zero.
+
+Candidates are the observed range shrunk by 2^(-k/16), k = 0 .. 127, to whole bins. Asymmetric: both ends shrink
+together, then the upper and the lower end are searched in turn, twice. A candidate whose step would be narrower than a
+bin is left out (the histogram cannot tell its rounding errors), the observed range never is. Of candidates within a
+part in 10^9 of the least error the widest wins, so that the order of a sum decides nothing.
 
 Shapes: R rows, B bins per sign, C candidates, A = 2B bins by value.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -85,30 +89,34 @@ def shrunk(bins_R: Tensor) -> Tensor:
 
 
 def bin_values(lowest_R: Tensor, highest_R: Tensor, width_R: Tensor, bins: int) -> Tensor:
-    """[R, A] the value that stands for each bin, float64."""
+    """[R, A, 2] the values that stand for each bin, float64."""
     centres = torch.arange(-bins, bins, device=width_R.device, dtype=torch.float64) + 0.5
+    places = centres[:, None] + torch.tensor([-1, 1], device=width_R.device) / math.sqrt(12)
+    places[bins] = 0
     lo, hi = lowest_R.double().clamp(max=0), highest_R.double().clamp(min=0)
-    return (centres * width_R[:, None]).clamp(lo[:, None], hi[:, None])
+    return (places * width_R[:, None, None]).clamp(lo[:, None, None], hi[:, None, None])
 
 
 def squared_errors(
-    counts_RA: Tensor, values_RA: Tensor, lo_RC: Tensor, hi_RC: Tensor, wanted_RC: Tensor, grid: Grid
+    counts_RA: Tensor, values_RA2: Tensor, lo_RC: Tensor, hi_RC: Tensor, wanted_RC: Tensor, grid: Grid
 ) -> Tensor:
     """[R, C] sum over bins of count (v - Q(v))^2, float64; infinite for the candidates that are not wanted."""
+    weights = (counts_RA.double() / 2)[:, :, None].expand(-1, -1, 2).flatten(1)
+    flat = values_RA2.flatten(1)
     errors = torch.full_like(lo_RC, float("inf"))
     scale_RC, zero_RC = scale_of_range(lo_RC, hi_RC, grid, torch.float32)
-    for pair in wanted_RC.nonzero().split(BUDGET // max(1, counts_RA.shape[1])):
+    for pair in wanted_RC.nonzero().split(max(1, BUDGET // max(1, flat.shape[1]))):
         row, candidate = pair.unbind(-1)
-        scale, zero, values = scale_RC[row, candidate, None], zero_RC[row, candidate, None], values_RA[row]
+        scale, zero, values = scale_RC[row, candidate, None], zero_RC[row, candidate, None], flat[row]
         off = decode(encode(values, scale, zero, grid), scale, zero, torch.float64).sub_(values)
-        errors[row, candidate] = off.square_().mul_(counts_RA[row]).sum(-1)
+        errors[row, candidate] = off.square_().mul_(weights[row]).sum(-1)
     return errors
 
 
-def widest_of_least(errors_RC: Tensor, choices_RC: Tensor) -> Tensor:
-    """[R] the choice of least error; of those within a part in 10^9 the first, which is the widest."""
-    first = (errors_RC <= errors_RC.amin(-1, keepdim=True) * (1 + TIE)).to(torch.int8).argmax(-1, keepdim=True)
-    return choices_RC.gather(1, first).squeeze(1)
+def widest_of_least(losses_RC: Tensor, choices_RC: Tensor, margin: Tensor | float) -> Tensor:
+    """[R] of the choices (the widest first) whose loss is within `margin` of the least, the first."""
+    fits = losses_RC <= losses_RC.amin(-1, keepdim=True) + margin
+    return choices_RC.gather(1, fits.to(torch.int8).argmax(-1, keepdim=True)).squeeze(1)
 
 
 def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: Tensor, grid: Grid) -> Tensor:
@@ -116,9 +124,9 @@ def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: T
     all_R2 = observed_bins(counts_R2B, grid)
     bins = counts_R2B.shape[-1]
     counts_RA = in_order(counts_R2B)
-    values_RA = bin_values(lowest_R, highest_R, width_R, bins)
+    values_RA2 = bin_values(lowest_R, highest_R, width_R, bins)
     filled = (counts_RA > 0).any(0)  # of some row: the others add nothing
-    counts_RA, values_RA = counts_RA[:, filled].double(), values_RA[:, filled]
+    counts_RA, values_RA2 = counts_RA[:, filled], values_RA2[:, filled]
     least_R = all_R2.sum(-1).clamp(max=2**grid.bits)  # a step is a bin or more
     ends = {"below": shrunk(all_R2[:, 0]), "above": shrunk(all_R2[:, 1])}
     kept = {end: choices[:, 0] for end, choices in ends.items()}
@@ -126,6 +134,7 @@ def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: T
         tried = {e: c if turn in ("both", e) else kept[e][:, None].expand_as(c) for e, c in ends.items()}
         lo, hi = bounds(tried["below"], tried["above"], width_R[:, None], lowest_R[:, None], highest_R[:, None], grid)
         wanted = tried["below"] + tried["above"] >= least_R[:, None]
-        errors = squared_errors(counts_RA, values_RA, lo, hi, wanted, grid)
-        kept = {e: widest_of_least(errors, choices) for e, choices in tried.items()}
+        errors = squared_errors(counts_RA, values_RA2, lo, hi, wanted, grid)
+        margin = TIE * errors.amin(-1, keepdim=True)
+        kept = {e: widest_of_least(errors, choices, margin) for e, choices in tried.items()}
     return torch.stack([kept["below"], kept["above"]], -1)

@@ -35,7 +35,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.clipping import BUDGET, TIE, observed_bins
+from compress.clipping import BUDGET, TIE, observed_bins, widest_of_least
 from compress.grid import Grid
 from compress.histogram import folded, in_order
 
@@ -63,25 +63,22 @@ def kl_bins(counts_R2B: Tensor, grid: Grid, zero_bin: ZeroBin = "neighbour") -> 
 
 def least_divergence(counts_RA: Tensor, zero: int, below_R: Tensor, total_R: Tensor, levels: int) -> Tensor:
     """[R] the number of bins around bin `zero` that lose least; at most `total`, `below` of which lie before it."""
-    candidates = int(total_R.max()) - levels + 1
+    longest = int(total_R.max())
+    candidates = longest - levels + 1
     if candidates < 1:
         return total_R
-    sums = _Prefix(counts_RA)
-    divergence = []
-    step = max(1, BUDGET // (levels + 1))
-    for pair in torch.arange(len(counts_RA) * candidates, device=counts_RA.device).split(step):
-        row, length = pair // candidates, levels + pair % candidates
+    rows, device = len(counts_RA), counts_RA.device
+    sums, losses = _Prefix(counts_RA), []
+    for pair in torch.arange(rows * candidates, device=device).split(max(1, BUDGET // (levels + 1))):
+        row, length = pair // candidates, longest - pair % candidates  # the widest first
         start = zero - below_R[row] * length // total_R[row].clamp(min=1)
-        # A candidate longer than the row's bins in use is none: it is computed at the full length, then left out.
+        # A row with fewer bins in use has fewer candidates; the others are computed on some window, then left out.
         inside = length <= total_R[row]
-        length = torch.where(inside, length, total_R[row].clamp(min=levels))
-        start = torch.where(inside, start, torch.zeros_like(start))
-        divergence.append(sums.divergence(row, start, length, levels).masked_fill(~inside, float("inf")))
-    losses = torch.cat(divergence).view(len(counts_RA), candidates)
-    least = losses.amin(-1, keepdim=True)
-    lengths = torch.arange(levels, levels + candidates, device=counts_RA.device)
-    widest = (lengths * (losses <= least + TIE)).amax(-1)
-    return torch.where(least.squeeze(-1).isfinite(), widest, total_R)
+        length, start = length.where(inside, levels), start.where(inside, 0)
+        losses.append(sums.divergence(row, start, length, levels).masked_fill(~inside, float("inf")))
+    losses_RC = torch.cat(losses).view(rows, candidates)
+    lengths = torch.arange(longest, levels - 1, -1, device=device).expand(rows, -1)
+    return widest_of_least(losses_RC, lengths, TIE).where(losses_RC.isfinite().any(-1), total_R)
 
 
 class _Prefix:

@@ -122,6 +122,7 @@ LAYERS = (
         "compress.histogram",
         "compress.clipping",
         "compress.entropy",
+        "compress.observers",
         "compress.calibrators",
         "compress.sweep",
         "compress.device",
