@@ -17,7 +17,6 @@ from compress.comm import Comm
 from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
 
-
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
     "awq": [compress.AWQ(group_size=16, statistics="float64")],

@@ -53,8 +53,8 @@ def folder(tmp_path_factory) -> Path:
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
     for name, passes in FOLDING.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
+    passes = FOLDING["awq-gptq"]
     with pytest.raises(KeyboardInterrupt):
-        passes = FOLDING["awq-gptq"]
         compress.quantize(folder / "model", passes, output=folder / "refolded", reporter=StopAfterOne(), **common)
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(folder / "model", EXACT, output=folder / "resumed", reporter=StopAfterOne(), **common)

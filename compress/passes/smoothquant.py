@@ -90,7 +90,7 @@ class SmoothQuant(FoldThenRound):
         return (rounded @ values.t() - x_MK @ weight_NK.t()).double().square().sum()
 
     def _inputs(self, reader: Reader, s_K: Tensor) -> InputCodes:
-        """How x / s is rounded; a fixed range is the whole one of all ranks, whatever the calibrator will make of it."""
+        """How x / s is rounded; a fixed range is the whole one, of all ranks, whatever a calibrator makes of it."""
         grid = self.input_grid()
         assert grid is not None
         if self.activations == "dynamic":
