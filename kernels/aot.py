@@ -1,8 +1,7 @@
-"""Compile kernels for GPUs that are not there, and read what came out: registers, spills, shared memory, instructions.
+"""What the shipped configurations compile to, for GPUs that are not there (`compiled`), against what there is time for.
 
-The compiler, the assembler and the disassembler all ship with Triton, so a machine without a GPU can refuse a kernel
-that spills, does not fit, misses the matrix instruction or spends more instructions per weight than memory bandwidth
-leaves room for. Needs a process in which Triton does not interpret: the decorator decides at import.
+So a machine without a GPU can refuse a kernel that spills, does not fit, misses the matrix instruction or spends more
+instructions per weight than memory bandwidth leaves room for. Needs a process in which Triton does not interpret.
 
     python -m compress.kernels.aot            a selection of the shipped configurations, one JSON line each
     python -m compress.kernels.aot --all      every one of them
@@ -11,20 +10,12 @@ leaves room for. Needs a process in which Triton does not interpret: the decorat
 import argparse
 import itertools
 import json
-import re
-import subprocess
-import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import triton
 import triton.language as tl
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
 
+from compress.kernels.compiled import AMPERE, HOPPER, Cost, compile_for, cost
 from compress.kernels.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.int8_gemm import w8a8_kernel
 from compress.kernels.int8_quantize import (
@@ -42,9 +33,6 @@ from compress.kernels.planar_gemm import planar_kernel
 from compress.kernels.shapes import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
 from compress.kernels.sparse24_gemm import scales_sums, sparse24_kernel
 
-HOPPER, AMPERE = 90, 80
-# Shared memory one block may ask for, in bytes (CUDA programming guide, compute capabilities 9.0 and 8.0).
-SHARED_LIMIT = {HOPPER: 227 * 1024, AMPERE: 163 * 1024}
 # Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
 # issues 4 x 32 thread instructions per clock. Not measured on a GPU.
 BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
@@ -57,102 +45,6 @@ SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096
 def instruction_budget(bits_per_weight: float) -> float:
     """Thread instructions per weight that an H200 can issue while the weight arrives from memory."""
     return ISSUED_PER_CLOCK * bits_per_weight / 8 / BYTES_PER_CLOCK
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one compiled kernel takes. Bytes, except the counts of PTX instructions and the instructions per weight."""
-
-    registers: int
-    stack: int
-    local: int
-    shared: int
-    wgmma: int
-    mma: int
-    loop_instructions: int
-    loop_opcodes: dict[str, int]
-
-    def per_element(self, num_warps: int, elements: int) -> float:
-        """Thread instructions of one main loop iteration, per element of the tile that it consumes."""
-        return self.loop_instructions * num_warps * 32 / elements
-
-
-def compile_for(
-    kernel: triton.runtime.JITFunction,
-    arch: int,
-    types: Mapping[str, str],
-    constants: Mapping[str, object],
-    aligned: Sequence[str] = (),
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> CompiledKernel:
-    """Compile `kernel` for compute capability `arch` (90, 80).
-
-    types: argument -> "*fp16", "i32" ...; constants: argument -> value (None for a pointer that is absent); aligned:
-    integer arguments that are multiples of 16, which decides the width of memory accesses.
-    """
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *aligned]}
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=attributes,
-    )
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def _disassemble(compiled: CompiledKernel, flag: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, flag, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def instructions(sass: str) -> Iterator[tuple[int, str, str]]:
-    """(address, opcode, operands) of a disassembly."""
-    for line in sass.splitlines():
-        match = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
-        if match:
-            yield int(match[1], 16), match[3], match[4]
-
-
-def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
-    """Opcodes between the target of a backward branch and the branch: the longest such stretch with a matrix product,
-    or the longest at all. Everything where nothing loops."""
-    code = list(code)
-    position = {address: i for i, (address, _, _) in enumerate(code)}
-    loops = []
-    for i, (address, opcode, operands) in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
-        if target and int(target[1], 16) < address and int(target[1], 16) in position:
-            loops.append([name for _, name, _ in code[position[int(target[1], 16)] : i + 1]])
-    products = [loop for loop in loops if any("MMA" in name for name in loop)]
-    return max(products or loops, key=len, default=[name for _, name, _ in code])
-
-
-def cost(compiled: CompiledKernel) -> Cost:
-    """Read a compiled kernel. Raises RuntimeError where the resource report cannot be parsed."""
-    report = _disassemble(compiled, "-res-usage")
-    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
-    if match is None:
-        raise RuntimeError(f"no resource usage in the report of cuobjdump: {report[:200]!r}")
-    loop = main_loop(instructions(_disassemble(compiled, "-sass")))
-    ptx = compiled.asm["ptx"]
-    return Cost(
-        registers=int(match[1]),
-        stack=int(match[2]),
-        local=int(match[3]),
-        shared=compiled.metadata.shared,
-        wgmma=ptx.count("wgmma.mma_async"),
-        mma=ptx.count("mma.sync"),
-        loop_instructions=len(loop),
-        loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The low-bit linears as torch operators: schema, shapes for tracing, input gradient, and which path runs.
 
-    weight_only_linear       w4a16, w8a16: x times a weight in planar words (`pack.Planar`)
+    weight_only_linear       w4a16, w8a16: x times a weight in planar words (`pack.Planar`); its gradient is one, too
     int8_activation_linear   w4a8: the same weight, x rounded to int8 per token or per token and block of columns
     w8a8_linear              x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
 

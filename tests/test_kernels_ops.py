@@ -83,6 +83,28 @@ def test_weight_only_gradient():
     torch.testing.assert_close(x.grad, grad @ dense)
 
 
+def test_gradient_operator_contract_and_its_own_gradient():
+    _, words, scale, zero, _, bits, group = weight_only_arguments(torch.float32, gradient=True)
+    grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    arguments = (grad, words, scale, zero, bits, group, 256)
+    torch.library.opcheck(ops.weight_only_gradient, arguments)
+    dense = pack.planar_weight(pack.Planar(words, scale, zero, group, bits), 256)
+    back = ops.weight_only_gradient(*arguments)
+    torch.testing.assert_close(back, grad @ dense)
+    (twice,) = torch.autograd.grad(back, grad, torch.ones_like(back))
+    torch.testing.assert_close(twice, torch.ones_like(back) @ dense.t())
+
+
+def test_what_the_fused_kernel_refuses_can_be_dequantized():
+    """But for the device, which is a CPU here."""
+    planar, _ = planar_of(dtype=torch.float32)
+    x = torch.zeros(1, 256)
+    assert len(ops.why_not_weight_only(x, planar._replace(group_size=96))) == 3
+    assert ops.why_not_dequantize(x, planar._replace(group_size=96)) == ["the device is cpu, not cuda"]
+    assert any("float64" in reason for reason in ops.why_not_dequantize(x.double(), planar))
+    assert ops.weight_only_path(x, planar) == ("cpu", None)
+
+
 def test_w8a8_gradient_is_straight_through():
     arguments = w8a8_arguments(gradient=True, dtype=torch.float32)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,116 @@
+"""Compile a kernel for a GPU that is not there, and read what came out: registers, spills, shared memory, instructions.
+
+The compiler, the assembler and the disassembler all ship with Triton. Needs a process in which Triton does not
+interpret: the decorator decides at import.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+HOPPER, AMPERE = 90, 80
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one compiled kernel takes. Bytes, except the counts of PTX instructions and the instructions per weight."""
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    wgmma: int
+    mma: int
+    loop_instructions: int
+    loop_opcodes: dict[str, int]
+
+    def per_element(self, num_warps: int, elements: int) -> float:
+        """Thread instructions of one main loop iteration, per element of the tile that it consumes."""
+        return self.loop_instructions * num_warps * 32 / elements
+
+
+def compile_for(
+    kernel: triton.runtime.JITFunction,
+    arch: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    aligned: Sequence[str] = (),
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> CompiledKernel:
+    """Compile `kernel` for compute capability `arch` (90, 80).
+
+    types: argument -> "*fp16", "i32" ...; constants: argument -> value (None for a pointer that is absent); aligned:
+    integer arguments that are multiples of 16, which decides the width of memory accesses.
+    """
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in [*pointers, *aligned]}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _disassemble(compiled: CompiledKernel, flag: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, flag, str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(sass: str) -> Iterator[tuple[int, str, str]]:
+    """(address, opcode, operands) of a disassembly."""
+    for line in sass.splitlines():
+        match = re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;", line)
+        if match:
+            yield int(match[1], 16), match[3], match[4]
+
+
+def main_loop(code: Iterable[tuple[int, str, str]]) -> list[str]:
+    """Opcodes between the target of a backward branch and the branch: the longest such stretch with a matrix product,
+    or the longest at all. Everything where nothing loops."""
+    code = list(code)
+    position = {address: i for i, (address, _, _) in enumerate(code)}
+    loops = []
+    for i, (address, opcode, operands) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else None
+        if target and int(target[1], 16) < address and int(target[1], 16) in position:
+            loops.append([name for _, name, _ in code[position[int(target[1], 16)] : i + 1]])
+    products = [loop for loop in loops if any("MMA" in name for name in loop)]
+    return max(products or loops, key=len, default=[name for _, name, _ in code])
+
+
+def cost(compiled: CompiledKernel) -> Cost:
+    """Read a compiled kernel. Raises RuntimeError where the resource report cannot be parsed."""
+    report = _disassemble(compiled, "-res-usage")
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    if match is None:
+        raise RuntimeError(f"no resource usage in the report of cuobjdump: {report[:200]!r}")
+    loop = main_loop(instructions(_disassemble(compiled, "-sass")))
+    ptx = compiled.asm["ptx"]
+    return Cost(
+        registers=int(match[1]),
+        stack=int(match[2]),
+        local=int(match[3]),
+        shared=compiled.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        mma=ptx.count("mma.sync"),
+        loop_instructions=len(loop),
+        loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
+    )
