@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--grids", nargs="+", default=["signed-scale", "asymmetric"])
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rows = []
     for bits in arguments.bits:
         for grid in arguments.grids:
@@ -59,6 +58,12 @@ def main() -> None:
                     f"{found['same_top']:.2%} | {found['bits_per_weight']:.2f} | {found['bytes']} |",
                     flush=True,
                 )
+    keep(arguments.json, arguments, rows)
+
+
+def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write rows with what is needed to quote them."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     record = {
         "model": Path(arguments.model).name,
         "group_size": int(arguments.group_size),
@@ -74,8 +79,8 @@ def main() -> None:
         "device": "cpu",
         "rows": rows,
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

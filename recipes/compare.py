@@ -1,0 +1,75 @@
+"""Every method beside every other on one model, by the command line, and keep what was printed.
+
+    python recipes/compare.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
+
+Each row is a recipe: it is quantized, verified in a fresh process and evaluated on held-out text.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from compress.recipe import parse_recipe
+from compress.recipes.figures import command, keep
+
+STATIC = {"scheme": "w8a8", "activations": "static"}
+
+
+def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
+    """{title: passes}."""
+    found: dict[str, list[dict[str, dict[str, object]]]] = {}
+    for scheme in ("w4a16", "w3a16"):
+        own = {"scheme": scheme, "group_size": group_size}
+        found[f"{scheme} rtn"] = [{"rtn": {**own}}]
+        found[f"{scheme} awq"] = [{"awq": {**own}}]
+        found[f"{scheme} gptq"] = [{"gptq": {**own}}]
+        found[f"{scheme} awq, gptq"] = [{"awq": {**own, "rounding": "none"}}, {"gptq": {**own}}]
+    found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
+    found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
+    found["w8a8 dynamic smoothquant, gptq"] = [
+        {"smoothquant": {"scheme": "w8a8", "rounding": "none"}},
+        {"gptq": {"scheme": "w8a8"}},
+    ]
+    for calibrator in ("minmax", "moving-average", "percentile", "mse", "kl"):
+        found[f"w8a8 static {calibrator} rtn"] = [{"rtn": {**STATIC, "calibrator": calibrator}}]
+    found["w8a8 static minmax asymmetric rtn"] = [{"rtn": {**STATIC, "activation_grid": "asymmetric"}}]
+    found["w8a8 static minmax smoothquant"] = [{"smoothquant": {**STATIC}}]
+    found["w8a8 static mse smoothquant"] = [{"smoothquant": {**STATIC, "calibrator": "mse"}}]
+    small = {"scheme": "w4a8", "group_size": group_size}
+    found["w4a8 rtn"] = [{"rtn": {**small}}]
+    found["w4a8 smoothquant"] = [{"smoothquant": {**small}}]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = []
+    for title, passes in recipes(arguments.group_size).items():
+        with tempfile.TemporaryDirectory() as scratch:
+            out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
+            recipe.write_text(yaml.safe_dump({"passes": passes}), encoding="utf-8")
+            calibrated = any(p.calibrated for p in parse_recipe({"passes": passes}, title))
+            options = ["--recipe", str(recipe), *(["--calibration", arguments.calibration] if calibrated else [])]
+            record = command("quantize", arguments.model, *options, "--output", out)
+            found = command("evaluate", out, "--reference", arguments.model, "--text", arguments.text)
+        row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
+        row |= {"seconds": record["seconds"], "verification": record["verification"]}
+        rows.append(row)
+        print(
+            f"| {title} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} | {found['same_top']:.2%} | "
+            f"{found['bits_per_weight']:.2f} | {found['bytes']} |",
+            flush=True,
+        )
+        keep(arguments.json, arguments, rows)
+
+
+if __name__ == "__main__":
+    main()
