@@ -119,51 +119,46 @@ std::vector<int32_t> groups_of(int64_t columns, int64_t unit, int64_t group, int
 
 // --- from words to vectors -------------------------------------------------------------------------------------------
 
-// fp32 values of planar words. The 16 words pairs of a block give 16 even and 16 odd columns of each plane.
+// Values of planar words: `decode` reads the lowest plane, a loop over planes shifts the words down by BITS.
+// fp32: the 16 pairs of words of a block give 16 even and 16 odd columns of a plane.
 struct F32Dot {
   static INLINE Float dot(Float sums, Int w, Int x) { return fma(bits_to_float(w), bits_to_float(x), sums); }
 };
 
-template <int BITS>
+template <int WIDTH>
 struct F32Words {
   using Dot = F32Dot;
-  static constexpr int BLOCK = PLANE * 16 / BITS, STEP = 1, PARTS = BLOCK / LANES, PARTS_OF_PLANE = 2;
+  static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 1, PARTS = BLOCK / LANES, PARTS_OF_PLANE = 2;
   static constexpr int column(int part, int lane) { return PLANE * (part / 2) + 2 * lane + part % 2; }
-  static constexpr bool TABLE = WIDE && BITS == 4;
-
   struct Decoder {
-    Float zero, scale;  // the table of values in `zero`, where there is one
+    Float zero, scale, table;  // the table of the values of 4-bit codes
     Type type;
 
     INLINE Decoder() {}
     INLINE Decoder(float z, float s, Type t) : zero(every(z)), scale(every(s)), type(t) {
-#if WIDE
-      if constexpr (TABLE) zero = rounded_to(type, times(minus(to_float(lanes()), zero), scale));
-#endif
+      if constexpr (BITS == 4) table = value(lanes());
     }
     template <int PART>
     INLINE Int decode(Int words) const {
-      const Int codes = shift_right<BITS*(PART / 2) + 16 * (PART % 2)>(words);
-#if WIDE
-      if constexpr (TABLE) return float_to_bits(_mm512_permutexvar_ps(codes, zero));
-#endif
-      const Float values = times(minus(to_float(both(codes, every((1 << BITS) - 1))), zero), scale);
-      return float_to_bits(rounded_to(type, values));
+      const Int codes = shift_right<16 * PART>(words);
+      if constexpr (BITS == 4) return float_to_bits(lookup(table, codes));
+      return float_to_bits(value(both(codes, every(0xff))));
     }
+    INLINE Float value(Int codes) const { return rounded_to(type, times(minus(to_float(codes), zero), scale)); }
   };
 
 };
 
 #if BF16_DOT
-// bf16 values of planar words: the 32 words of a block give the 32 columns of each plane in order.
+// bf16: the 32 words of a block give the 32 columns of a plane in order.
 struct Bf16Dot {
   static INLINE Float dot(Float sums, Int w, Int x) { return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x); }
 };
 
-template <int BITS>
+template <int WIDTH>
 struct Bf16Words {
   using Dot = Bf16Dot;
-  static constexpr int BLOCK = PLANE * 16 / BITS, STEP = 2, PARTS = BLOCK / PLANE, PARTS_OF_PLANE = 1;
+  static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 2, PARTS = BLOCK / PLANE, PARTS_OF_PLANE = 1;
   static constexpr int column(int part, int lane) { return PLANE * part + 2 * lane; }
 
   struct Decoder {
@@ -179,11 +174,11 @@ struct Bf16Words {
     }
     template <int PART>
     INLINE Int decode(Int words) const {
-      const Int codes = shift_right<BITS * PART>(words);
+      static_assert(PART == 0);
       if constexpr (BITS == 4) {
-        return _mm512_permutexvar_epi16(codes, table);
+        return _mm512_permutexvar_epi16(words, table);
       } else {
-        const Int bytes = both(codes, _mm512_set1_epi16(0xff));
+        const Int bytes = both(words, _mm512_set1_epi16(0xff));
         const Float low = value(_mm512_castsi512_si256(bytes)), high = value(_mm512_extracti64x4_epi64(bytes, 1));
         return (Int)_mm512_cvtne2ps_pbh(high, low);
       }
@@ -274,6 +269,12 @@ struct Work {
     return static_cast<const char*>(a.weight) + std::min(n0 + r, a.N - 1) * a.row_bytes;
   }
 
+  // A piece of the next slab, which lies behind this one: in order, unlike the rows that are being decoded.
+  INLINE void fetch_ahead(int64_t piece) const {
+    const char* next = static_cast<const char*>(a.weight) + (n0 + ROWS) * a.row_bytes;
+    _mm_prefetch(next + piece * VECTOR_BYTES, _MM_HINT_T1);
+  }
+
   void begin(int64_t first) {
     n0 = first;
     const int64_t size = size_of(a.scale_type);
@@ -299,6 +300,11 @@ struct Work {
         const char* p = static_cast<const char*>(a.bias) + (n0 + v * LANES) * size_of(a.bias_type);
         store(bias + v * LANES, float_to_bits(load_floats(p, a.bias_type, count() - v * LANES)));
       }
+  }
+
+  template <class Decoder>
+  INLINE Decoder decoder(int64_t at) const {
+    return Decoder(float_zero[at], scale[at], a.scale_type);
   }
 
   // Outputs of token m for rows r and on: as many as there are, at most `most`.
@@ -377,22 +383,24 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
       Decoder decoders[TILE];
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + r0;
-        each<TILE>([&](auto r) { decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r], work.a.scale_type); });
+        each<TILE>([&](auto r) { decoders[r] = work.decoder<Decoder>(at + r); });
       };
       each<TILE>([&](auto r) {
         words[r] = load(rows[r] + block * VECTOR_BYTES);
         _mm_prefetch(ahead[r] + block * VECTOR_BYTES, _MM_HINT_T0);
       });
-      prepare(0);
-      each<D::PARTS>([&](auto part) {
-        if (part > 0 && part % D::PARTS_OF_PLANE == 0 && !whole) prepare(part / D::PARTS_OF_PLANE);
-        Int values[TILE];
-        each<TILE>([&](auto r) { values[r] = decoders[r].template decode<part>(words[r]); });
-        each<T>([&](auto t) {
-          const Int given = load(from + (part * T + t) * LANES);
-          each<TILE>([&](auto r) { sums[r][t] = D::Dot::dot(sums[r][t], values[r], given); });
+      for (int plane = 0; plane < PLANES; ++plane, from += D::PARTS_OF_PLANE * T * LANES) {
+        if (plane == 0 || !whole) prepare(plane);
+        each<D::PARTS_OF_PLANE>([&](auto part) {
+          Int values[TILE];
+          each<TILE>([&](auto r) { values[r] = decoders[r].template decode<part>(words[r]); });
+          each<T>([&](auto t) {
+            const Int given = load(from + (part * T + t) * LANES);
+            each<TILE>([&](auto r) { sums[r][t] = D::Dot::dot(sums[r][t], values[r], given); });
+          });
         });
-      });
+        each<TILE>([&](auto r) { words[r] = shift_right<D::BITS>(words[r]); });
+      }
     }
     each<T>([&](auto t) {
       float out[LANES];
@@ -412,21 +420,24 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, 
       Decoder decoders[LANES];
       for (int r = 0; r < LANES; ++r) {
         rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
-        _mm_prefetch(rows[r] + ROWS * work.a.row_bytes, _MM_HINT_T1);
+        work.fetch_ahead((block * VECTORS + v) * LANES + r);
       }
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
-        for (int r = 0; r < LANES; ++r) decoders[r] = Decoder(work.float_zero[at + r], work.scale[at + r], work.a.scale_type);
+        for (int r = 0; r < LANES; ++r) decoders[r] = work.decoder<Decoder>(at + r);
       };
-      prepare(0);
       char* to = work.slab.get() + ((block * D::BLOCK - first) / D::STEP * VECTORS + v) * VECTOR_BYTES;
-      each<D::PARTS>([&](auto part) {
-        if (part > 0 && part % D::PARTS_OF_PLANE == 0 && !whole) prepare(part / D::PARTS_OF_PLANE);
-        Int tile[LANES];
-        each<LANES>([&](auto r) { tile[r] = decoders[r].template decode<part>(load(rows[r])); });
-        transpose(tile);
-        each<LANES>([&](auto i) { store(to + D::column(part, i) / D::STEP * (VECTORS * VECTOR_BYTES), tile[i]); });
-      });
+      for (int plane = 0; plane < PLANES; ++plane, to += PLANE / D::STEP * VECTORS * VECTOR_BYTES) {
+        if (plane == 0 || !whole) prepare(plane);
+        each<D::PARTS_OF_PLANE>([&](auto part) {
+          Int tile[LANES];
+          each<LANES>([&](auto r) {
+            tile[r] = decoders[r].template decode<part>(shift_right(load(rows[r]), plane * D::BITS));
+          });
+          transpose(tile);
+          each<LANES>([&](auto i) { store(to + D::column(part, i) / D::STEP * (VECTORS * VECTOR_BYTES), tile[i]); });
+        });
+      }
     }
 }
 
@@ -645,7 +656,7 @@ void int_slab(const Work& work, int64_t first, int64_t last) {
       for (int r = 0; r < LANES; ++r) {
         const char* row = work.row(v * LANES + r);
         words[r] = F::block(row, block * VECTOR_BYTES, work.a.row_bytes);
-        _mm_prefetch(row + ROWS * work.a.row_bytes + block * VECTOR_BYTES, _MM_HINT_T1);
+        work.fetch_ahead((block * VECTORS + v) * LANES + r);
       }
       char* to = work.slab.get() + ((block * F::BLOCK - first) / 4 * VECTORS + v) * VECTOR_BYTES;
       each<F::PARTS>([&](auto part) {
