@@ -85,8 +85,8 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
   using Decoder = typename D::Decoder;
   constexpr int PLANES = D::BLOCK / PLANE;
   for (int r0 = 0; r0 < work.count(); r0 += TILE) {
-    const char *rows[TILE], *ahead[TILE];
-    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r), ahead[r] = rows[r] + TILE * work.a.row_bytes;
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
     Float sums[TILE][T];
     each<TILE>([&](auto r) { each<T>([&](auto t) { sums[r][t] = every(0.0f); }); });
     for (int64_t block = 0; block < columns / D::BLOCK; ++block) {
@@ -99,7 +99,7 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
       };
       each<TILE>([&](auto r) {
         words[r] = load(rows[r] + block * VECTOR_BYTES);
-        _mm_prefetch(ahead[r] + block * VECTOR_BYTES, _MM_HINT_T0);
+        work.fetch_near(r0 + ROWS_AHEAD, block * TILE + r);
       });
       for (int plane = 0; plane < PLANES; ++plane, from += D::PARTS_OF_PLANE * T * LANES) {
         if (plane == 0 || !whole) prepare(plane);
@@ -132,7 +132,7 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, 
       Decoder decoders[LANES];
       for (int r = 0; r < LANES; ++r) {
         rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
-        work.fetch_ahead((block * VECTORS + v) * LANES + r);
+        work.fetch_far(ROWS, (block * VECTORS + v) * LANES + r);
       }
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
         const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;

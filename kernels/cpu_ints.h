@@ -109,8 +109,8 @@ template <class F, int TILE, int T>
 void int_rows(const Work& work, const Activations& x, int64_t m0) {
   const Arguments& a = work.a;
   for (int r0 = 0; r0 < work.count(); r0 += TILE) {
-    const char *rows[TILE], *ahead[TILE];
-    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r), ahead[r] = rows[r] + TILE * a.row_bytes;
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
     Float totals[TILE][T];
     Int sums[TILE][T];
     each<TILE>([&](auto r) { each<T>([&](auto t) { totals[r][t] = every(0.0f); }); });
@@ -125,7 +125,7 @@ void int_rows(const Work& work, const Activations& x, int64_t m0) {
         Int words[TILE];
         each<TILE>([&](auto r) {
           words[r] = F::block(rows[r], offset, a.row_bytes);
-          _mm_prefetch(ahead[r] + offset, _MM_HINT_T0);
+          work.fetch_near(r0 + ROWS_AHEAD, k / F::BLOCK * TILE + r);
         });
         each<F::PARTS>([&](auto part) {
           Int bytes[TILE];
@@ -166,8 +166,8 @@ template <class F, int TILE, int T>
 void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
   const Arguments& a = work.a;
   for (int r0 = 0; r0 < work.count(); r0 += TILE) {
-    const char *rows[TILE], *ahead[TILE];
-    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r), ahead[r] = rows[r] + TILE * a.row_bytes;
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
     Float totals[TILE][T];
     each<TILE>([&](auto r) { each<T>([&](auto t) { totals[r][t] = every(0.0f); }); });
     for (int64_t k = 0; k < x.columns; k += F::BLOCK) {
@@ -175,7 +175,7 @@ void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
       Int words[TILE];
       each<TILE>([&](auto r) {
         words[r] = load(rows[r] + offset);
-        _mm_prefetch(ahead[r] + offset, _MM_HINT_T0);
+        work.fetch_near(r0 + ROWS_AHEAD, k / F::BLOCK * TILE + r);
       });
       each<F::PARTS>([&](auto part) {
         const int64_t one = k / PLANE + F::plane(part, 0), other = k / PLANE + F::plane(part, 1);
@@ -210,7 +210,7 @@ void int_slab(const Work& work, int64_t first, int64_t last) {
       for (int r = 0; r < LANES; ++r) {
         const char* row = work.row(v * LANES + r);
         words[r] = F::block(row, block * VECTOR_BYTES, work.a.row_bytes);
-        work.fetch_ahead((block * VECTORS + v) * LANES + r);
+        work.fetch_far(ROWS, (block * VECTORS + v) * LANES + r);
       }
       char* to = work.slab.get() + ((block * F::BLOCK - first) / 4 * VECTORS + v) * VECTOR_BYTES;
       each<F::PARTS>([&](auto part) {

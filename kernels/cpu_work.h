@@ -23,6 +23,8 @@ constexpr int TOKENS = WIDE ? 12 : 6;
 // Rows and, at most, tokens that the row loop takes at once.
 constexpr int ROW_TILE = WIDE ? 4 : 2;
 constexpr int ROW_TOKENS = WIDE ? 4 : 2;
+// Rows between those that the row loop works on and those that it fetches.
+constexpr int ROWS_AHEAD = 2 * ROW_TILE;
 // Dwords of each row in a chunk: 16 KiB of AVX-512 slab.
 constexpr int64_t CHUNK = 128;
 // Tokens whose packed copy exists at a time.
@@ -123,10 +125,12 @@ struct Work {
     return static_cast<const char*>(a.weight) + std::min(n0 + r, a.N - 1) * a.row_bytes;
   }
 
-  // A piece of the next slab, which lies behind this one: in order, unlike the rows that are being decoded.
-  INLINE void fetch_ahead(int64_t piece) const {
-    const char* next = static_cast<const char*>(a.weight) + (n0 + ROWS) * a.row_bytes;
-    _mm_prefetch(next + piece * VECTOR_BYTES, _MM_HINT_T1);
+  // Fetches what is decoded later, in the order of memory, which the rows being decoded side by side are not in:
+  // 64-byte pieces from row r on, near for the next rows, far for the next slab.
+  INLINE void fetch_near(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T0); }
+  INLINE void fetch_far(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T1); }
+  INLINE const char* piece_of(int64_t r, int64_t piece) const {
+    return static_cast<const char*>(a.weight) + (n0 + r) * a.row_bytes + piece * VECTOR_BYTES;
   }
 
   void begin(int64_t first) {
