@@ -17,8 +17,9 @@ from compress.kernels.pack import PLANE, Planar
 Operation = Literal["weight_only", "int8_activation", "w8a8"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# Tokens up to which the loop over rows is the faster one.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 8}
+# Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4}
+ROWS_UP_TO_AVX2: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
@@ -63,7 +64,12 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
     """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, slabs, torch, reference."""
     if why_not_sizes(operation, K, group_size) or cpu.why_not():
         return "reference" if operation == "int8_activation" else "torch"
-    return "rows" if M <= ROWS_UP_TO[operation] else "slabs"
+    return "rows" if _by_rows(operation, M) else "slabs"
+
+
+def _by_rows(operation: Operation, M: int) -> bool:
+    limits = ROWS_UP_TO_AVX2 if cpu.library().instructions() == b"avx2" else ROWS_UP_TO
+    return M <= limits[operation]
 
 
 def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Arguments:
@@ -75,7 +81,7 @@ def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, b
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
     filled.G = scale.shape[0] if scale.dim() == 2 else 1
     filled.group = filled.input_group = -1
-    filled.by_rows = M <= ROWS_UP_TO[operation]
+    filled.by_rows = _by_rows(operation, M)
     filled.threads = torch.get_num_threads()
     return filled
 

@@ -57,6 +57,7 @@ template <int BITS>
 INLINE Int shift_right(Int v) {  // of 32-bit lanes
   return _mm512_srli_epi32(v, BITS);
 }
+INLINE Int shift_right(Int v, int bits) { return _mm512_srl_epi32(v, _mm_cvtsi32_si128(bits)); }
 INLINE Int plus(Int a, Int b) { return _mm512_add_epi32(a, b); }
 INLINE Int minus(Int a, Int b) { return _mm512_sub_epi32(a, b); }
 INLINE Int times(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
@@ -84,6 +85,9 @@ INLINE Int to_int(Float v) { return _mm512_cvtps_epi32(v); }
 INLINE Float bits_to_float(Int v) { return _mm512_castsi512_ps(v); }
 INLINE Int float_to_bits(Float v) { return _mm512_castps_si512(v); }
 INLINE void store_bytes(void* p, Int v) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
+
+// The entries of a table of 16 that the lowest four bits of each lane name.
+INLINE Float lookup(Float table, Int indices) { return _mm512_permutexvar_ps(indices, table); }
 
 INLINE Float from_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 INLINE void to_half(void* p, Float v) {
@@ -153,6 +157,9 @@ template <int BITS>
 INLINE Int shift_right(Int v) {
   return {_mm256_srli_epi32(v.a, BITS), _mm256_srli_epi32(v.b, BITS)};
 }
+INLINE Int shift_right(Int v, int bits) {
+  return {_mm256_srl_epi32(v.a, _mm_cvtsi32_si128(bits)), _mm256_srl_epi32(v.b, _mm_cvtsi32_si128(bits))};
+}
 INLINE Int minus(Int x, Int y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 INLINE Int plus(Int x, Int y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 INLINE Int times(Int x, Int y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
@@ -219,6 +226,16 @@ INLINE void store_bytes(void* p, Int v) {
   store(all, v);
   for (int i = 0; i < LANES; ++i) static_cast<int8_t*>(p)[i] = static_cast<int8_t>(all[i]);
 }
+
+INLINE Int lanes() {
+  const __m256i first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return {first, _mm256_add_epi32(first, _mm256_set1_epi32(8))};
+}
+INLINE __m256 lookup(Float table, __m256i indices) {
+  const __m256 low = _mm256_permutevar8x32_ps(table.a, indices), high = _mm256_permutevar8x32_ps(table.b, indices);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(indices, 28)));
+}
+INLINE Float lookup(Float table, Int indices) { return {lookup(table, indices.a), lookup(table, indices.b)}; }
 
 INLINE Float from_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);

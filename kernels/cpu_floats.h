@@ -1,0 +1,220 @@
+// The weight-only product: values of planar words times x, in fp32 or in pairs of bf16.
+
+#pragma once
+
+#include "cpu_work.h"
+
+namespace {
+
+// sums + the products of the dwords of w and x.
+struct F32Dot {
+  static INLINE Float dot(Float sums, Int w, Int x) { return fma(bits_to_float(w), bits_to_float(x), sums); }
+};
+
+// Values of planar words: `decode` reads the lowest plane, a loop over planes shifts the words down by BITS.
+// fp32: the 16 pairs of words of a block give 16 even and 16 odd columns of a plane.
+template <int WIDTH>
+struct F32Words {
+  using Dot = F32Dot;
+  static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 1, PARTS = BLOCK / LANES, PARTS_OF_PLANE = 2;
+  static constexpr int column(int part, int lane) { return PLANE * (part / 2) + 2 * lane + part % 2; }
+
+  struct Decoder {
+    Float zero, scale, table;  // the table of the values of 4-bit codes
+    Type type;
+
+    INLINE Decoder() {}
+    INLINE Decoder(float z, float s, Type t) : zero(every(z)), scale(every(s)), type(t) {
+      if constexpr (BITS == 4) table = value(lanes());
+    }
+    template <int PART>
+    INLINE Int decode(Int words) const {
+      const Int codes = shift_right<16 * PART>(words);
+      if constexpr (BITS == 4) return float_to_bits(lookup(table, codes));
+      return float_to_bits(value(both(codes, every(0xff))));
+    }
+    INLINE Float value(Int codes) const { return rounded_to(type, times(minus(to_float(codes), zero), scale)); }
+  };
+};
+
+#if BF16_DOT
+struct Bf16Dot {
+  static INLINE Float dot(Float sums, Int w, Int x) { return _mm512_dpbf16_ps(sums, (__m512bh)w, (__m512bh)x); }
+};
+
+// bf16: the 32 words of a block give the 32 columns of a plane in order.
+template <int WIDTH>
+struct Bf16Words {
+  using Dot = Bf16Dot;
+  static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 2, PARTS = BLOCK / PLANE, PARTS_OF_PLANE = 1;
+  static constexpr int column(int part, int lane) { return PLANE * part + 2 * lane; }
+
+  struct Decoder {
+    Float zero, scale;
+    Int table;  // of 4-bit values, twice: a permutation of words reads five bits of an index
+
+    INLINE Decoder() {}
+    INLINE Decoder(float z, float s, Type) : zero(every(z)), scale(every(s)) {
+      if constexpr (BITS == 4) {
+        const __m256i values = (__m256i)_mm512_cvtneps_pbh(times(minus(to_float(lanes()), zero), scale));
+        table = _mm512_inserti64x4(_mm512_castsi256_si512(values), values, 1);
+      }
+    }
+    template <int PART>
+    INLINE Int decode(Int words) const {
+      static_assert(PART == 0);
+      if constexpr (BITS == 4) {
+        return _mm512_permutexvar_epi16(words, table);
+      } else {
+        const Int bytes = both(words, _mm512_set1_epi16(0xff));
+        const Float low = value(_mm512_castsi512_si256(bytes)), high = value(_mm512_extracti64x4_epi64(bytes, 1));
+        return (Int)_mm512_cvtne2ps_pbh(high, low);
+      }
+    }
+    INLINE Float value(__m256i codes) const {
+      return times(minus(to_float(_mm512_cvtepu16_epi32(codes)), zero), scale);
+    }
+  };
+};
+#endif
+
+// `whole`: no group ends within a block.
+template <class D, int TILE, int T>
+void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plane, int64_t columns, bool whole,
+                int64_t m0) {
+  using Decoder = typename D::Decoder;
+  constexpr int PLANES = D::BLOCK / PLANE;
+  for (int r0 = 0; r0 < work.count(); r0 += TILE) {
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
+    Float sums[TILE][T];
+    each<TILE>([&](auto r) { each<T>([&](auto t) { sums[r][t] = every(0.0f); }); });
+    for (int64_t block = 0; block < columns / D::BLOCK; ++block) {
+      const int32_t* from = x + m0 * (columns / D::STEP) + block * D::PARTS * T * LANES;
+      Int words[TILE];
+      Decoder decoders[TILE];
+      const auto prepare = [&](int plane) __attribute__((always_inline)) {
+        const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + r0;
+        each<TILE>([&](auto r) { decoders[r] = work.decoder<Decoder>(at + r); });
+      };
+      each<TILE>([&](auto r) {
+        words[r] = load(rows[r] + block * VECTOR_BYTES);
+        work.fetch_near(r0 + ROWS_AHEAD, block * TILE + r);
+      });
+      for (int plane = 0; plane < PLANES; ++plane, from += D::PARTS_OF_PLANE * T * LANES) {
+        if (plane == 0 || !whole) prepare(plane);
+        each<D::PARTS_OF_PLANE>([&](auto part) {
+          Int values[TILE];
+          each<TILE>([&](auto r) { values[r] = decoders[r].template decode<part>(words[r]); });
+          each<T>([&](auto t) {
+            const Int given = load(from + (part * T + t) * LANES);
+            each<TILE>([&](auto r) { sums[r][t] = D::Dot::dot(sums[r][t], values[r], given); });
+          });
+        });
+        each<TILE>([&](auto r) { words[r] = shift_right<D::BITS>(words[r]); });
+      }
+    }
+    each<T>([&](auto t) {
+      float out[LANES];
+      for (int r = 0; r < TILE; ++r) out[r] = sum(sums[r][t]) + work.bias[r0 + r];
+      work.finish(m0 + t, r0, bits_to_float(load(out)), TILE);
+    });
+  }
+}
+
+template <class D>
+void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, int64_t last, bool whole) {
+  using Decoder = typename D::Decoder;
+  constexpr int PLANES = D::BLOCK / PLANE;
+  for (int64_t block = first / D::BLOCK; block < last / D::BLOCK; ++block)
+    for (int v = 0; v < VECTORS; ++v) {
+      const char* rows[LANES];
+      Decoder decoders[LANES];
+      for (int r = 0; r < LANES; ++r) {
+        rows[r] = work.row(v * LANES + r) + block * VECTOR_BYTES;
+        work.fetch_far(ROWS, (block * VECTORS + v) * LANES + r);
+      }
+      const auto prepare = [&](int plane) __attribute__((always_inline)) {
+        const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
+        for (int r = 0; r < LANES; ++r) decoders[r] = work.decoder<Decoder>(at + r);
+      };
+      char* to = work.slab.get() + ((block * D::BLOCK - first) / D::STEP * VECTORS + v) * VECTOR_BYTES;
+      for (int plane = 0; plane < PLANES; ++plane, to += PLANE / D::STEP * VECTORS * VECTOR_BYTES) {
+        if (plane == 0 || !whole) prepare(plane);
+        each<D::PARTS_OF_PLANE>([&](auto part) {
+          Int tile[LANES];
+          each<LANES>([&](auto r) {
+            tile[r] = decoders[r].template decode<part>(shift_right(load(rows[r]), plane * D::BITS));
+          });
+          transpose(tile);
+          each<LANES>([&](auto i) { store(to + D::column(part, i) / D::STEP * (VECTORS * VECTOR_BYTES), tile[i]); });
+        });
+      }
+    }
+}
+
+template <class Dot, int T>
+void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bool first, bool last) {
+  Float sums[T][VECTORS];
+  int32_t* kept = &work.sums[m0 * ROWS];
+  each<T>([&](auto t) {
+    each<VECTORS>([&](auto v) {
+      sums[t][v] = first ? every(0.0f) : bits_to_float(load(kept + t * ROWS + v * LANES));
+    });
+  });
+  const char* slab = work.slab.get();
+  for (int64_t k = 0; k < steps; ++k, x += T, slab += VECTORS * VECTOR_BYTES) {
+    Int weights[VECTORS];
+    each<VECTORS>([&](auto v) { weights[v] = load(slab + v * VECTOR_BYTES); });
+    each<T>([&](auto t) {
+      const Int given = every(x[t]);
+      each<VECTORS>([&](auto v) { sums[t][v] = Dot::dot(sums[t][v], weights[v], given); });
+    });
+  }
+  each<T>([&](auto t) {
+    each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, float_to_bits(sums[t][v])); });
+  });
+  if (last) work.finish(m0, T, nullptr);
+}
+
+template <class D>
+void float_product(const Arguments& a) {
+  const bool whole = a.group <= 0 || a.group % D::BLOCK == 0;
+  const int64_t columns = a.row_bytes * 8 / (PLANE * 16 / D::BLOCK), dwords = columns / D::STEP;
+  const std::vector<int32_t> group_of_plane = groups_of(columns, PLANE, a.group, a.G);
+  const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
+  const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
+  const auto prepare = [&](int64_t m, int thread) {
+    int32_t* own = &natural[thread * dwords];
+    memset(own, 0, dwords * sizeof *own);
+    const char* from = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
+    if (D::STEP == 2) {
+      memcpy(own, from, a.K * 2);
+    } else {
+      for (int64_t k = 0; k < a.K; k += LANES)
+        store_floats(own + k, F32, load_floats(from + k * size_of(a.x_type), a.x_type, a.K - k), a.K - k);
+    }
+    arrange<D>(own, packed.get(), m, columns, D::STEP, a);
+  };
+  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
+    if (a.by_rows) {
+      in_powers_of_two(a.M, [&](int64_t m, auto t) {
+        float_rows<D, ROW_TILE, t>(work, packed.get(), group_of_plane.data(), columns, whole, m);
+      });
+      return;
+    }
+    const Tiles tiles(a.M);
+    for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
+      const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
+      float_slab<D>(work, group_of_plane.data(), first, last, whole);
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+          const int64_t m = tiles.start(tile);
+          const int32_t* from = &packed[m * dwords + first / D::STEP * t];
+          float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
+        });
+    }
+  });
+}
+
+}  // namespace

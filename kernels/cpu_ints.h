@@ -1,0 +1,338 @@
+// The product with int8 activations: codes of planar words, or plain int8, times codes of x that are made here.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "cpu_work.h"
+
+namespace {
+
+constexpr float INT8_HALF_RANGE = 127.5f, INT8_STEPS = 255;
+
+// Bytes of planar words: a word holds columns 64 apart (4 bits) or 32 apart (8 bits), so that the bytes of two planes
+// alternate. Sorted within 16 bytes, every dword is four consecutive columns of one plane.
+INLINE Int sorted(Int bytes) {
+  return within_lanes(bytes, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+}
+
+struct Nibbles {
+  static constexpr int BLOCK = 128, PARTS = 2, BITS = 4;
+  static constexpr bool PADDED = true;
+  static constexpr int plane(int part, int half) { return part + 2 * half; }
+  static constexpr int column(int part, int lane) {
+    return PLANE * plane(part, lane % 4 / 2) + 8 * (lane / 4) + 4 * (lane % 2);
+  }
+  static INLINE Int block(const char* row, int64_t offset, int64_t) { return load(row + offset); }
+  template <int PART>
+  static INLINE Int decode(Int words) {
+    return sorted(both(shift_right<4 * PART>(words), every(0x0f0f0f0f)));
+  }
+};
+
+struct Bytes {
+  static constexpr int BLOCK = 64, PARTS = 1, BITS = 8;
+  static constexpr bool PADDED = true;
+  static constexpr int plane(int, int half) { return half; }
+  static constexpr int column(int, int lane) { return PLANE * (lane % 4 / 2) + 8 * (lane / 4) + 4 * (lane % 2); }
+  static INLINE Int block(const char* row, int64_t offset, int64_t) { return load(row + offset); }
+  template <int>
+  static INLINE Int decode(Int words) {
+    return sorted(words);
+  }
+};
+
+// int8 [N, K] without padding: raised by 128 to be unsigned, which a zero point of 128 takes back.
+struct Plain {
+  static constexpr int BLOCK = 64, PARTS = 1, BITS = 8;
+  static constexpr bool PADDED = false;
+  static constexpr int column(int, int lane) { return 4 * lane; }
+  static INLINE Int block(const char* row, int64_t offset, int64_t row_bytes) {
+    if (offset + VECTOR_BYTES <= row_bytes) return load(row + offset);
+    char padded[VECTOR_BYTES] = {};
+    memcpy(padded, row + offset, row_bytes - offset);
+    return load(padded);
+  }
+  template <int>
+  static INLINE Int decode(Int codes) {
+    return differ(codes, every(static_cast<int32_t>(0x80808080)));
+  }
+};
+
+// What the int8 loops read of x; a segment is a run of columns with one weight scale and one activation scale.
+struct Activations {
+  int64_t columns, segment, segments, scales;
+  std::vector<int32_t> weight_group, input_group;  // of every segment
+  Memory<int32_t> packed, sums, zero;              // sums [M][segments], zero [M]
+  Memory<float> scale;                             // [M][scales]
+};
+
+// Codes of one token, zeros past K; its scales and its zero point, as `reference.quantize_tokens` and
+// `quantize_static` give them.
+void quantize(const Arguments& a, int64_t m, int8_t* codes, float* scales, int32_t* zero_point) {
+  const char* x = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
+  const int64_t width = a.input_group > 0 ? a.input_group : a.K;
+  for (int64_t start = 0; start < a.K; start += width) {
+    const int64_t end = std::min(start + width, a.K);
+    const auto given = [&](int64_t k) { return load_floats(x + k * size_of(a.x_type), a.x_type, end - k); };
+    float scale, zero = 0;
+    if (a.input_scale != nullptr) {
+      scale = *a.input_scale;
+      zero = a.input_zero == nullptr ? 0 : *a.input_zero;
+    } else {
+      Float low = every(0.0f), high = every(0.0f);
+      for (int64_t k = start; k < end; k += LANES) {
+        const Float values = given(k);
+        low = least(low, values);
+        high = largest(high, values);
+      }
+      const float lo = least(low), hi = largest(high), tiny = std::numeric_limits<float>::min();
+      scale = std::max(a.symmetric ? std::max(-lo, hi) / INT8_HALF_RANGE : (hi - lo) / INT8_STEPS, tiny);
+      if (!a.symmetric) zero = std::min(std::max(std::nearbyintf(-128 - lo / scale), -128.0f), 127.0f);
+    }
+    for (int64_t k = start; k < end; k += LANES) {
+      const Float moved = plus(rounded(over(given(k), every(scale))), every(zero));
+      const Int bounded = to_int(least(largest(moved, every(-128.0f)), every(127.0f)));
+      int8_t bytes[LANES];
+      store_bytes(bytes, bounded);
+      memcpy(codes + k, bytes, std::min<int64_t>(LANES, end - k));
+    }
+    *scales++ = scale;
+    *zero_point = static_cast<int32_t>(zero);
+  }
+}
+
+// Groups made of whole blocks. A single segment stays int32 until all of it is summed.
+template <class F, int TILE, int T>
+void int_rows(const Work& work, const Activations& x, int64_t m0) {
+  const Arguments& a = work.a;
+  for (int r0 = 0; r0 < work.count(); r0 += TILE) {
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
+    Float totals[TILE][T];
+    Int sums[TILE][T];
+    each<TILE>([&](auto r) { each<T>([&](auto t) { totals[r][t] = every(0.0f); }); });
+    for (int64_t s = 0; s < x.segments; ++s) {
+      const int64_t g = static_cast<int64_t>(x.weight_group[s]) * ROWS + r0;
+      each<TILE>([&](auto r) {
+        each<T>([&](auto t) { sums[r][t] = only(-work.zero[g + r] * x.sums[(m0 + t) * x.segments + s], 0); });
+      });
+      const int64_t end = std::min((s + 1) * x.segment, x.columns);
+      for (int64_t k = s * x.segment; k < end; k += F::BLOCK) {
+        const int64_t offset = k / F::BLOCK * VECTOR_BYTES;
+        Int words[TILE];
+        each<TILE>([&](auto r) {
+          words[r] = F::block(rows[r], offset, a.row_bytes);
+          work.fetch_near(r0 + ROWS_AHEAD, k / F::BLOCK * TILE + r);
+        });
+        each<F::PARTS>([&](auto part) {
+          Int bytes[TILE];
+          each<TILE>([&](auto r) { bytes[r] = F::template decode<part>(words[r]); });
+          each<T>([&](auto t) {
+            const Int given = load(&x.packed[(m0 * x.columns + k * T) / 4 + (part * T + t) * LANES]);
+            each<TILE>([&](auto r) { sums[r][t] = dot_bytes<F::BITS == 4>(sums[r][t], bytes[r], given); });
+          });
+        });
+      }
+      if (x.segments == 1) break;
+      each<T>([&](auto t) {
+        const Float scale = every(x.scale[(m0 + t) * x.scales + x.input_group[s]]);
+        each<TILE>([&](auto r) {
+          totals[r][t] = fma(times(to_float(sums[r][t]), scale), every(work.scale[g + r]), totals[r][t]);
+        });
+      });
+    }
+    each<T>([&](auto t) {
+      const int64_t m = m0 + t;
+      float out[LANES];
+      for (int r = 0; r < TILE; ++r) {
+        if (x.segments == 1) {
+          const int32_t exact = sum(sums[r][t]) - x.zero[m] * work.row_sum[r0 + r];
+          out[r] = static_cast<float>(exact) * x.scale[m] * work.scale[r0 + r];
+        } else {
+          out[r] = sum(totals[r][t]);
+        }
+        out[r] += work.bias[r0 + r];
+      }
+      work.finish(m, r0, bits_to_float(load(out)), TILE);
+    });
+  }
+}
+
+// Groups that end within a block: every plane of 32 columns is a segment, two planes share a vector.
+template <class F, int TILE, int T>
+void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
+  const Arguments& a = work.a;
+  for (int r0 = 0; r0 < work.count(); r0 += TILE) {
+    const char* rows[TILE];
+    for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
+    Float totals[TILE][T];
+    each<TILE>([&](auto r) { each<T>([&](auto t) { totals[r][t] = every(0.0f); }); });
+    for (int64_t k = 0; k < x.columns; k += F::BLOCK) {
+      const int64_t offset = k / F::BLOCK * VECTOR_BYTES;
+      Int words[TILE];
+      each<TILE>([&](auto r) {
+        words[r] = load(rows[r] + offset);
+        work.fetch_near(r0 + ROWS_AHEAD, k / F::BLOCK * TILE + r);
+      });
+      each<F::PARTS>([&](auto part) {
+        const int64_t one = k / PLANE + F::plane(part, 0), other = k / PLANE + F::plane(part, 1);
+        const int64_t g = static_cast<int64_t>(x.weight_group[one]) * ROWS + r0;
+        const int64_t h = static_cast<int64_t>(x.weight_group[other]) * ROWS + r0;
+        each<T>([&](auto t) {
+          const Int given = load(&x.packed[(m0 * x.columns + k * T) / 4 + (part * T + t) * LANES]);
+          const int32_t* of_plane = &x.sums[(m0 + t) * x.segments];
+          const Float scale = every(x.scale[(m0 + t) * x.scales + x.input_group[one]]);
+          each<TILE>([&](auto r) {
+            const Int start = only(-work.zero[g + r] * of_plane[one], -work.zero[h + r] * of_plane[other]);
+            const Int sums = dot_bytes<F::BITS == 4>(start, F::template decode<part>(words[r]), given);
+            const Float weight_scale = halves(work.scale[g + r], work.scale[h + r]);
+            totals[r][t] = fma(times(to_float(sums), scale), weight_scale, totals[r][t]);
+          });
+        });
+      });
+    }
+    each<T>([&](auto t) {
+      float out[LANES];
+      for (int r = 0; r < TILE; ++r) out[r] = sum(totals[r][t]) + work.bias[r0 + r];
+      work.finish(m0 + t, r0, bits_to_float(load(out)), TILE);
+    });
+  }
+}
+
+template <class F>
+void int_slab(const Work& work, int64_t first, int64_t last) {
+  for (int64_t block = first / F::BLOCK; block < last / F::BLOCK; ++block)
+    for (int v = 0; v < VECTORS; ++v) {
+      Int words[LANES];
+      for (int r = 0; r < LANES; ++r) {
+        const char* row = work.row(v * LANES + r);
+        words[r] = F::block(row, block * VECTOR_BYTES, work.a.row_bytes);
+        work.fetch_far(ROWS, (block * VECTORS + v) * LANES + r);
+      }
+      char* to = work.slab.get() + ((block * F::BLOCK - first) / 4 * VECTORS + v) * VECTOR_BYTES;
+      each<F::PARTS>([&](auto part) {
+        Int tile[LANES];
+        each<LANES>([&](auto r) { tile[r] = F::template decode<part>(words[r]); });
+        transpose(tile);
+        each<LANES>([&](auto i) { store(to + F::column(part, i) / 4 * (VECTORS * VECTOR_BYTES), tile[i]); });
+      });
+    }
+}
+
+// Kept int32 sums of a single segment to fp32, in the order of `reference.rescale`.
+void int_finish(const Work& work, const Activations& x, int64_t m0, int tokens) {
+  for (int64_t m = m0; m < m0 + tokens; ++m)
+    for (int v = 0; v < VECTORS; ++v) {
+      int32_t* kept = &work.sums[m * ROWS + v * LANES];
+      const Int zeros = times(every(x.zero[m]), load(work.row_sum + v * LANES));
+      const Float values = times(to_float(minus(load(kept), zeros)), every(x.scale[m]));
+      store(kept, float_to_bits(times(values, bits_to_float(load(&work.scale[v * LANES])))));
+    }
+}
+
+template <bool NIBBLES, int T>
+void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first, int64_t last) {
+  const bool single = x.segments == 1, scaled = x.scales > 1;
+  const int32_t* from = &x.packed[m0 * (x.columns / 4) + first / 4 * T];
+  const char* slab = work.slab.get();
+  int32_t* kept = &work.sums[m0 * ROWS];
+  int64_t s = first / x.segment;
+  for (int64_t start = first; start < last; start += x.segment, ++s) {
+    const int64_t g = static_cast<int64_t>(x.weight_group[s]) * ROWS;
+    Int sums[T][VECTORS];
+    if (single && first > 0) {
+      each<T>([&](auto t) { each<VECTORS>([&](auto v) { sums[t][v] = load(kept + t * ROWS + v * LANES); }); });
+    } else {
+      each<T>([&](auto t) {
+        const Int given = every(-x.sums[(m0 + t) * x.segments + s]);
+        each<VECTORS>([&](auto v) { sums[t][v] = times(load(&work.zero[g + v * LANES]), given); });
+      });
+    }
+    const int64_t steps = (std::min(start + x.segment, last) - start) / 4;
+    for (int64_t k = 0; k < steps; ++k, from += T, slab += VECTORS * VECTOR_BYTES) {
+      Int weights[VECTORS];
+      each<VECTORS>([&](auto v) { weights[v] = load(slab + v * VECTOR_BYTES); });
+      each<T>([&](auto t) {
+        const Int given = every(from[t]);
+        each<VECTORS>([&](auto v) { sums[t][v] = dot_bytes<NIBBLES>(sums[t][v], weights[v], given); });
+      });
+    }
+    if (single) {
+      each<T>([&](auto t) { each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, sums[t][v]); }); });
+      break;
+    }
+    Float weight_scales[VECTORS];
+    each<VECTORS>([&](auto v) { weight_scales[v] = bits_to_float(load(&work.scale[g + v * LANES])); });
+    each<T>([&](auto t) {
+      each<VECTORS>([&](auto v) {
+        int32_t* to = kept + t * ROWS + v * LANES;
+        Float values = to_float(sums[t][v]);
+        if (scaled) values = times(values, every(x.scale[(m0 + t) * x.scales + x.input_group[s]]));
+        const Float before = s == 0 ? every(0.0f) : bits_to_float(load(to));
+        store(to, float_to_bits(fma(values, weight_scales[v], before)));
+      });
+    });
+  }
+  if (last < x.columns) return;
+  if (single) int_finish(work, x, m0, T);
+  work.finish(m0, T, single || scaled ? nullptr : x.scale.get());
+}
+
+template <class F>
+void int_product(const Arguments& a) {
+  Activations x;
+  x.columns = (a.K + F::BLOCK - 1) / F::BLOCK * F::BLOCK;
+  const int64_t shared = std::gcd(std::max<int64_t>(a.group, 0), std::max<int64_t>(a.input_group, 0));
+  x.segment = shared == 0 ? x.columns : shared;
+  const bool by_plane = a.by_rows && x.segment % F::BLOCK != 0;
+  if (by_plane) x.segment = PLANE;
+  // A chunk is made of whole blocks and, unless there is only one, of whole segments.
+  if (x.segment < x.columns) x.segment = x.segment > CHUNK * 4 ? std::gcd(x.segment, CHUNK * 4) : x.segment;
+  const int64_t unit = x.segment < x.columns ? std::lcm<int64_t>(x.segment, F::BLOCK) : F::BLOCK;
+  const int64_t chunk = std::max<int64_t>(CHUNK * 4 / unit, 1) * unit;
+  x.segments = (x.columns + x.segment - 1) / x.segment;
+  x.scales = a.input_group > 0 ? (a.K + a.input_group - 1) / a.input_group : 1;
+  x.weight_group = groups_of(x.columns, x.segment, a.group, a.G);
+  x.input_group = groups_of(x.columns, x.segment, a.input_group, x.scales);
+  x.packed = allocate<int32_t>(a.M * x.columns / 4);
+  x.sums = allocate<int32_t>(a.M * x.segments);
+  x.zero = allocate<int32_t>(a.M);
+  x.scale = allocate<float>(a.M * x.scales);
+  const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
+  const auto prepare = [&](int64_t m, int thread) {
+    int8_t* codes = &natural[thread * x.columns];
+    memset(codes + a.K, 0, x.columns - a.K);
+    quantize(a, m, codes, &x.scale[m * x.scales], &x.zero[m]);
+    for (int64_t s = 0; s < x.segments; ++s) {
+      int32_t total = 0;
+      for (int64_t k = s * x.segment; k < std::min((s + 1) * x.segment, x.columns); ++k) total += codes[k];
+      x.sums[m * x.segments + s] = total;
+    }
+    arrange<F>(reinterpret_cast<const int32_t*>(codes), x.packed.get(), m, x.columns, 4, a);
+  };
+  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
+    if (a.by_rows) {
+      in_powers_of_two(a.M, [&](int64_t m, auto t) {
+        if constexpr (F::PADDED) {
+          if (by_plane) return int_rows_by_plane<F, ROW_TILE, t>(work, x, m);
+        }
+        int_rows<F, ROW_TILE, t>(work, x, m);
+      });
+      return;
+    }
+    const Tiles tiles(a.M);
+    for (int64_t first = 0; first < x.columns; first += chunk) {
+      const int64_t last = std::min(first + chunk, x.columns);
+      int_slab<F>(work, first, last);
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+          int_tile<!WIDE && F::BITS == 4, t>(work, x, tiles.start(tile), first, last);
+        });
+    }
+  });
+}
+
+}  // namespace

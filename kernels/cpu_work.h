@@ -1,0 +1,225 @@
+// What both products share: the arguments, tiles of tokens, the rows that a thread works on, and the loop over them.
+
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cpu_vectors.h"
+
+namespace {
+
+constexpr int PLANE = 32;
+// Vectors of a slab and tokens of a tile: sums, weights and one broadcast fill the registers, 32 of AVX-512 or 16 of
+// AVX2.
+constexpr int VECTORS = WIDE ? 2 : 1;
+constexpr int ROWS = LANES * VECTORS;
+constexpr int TOKENS = WIDE ? 12 : 6;
+// Rows and, at most, tokens that the row loop takes at once.
+constexpr int ROW_TILE = WIDE ? 4 : 2;
+constexpr int ROW_TOKENS = WIDE ? 4 : 2;
+// Rows between those that the row loop works on and those that it fetches.
+constexpr int ROWS_AHEAD = 2 * ROW_TILE;
+// Dwords of each row in a chunk: 16 KiB of AVX-512 slab.
+constexpr int64_t CHUNK = 128;
+// Tokens whose packed copy exists at a time.
+constexpr int64_t TOKEN_BLOCK = 1024;
+// Runs of neighbouring slabs per thread: few enough that the next slab is mostly the same thread's, which fetches it
+// ahead, and enough that a thread that is held up does not hold up the others.
+constexpr int RUNS = 8;
+
+// Mirrored field by field in cpu_gemm.py.
+struct Arguments {
+  const void *x, *weight, *scale, *bias;
+  const uint8_t* zero;
+  const float* input_scale;
+  const int32_t *input_zero, *row_sum;
+  void* out;
+  int64_t M, N, K, G, row_bytes, group, input_group;
+  Type x_type, scale_type, bias_type;
+  int32_t bits, planar, symmetric, by_rows, threads;
+};
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+template <class T>
+using Memory = std::unique_ptr<T[], Free>;
+
+template <class T>
+Memory<T> allocate(int64_t count) {
+  const int64_t bytes = (count * sizeof(T) + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
+  void* p = std::aligned_alloc(VECTOR_BYTES, std::max<int64_t>(bytes, VECTOR_BYTES));
+  if (p == nullptr) throw std::bad_alloc();
+  return Memory<T>(static_cast<T*>(p));
+}
+
+// body with the compile-time constant that equals value, of 1 ... MOST.
+template <int MOST, class Body>
+INLINE void with_constant(int64_t value, Body body) {
+  each<MOST>([&](auto i) {
+    if (value == i + 1) body(std::integral_constant<int, i + 1>());
+  });
+}
+
+// The row loop takes tiles of ROW_TOKENS tokens, then one of half as many if there are as many left, and so on:
+// body(m, tokens) for every tile that starts at m.
+template <int T = ROW_TOKENS, class Body>
+INLINE void in_powers_of_two(int64_t M, Body body, int64_t m = 0) {
+  for (; m + T <= M; m += T) body(m, std::integral_constant<int, T>());
+  if constexpr (T > 1) in_powers_of_two<T / 2>(M, body, m);
+}
+
+// Tokens in tiles of at most TOKENS, as even as they can be.
+struct Tiles {
+  int64_t count, least, extra;
+
+  explicit Tiles(int64_t M) : count((M + TOKENS - 1) / TOKENS), least(M / count), extra(M % count) {}
+  int64_t size(int64_t tile) const { return least + (tile < extra); }
+  int64_t start(int64_t tile) const { return tile * least + std::min(tile, extra); }
+  int64_t of(int64_t token) const {
+    const int64_t longer = extra * (least + 1);
+    return token < longer ? token / (least + 1) : extra + (token - longer) / least;
+  }
+};
+
+// For every `unit` columns, the group that they belong to; padding belongs to the last.
+std::vector<int32_t> groups_of(int64_t columns, int64_t unit, int64_t group, int64_t count) {
+  std::vector<int32_t> found((columns + unit - 1) / unit);
+  for (size_t i = 0; i < found.size(); ++i)
+    found[i] = group > 0 ? static_cast<int32_t>(std::min<int64_t>(i * unit / group, count - 1)) : 0;
+  return found;
+}
+
+// The rows that one thread works on, what belongs to them, and its slab.
+struct Work {
+  const Arguments& a;
+  int64_t n0 = 0;
+  Memory<float> scale, float_zero;  // [G][ROWS]
+  Memory<int32_t> zero;             // [G][ROWS]
+  Memory<char> slab;                // [chunk][ROWS] dwords
+  Memory<int32_t> sums;             // [M][ROWS], fp32 or int32
+  float bias[ROWS];
+  int32_t row_sum[ROWS];
+
+  Work(const Arguments& a, int64_t slab_bytes)
+      : a(a),
+        scale(allocate<float>(a.G * ROWS)),
+        float_zero(allocate<float>(a.G * ROWS)),
+        zero(allocate<int32_t>(a.G * ROWS)),
+        slab(allocate<char>(slab_bytes)),
+        sums(allocate<int32_t>(a.by_rows ? 0 : a.M * ROWS)) {
+    std::fill_n(zero.get(), a.G * ROWS, 1 << (a.bits - 1));
+    std::fill_n(float_zero.get(), a.G * ROWS, static_cast<float>(1 << (a.bits - 1)));
+  }
+
+  int64_t count() const { return std::min<int64_t>(ROWS, a.N - n0); }
+
+  const char* row(int64_t r) const {
+    return static_cast<const char*>(a.weight) + std::min(n0 + r, a.N - 1) * a.row_bytes;
+  }
+
+  // Fetches what is decoded later, in the order of memory, which the rows being decoded side by side are not in:
+  // 64-byte pieces from row r on, near for the next rows, far for the next slab.
+  INLINE void fetch_near(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T0); }
+  INLINE void fetch_far(int64_t r, int64_t piece) const { _mm_prefetch(piece_of(r, piece), _MM_HINT_T1); }
+  INLINE const char* piece_of(int64_t r, int64_t piece) const {
+    return static_cast<const char*>(a.weight) + (n0 + r) * a.row_bytes + piece * VECTOR_BYTES;
+  }
+
+  void begin(int64_t first) {
+    n0 = first;
+    const int64_t size = size_of(a.scale_type);
+    for (int64_t g = 0; g < a.G; ++g) {
+      const int64_t at = g * a.N + n0;
+      for (int v = 0; v < VECTORS; ++v) {
+        const int64_t here = std::max<int64_t>(count() - v * LANES, 0);
+        const char* p = static_cast<const char*>(a.scale) + (at + std::min<int64_t>(v * LANES, count())) * size;
+        store(&scale[g * ROWS + v * LANES], float_to_bits(load_floats(p, a.scale_type, here)));
+      }
+      if (a.zero == nullptr) continue;
+      uint8_t zeros[ROWS] = {};
+      memcpy(zeros, a.zero + at, count());
+      for (int r = 0; r < ROWS; ++r) zero[g * ROWS + r] = zeros[r];
+      for (int r = 0; r < ROWS; ++r) float_zero[g * ROWS + r] = zeros[r];
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      bias[r] = 0;
+      row_sum[r] = a.row_sum == nullptr ? 0 : a.row_sum[std::min(n0 + r, a.N - 1)];
+    }
+    if (a.bias != nullptr)
+      for (int v = 0; v * LANES < count(); ++v) {
+        const char* p = static_cast<const char*>(a.bias) + (n0 + v * LANES) * size_of(a.bias_type);
+        store(bias + v * LANES, float_to_bits(load_floats(p, a.bias_type, count() - v * LANES)));
+      }
+  }
+
+  template <class Decoder>
+  INLINE Decoder decoder(int64_t at) const {
+    return Decoder(float_zero[at], scale[at], a.scale_type);
+  }
+
+  // Outputs of token m for rows r and on: as many as there are, at most `most`.
+  void finish(int64_t m, int64_t r, Float values, int64_t most) const {
+    char* p = static_cast<char*>(a.out) + (m * a.N + n0 + r) * size_of(a.x_type);
+    store_floats(p, a.x_type, values, std::min(most, count() - r));
+  }
+
+  // Outputs of tokens m0 ... m0 + tokens from the fp32 sums, times the scales of the tokens where there are any.
+  void finish(int64_t m0, int tokens, const float* scales) const {
+    for (int64_t m = m0; m < m0 + tokens; ++m)
+      for (int v = 0; v * LANES < count(); ++v) {
+        Float values = bits_to_float(load(&sums[m * ROWS + v * LANES]));
+        if (scales != nullptr) values = times(values, every(scales[m]));
+        finish(m, v * LANES, plus(values, bits_to_float(load(bias + v * LANES))), LANES);
+      }
+  }
+};
+
+// Runs body(work) for every ROWS rows, by the threads that are asked for; prepare(m, thread) before, for every token.
+template <class Prepare, class Body>
+void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
+  const int64_t slabs = (a.N + ROWS - 1) / ROWS;
+  const int threads = static_cast<int>(std::min<int64_t>(a.threads, std::max(slabs, a.M)));
+  const int64_t run_length = std::max<int64_t>(slabs / (threads * RUNS), 1);
+  std::vector<std::unique_ptr<Work>> works;
+  for (int i = 0; i < threads; ++i) works.push_back(std::make_unique<Work>(a, slab_bytes));
+#pragma omp parallel num_threads(threads)
+  {
+    const int thread = omp_get_thread_num();
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < a.M; ++m) prepare(m, thread);
+#pragma omp for schedule(dynamic, run_length)
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+      works[thread]->begin(slab * ROWS);
+      body(*works[thread]);
+    }
+  }
+}
+
+// Dwords of a token, in the order in which the loop that is to run reads them.
+template <class D>
+void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t columns, int step, const Arguments& a) {
+  const int64_t dwords = columns / step;
+  if (!a.by_rows) {
+    const Tiles tiles(a.M);
+    const int64_t tile = tiles.of(m), size = tiles.size(tile);
+    int32_t* to = packed + tiles.start(tile) * dwords + (m - tiles.start(tile));
+    for (int64_t k = 0; k < dwords; ++k) to[k * size] = natural[k];
+    return;
+  }
+  int64_t first = 0, size = ROW_TOKENS;
+  while (first + size <= m || first + size > a.M) first + size <= a.M ? first += size : size /= 2;
+  int32_t* to = packed + first * dwords + (m - first) * LANES;
+  for (int64_t start = 0; start < dwords; start += D::BLOCK / step)
+    for (int part = 0; part < D::PARTS; ++part, to += size * LANES)
+      for (int lane = 0; lane < LANES; ++lane) to[lane] = natural[start + D::column(part, lane) / step];
+}
+
+}  // namespace
