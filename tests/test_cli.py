@@ -250,7 +250,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "unknown method": (
         lambda d: d.rtn(d.model, "--method", "gtpq"),
-        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: gptq, rtn"),
+        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, gptq, rtn, smoothquant"),
     ),
     "unknown option": (
         lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
@@ -326,7 +326,10 @@ RECIPES: dict[str, Case] = {
         ("step 1 must name one pass; it has rtn, gptq",),
     ),
     "no pass in a step": (lambda d: d.recipe("passes: [only: [x]]"), ("step 1 must name one pass; it has none",)),
-    "unknown pass": (lambda d: d.recipe("passes: [awk: {}]"), ("unknown method 'awk'", "allowed: gptq, rtn")),
+    "unknown pass": (
+        lambda d: d.recipe("passes: [awk: {}]"),
+        ("unknown method 'awk'", "allowed: awq, gptq, rtn, smoothquant"),
+    ),
     "unknown key": (
         lambda d: d.recipe("passes: [rtn: {schema: w4a16}]"),
         ("option of rtn 'schema'", "did you mean 'scheme'?", "clip, grid, group_size"),
@@ -808,6 +811,44 @@ def test_generate_prints_text_that_starts_with_the_prompt(request: pytest.Fixtur
     assert outcome.err == ""
     again = command("generate", model, "--prompt", "Once upon a time", "--tokens", 5)
     assert again == outcome
+
+
+def test_generate_says_the_same_compressed_and_dequantized(tmp_path: Path) -> None:
+    compress.quantize("demo", compress.RTN(scheme="w4a16"), output=tmp_path / "out", verify=False)
+    words = ["--prompt", "def read(path):", "--tokens", 24]
+    compressed = command("generate", tmp_path / "out", *words)
+    dense = command("generate", tmp_path / "out", *words, "--dequantize")
+    assert compressed.code == 0, compressed.err
+    assert compressed.out == dense.out
+    rounded = command("generate", tmp_path / "out", *words, "--int8-activations")
+    assert rounded.code == 0
+    assert rounded.out.startswith("def read(path):")
+    both = command("generate", tmp_path / "out", *words, "--dequantize", "--int8-activations")
+    assert both.code == 2
+    assert "do not apply" in both.err
+
+
+def test_inspect_says_which_kernel_each_layer_gets(
+    llama_w4: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = command("inspect", llama_w4, "--kernels", "--json", "-", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json()
+    assert found["device"] == "cpu"
+    assert len(found["layers"]) == 12
+    for layer in found["layers"]:
+        assert set(layer["kernels"]) == {"1", "16", "512"}
+        assert all(kernel.startswith(("cpu", "torch")) for kernel in layer["kernels"].values())
+    monkeypatch.setattr("compress.kernels.cpu.why_not", lambda: ("no C++ compiler",))
+    without = command("inspect", llama_w4, "--kernels", "--device", "cpu")
+    assert "torch" in without.out
+    assert "no C++" in without.out
+    dense = command("inspect", llama, "--kernels")
+    assert dense.code == 2
+    assert "is not compressed" in dense.err
+    alone = command("inspect", llama, "--device", "cpu")
+    assert alone.code == 2
+    assert "--kernels" in alone.err
 
 
 def test_generate_samples_by_its_seed(llama: Path) -> None:
