@@ -380,19 +380,27 @@ class Arrival:
     reference_MK: Tensor | None
 
 
+def arrivals_of(arrivals: Iterator[Arrival | None], weight_NK: Tensor) -> Iterator[Arrival]:
+    """Every micro-batch at a site, without a row where none of its tokens came by: statistics that go by the order of
+    the micro-batches count them all."""
+    nothing = weight_NK.new_empty(0, weight_NK.shape[1])
+    for arrival in arrivals:
+        yield Arrival(nothing, nothing) if arrival is None else arrival
+
+
 def suspended_forward(
     block: nn.Module,
     calls: Sequence[Call],
     layers: Mapping[str, Layer],
     sites: Sequence[Sequence[str]],
-    visit: Callable[[int, Iterator[Arrival]], None],
+    visit: Callable[[int, Iterator[Arrival | None]], None],
     reference: Sequence[Call] | None,
     use_original: Callable[[bool], None],
     entering: Callable[[nn.Module, Tensor], Tensor] = lambda _, x: x,
 ) -> tuple[list[Any], list[Any]]:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
-    `visit` consumes the arrivals, then changes the weights of the site's layers. `reference` are the same calls on the
+    `visit` consumes the arrivals (None for a micro-batch that does not come by), then changes the weights of the site's layers. `reference` are the same calls on the
     original model's hidden states; `use_original(True)` puts the original weights of the layers changed so far in
     place, `use_original(False)` the new ones. `entering(layer, x)` is what a layer multiplies in place of x once its
     site is done. Returns the block's outputs for calls and for reference.
@@ -407,7 +415,7 @@ def suspended_forward(
         current[:] = [runner]
         return runner.advance(site)
 
-    def arrivals(site: int) -> Iterator[Arrival]:
+    def arrivals(site: int) -> Iterator[Arrival | None]:
         for i, runner in enumerate(runners):
             other = None
             if shadows:
@@ -415,7 +423,9 @@ def suspended_forward(
                 other = advance(shadows[i], site)
                 use_original(False)
             x = advance(runner, site)
-            if x is not None:
+            if x is None:
+                yield None
+            else:
                 rows = None if other is None else real_tokens(other, calls[i])
                 yield Arrival(real_tokens(x, calls[i]), rows)
 

@@ -26,6 +26,7 @@ from compress.forward import (
     Batch,
     Call,
     Structure,
+    arrivals_of,
     capture,
     hidden_of,
     output_shape,
@@ -394,13 +395,13 @@ class _Run:
             )
         made: dict[str, Decision] = {}
 
-        def visit(index: int, arrivals: Iterator[Arrival]) -> None:
+        def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
             names = sites[index]
             weight = layers[names[0]].weight
             statistics = {key: make(weight.shape[1], weight.device) for key, make in p.needs().items()}
             seen = 0
             problem = None
-            for arrival in arrivals:
+            for arrival in arrivals_of(arrivals, weight):
                 problem = problem or _problem(names[0], arrival)
                 if problem is None:
                     for statistic in statistics.values():

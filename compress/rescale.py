@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compress.architecture import Layer
 from compress.comm import Comm
 from compress.fold import Fold, apply, usable_scales
-from compress.forward import Arrival, Call
+from compress.forward import Arrival, Call, arrivals_of
 from compress.graph import Discovery, Finder
 from compress.passes.base import FoldSite, Pass, Reader
 from compress.residency import Opened
@@ -121,16 +121,16 @@ def collecting(
     layers: Mapping[str, Layer],
     comm: Comm,
     problem_of: Callable[[str, Arrival], str | None],
-) -> tuple[Callable[[int, Iterator[Arrival]], None], dict[str, dict[str, Any]]]:
+) -> tuple[Callable[[int, Iterator[Arrival | None]], None], dict[str, dict[str, Any]]]:
     """(a visitor of suspended forwards that changes nothing, the statistics by layer that it fills)."""
     found: dict[str, dict[str, Any]] = {}
 
-    def visit(index: int, arrivals: Iterator[Arrival]) -> None:
+    def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
         names = sites[index]
         weight = layers[names[0]].weight
         statistics = {key: make(weight.shape[1], weight.device) for key, make in p.fold_needs().items()}
         problem, seen = None, 0
-        for arrival in arrivals:
+        for arrival in arrivals_of(arrivals, weight):
             problem = problem or problem_of(names[0], arrival)
             if problem is None:
                 for statistic in statistics.values():

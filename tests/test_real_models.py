@@ -1,4 +1,4 @@
-"""The promises of recipes/README.md on real models: GPTQ against rounding, and against what others reach."""
+"""The promises of recipes/README.md on real models: each method against rounding, and against what others reach."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 import compress
 
 
-def figures(folder, name, p, rows=None, reference=False):
+def figures(folder, name, p, rows=None, reference=False, samples=None):
     """Evaluation of the model after a pass, on its own held-out tokens (the first rows of them)."""
     path = folder / "models" / name
     model = compress.load(path)
     calibration = torch.load(folder / "tokens" / f"{name}.calib.pt", weights_only=True)
     held_out = torch.load(folder / "tokens" / f"{name}.eval.pt", weights_only=True)
-    compress.quantize(model, p, calibration=calibration if p.needs() else None)
+    compress.quantize(model, p, calibration=calibration[:samples] if p.calibrated else None)
     return compress.evaluate(model, reference=path if reference else None, text=held_out[:rows])
 
 
@@ -32,3 +32,58 @@ def test_gptq_diverges_less_than_rounding(real_data, name, group_size, scheme, s
     gptq = figures(real_data, name, compress.GPTQ(**options), rows=60, reference=True)
     assert gptq.kl_mean < share * rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("babyllama-105", 32), ("ts-llama-3.7m", 128)])
+@pytest.mark.parametrize("scheme", ["w4a16", "w3a16"])
+def test_awq_diverges_less_than_rounding(real_data, name, group_size, scheme):
+    options = {"scheme": scheme, "group_size": group_size}
+    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True, samples=32)
+    awq = figures(real_data, name, compress.AWQ(**options), rows=40, reference=True, samples=32)
+    assert awq.kl_mean < rtn.kl_mean
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["babyllama-105", "ts-llama-3.7m"])
+def test_smoothquant_diverges_no_more_than_rounding(real_data, name, activations):
+    options = {"scheme": "w8a8", "activations": activations}
+    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True, samples=32)
+    smooth = figures(real_data, name, compress.SmoothQuant(**options), rows=40, reference=True, samples=32)
+    assert smooth.kl_mean <= rtn.kl_mean
+
+
+def inject_outliers(model, factor):
+    """Scale a few channels of every norm up and what reads them down: the same function, harder to round."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in model.model.layers:
+            for norm, readers in (
+                (block.input_layernorm, [getattr(block.self_attn, f"{n}_proj") for n in "qkv"]),
+                (block.post_attention_layernorm, [block.mlp.gate_proj, block.mlp.up_proj]),
+            ):
+                s = torch.ones_like(norm.weight)
+                s[torch.randperm(len(s), generator=generator)[:3]] = factor
+                norm.weight.mul_(s)
+                for reader in readers:
+                    reader.weight.div_(s)
+    return model
+
+
+@pytest.mark.parametrize("factor", [50.0, 100.0])
+@pytest.mark.parametrize("name", ["babyllama-105", "ts-llama-3.7m"])
+def test_smoothquant_takes_injected_outliers_away(real_data, name, factor):
+    path = real_data / "models" / name
+    calibration = torch.load(real_data / "tokens" / f"{name}.calib.pt", weights_only=True)[:32]
+    held_out = torch.load(real_data / "tokens" / f"{name}.eval.pt", weights_only=True)[:20]
+
+    def divergence(method, injected):
+        model = compress.load(path, torch.float32)
+        if injected:
+            inject_outliers(model, factor)
+        compress.quantize(model, method, calibration=calibration if method.calibrated else None)
+        return compress.evaluate(model, reference=path, text=held_out).kl_mean
+
+    plain, hurt = (divergence(compress.RTN(scheme="w8a8"), injected) for injected in (False, True))
+    repaired = divergence(compress.SmoothQuant(), injected=True)
+    assert hurt > 5 * plain
+    assert repaired <= plain + 0.1 * (hurt - plain)
