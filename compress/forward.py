@@ -400,10 +400,10 @@ def suspended_forward(
 ) -> tuple[list[Any], list[Any]]:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
-    `visit` consumes the arrivals (None for a micro-batch that does not come by), then changes the weights of the site's layers. `reference` are the same calls on the
-    original model's hidden states; `use_original(True)` puts the original weights of the layers changed so far in
-    place, `use_original(False)` the new ones. `entering(layer, x)` is what a layer multiplies in place of x once its
-    site is done. Returns the block's outputs for calls and for reference.
+    `visit` consumes the arrivals (None for a micro-batch that does not come by), then changes the weights of the site's
+    layers. `reference` are the same calls on the original model's hidden states; `use_original(True)` puts the original
+    weights of the layers changed so far in place, `use_original(False)` the new ones. `entering(layer, x)` is what a
+    layer multiplies in place of x once its site is done. Returns the block's outputs for calls and for reference.
     """
     site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
     done: set[int] = set()
