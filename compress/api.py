@@ -126,12 +126,15 @@ def quantize(
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
+        _check_storable(plan_)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
     if plan_.stacks[0].container is None and not one_block and len(find_stacks(network)) > 1:
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
+    if not any(p.rounds for p in plan_.passes):
+        notes.append("no pass rounds: the model is prepared, not compressed; add a pass, or leave out rounding=none")
     for note in notes:
         reporter.note(note)
     record = RunRecord(notes=notes)
@@ -173,6 +176,16 @@ def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
         if isinstance(sink, Writer):
             sink.abandon()
         raise
+
+
+def _check_storable(plan_: Plan) -> None:
+    """Refuse what a checkpoint cannot hold."""
+    for layer in (layer for layers in plan_.layers.values() for layer in layers if layer.transposed):
+        if any(p.rounds_inputs and p.wants(layer.name) for p in plan_.passes):
+            raise InputError(
+                f"{layer.name} is a {type(layer.module).__name__}, which is stored dense: nothing in a checkpoint "
+                "would say that its input is rounded; give a scheme like w8a16, or no output"
+            )
 
 
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:

@@ -14,12 +14,21 @@ from compress.errors import InputError
 from compress.nn import Int8Linear, PackedLinear, QuantLinear
 from compress.scheme import Scheme
 
+_Moment = tuple[int, bool]
+
+
+def _moment(x: Tensor) -> _Moment:
+    """What changes when a tensor is written to, where that shows, and whether gradients are recorded."""
+    hidden = torch.compiler.is_compiling() or x.is_inference()
+    return 0 if hidden else x._version, torch.is_grad_enabled()
+
 
 class FusedLinear(nn.Module):
     """One of several layers that read the same tensor: rows [start, stop) of `stacked`, which multiplies once for all.
 
-    The first of them owns `stacked`. A layer that gets another tensor than the one before it multiplies anew: correct,
-    and as slow as if nothing had been fused.
+    The first of them owns `stacked` and always multiplies; the others take their rows of the product while it is of the
+    very tensor they get, as it is now, with or without gradients as they are asked. Otherwise they multiply anew:
+    correct, and as slow as if nothing had been fused.
     """
 
     def __init__(
@@ -30,7 +39,7 @@ class FusedLinear(nn.Module):
         # A tuple hides the first layer from this module's children: it has a place of its own in the model.
         self._first = () if first is None else (first,)
         self.stacked = stacked
-        self.pending: tuple[Tensor, Tensor] | None = None
+        self.pending: tuple[Tensor, _Moment, Tensor] | None = None
 
     @staticmethod
     def fuse(layers: Sequence[QuantLinear]) -> "list[FusedLinear]":
@@ -75,10 +84,15 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         owner = self.owner
-        known = owner.pending
-        out = known[1] if known is not None and known[0] is x else self.whole(x)
-        owner.pending = None if self.last else (x, out)
+        known, now = owner.pending, _moment(x)
+        usable = owner is not self and known is not None and known[0] is x and known[1] == now
+        out = known[2] if usable and known is not None else self.whole(x)
+        owner.pending = None if self.last else (x, now, out)
         return out[..., self.rows]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A product that waits for its readers is no state: copies and files do without.
+        return {**self.__dict__, "pending": None}
 
     def extra_repr(self) -> str:
         return f"rows {self.rows.start} to {self.rows.stop} of {self.whole.out_features}"
@@ -96,6 +110,7 @@ class FusedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self.owner.pending = None
         self.whole.load_rows(self.rows, state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
 
 

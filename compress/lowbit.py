@@ -5,7 +5,8 @@ hold nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (
 copy of a compressed weight: the most that is held is the checkpoint and one layer in both layouts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,11 +40,19 @@ class Unread(nn.Module):
 
 
 def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
-    """Empty the compressed layers of a model on the meta device. Raises CheckpointError for what does not fit it."""
+    """Empty the compressed layers of a model on the meta device. Raises CheckpointError for what does not fit it.
+
+    A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers.
+    """
     layers = layers_of(source)
     modules = dict(model.named_modules())
-    for name, stored in layers.items():
+    own: Any = model
+    foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
+    for stored_name, stored in layers.items():
+        name = _place(model, stored_name, modules)
         module = modules.get(name)
+        if module is None and foreign:
+            continue  # transformers reports its tensors as unexpected
         if not isinstance(module, nn.Linear):
             what = "has no such layer" if module is None else f"has a {type(module).__name__} there"
             raise CheckpointError(f"{source.path} holds a compressed {name}; {type(model).__name__} {what}")
@@ -52,9 +61,18 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
             raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
         model.set_submodule(name, Unread(stored, module.bias, dtype, list(stored.parts)))
     expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    for name, (shape, _) in headers(source).items():
+    for stored_name, (shape, _) in headers(source).items():
+        name = _place(model, stored_name, expected_shapes)
         if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
             raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
+
+
+def _place(model: nn.Module, name: str, known: Collection[str]) -> str:
+    """What a model calls the thing that its checkpoint calls `name`: transformers lets a base model and one with a head
+    read each other's checkpoints."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    candidates = (name, name.removeprefix(prefix), prefix + name)
+    return next((candidate for candidate in candidates if candidate in known), name)
 
 
 def finish(model: nn.Module, device: torch.device | None = None) -> None:
@@ -111,10 +129,13 @@ def fuse(model: nn.Module) -> list[str]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({reason})"]
     refused = []
+    # A block that is used several times (ALBERT) shows its groups as often.
+    groups = list({tuple(names): names for names in groups}.values())
+    times = Counter(name for names in groups for name in names)
     for names in groups:
         layers = [cast(QuantLinear, model.get_submodule(name)) for name in names]
-        if len(set(names)) < len(names):
-            continue  # one layer called twice: there is nothing to stack
+        if max(times[name] for name in names) > 1:
+            continue  # one layer called with others each time, or twice in a row: there is nothing to stack
         if reasons := why_not_fuse(layers):
             refused.append(f"{', '.join(names)} are not fused: {'; '.join(reasons)}")
             continue

@@ -72,6 +72,8 @@ class QuantLinear(nn.Module):
         cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None
     ) -> "QuantLinear":
         """Round a linear layer to the nearest codes. Raises InputError for a scheme or a group that does not fit."""
+        if not isinstance(linear, nn.Linear):
+            raise InputError(f"a {type(linear).__name__} is no torch.nn.Linear: its weight may lie the other way round")
         found = scheme_named(scheme, group_size) if isinstance(scheme, str) else scheme
         return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
 
@@ -79,8 +81,10 @@ class QuantLinear(nn.Module):
     def from_quantized(
         cls, weight: Quantized, bias: Tensor | None = None, scheme: Scheme | None = None
     ) -> "QuantLinear":
-        """A layer of codes that a method has found; `scheme` where the input is quantized too."""
+        """A layer of codes that a method has found; `scheme` where the input is quantized too, to every token."""
         scheme = Scheme(weights=weight.grid) if scheme is None else scheme
+        if scheme.inputs is not None and not scheme.dynamic:
+            raise InputError("a static input has a scale of its own; give it with the others to QuantLinear.from_parts")
         if scheme.layout == "pack-quantized":
             parts = {name.removeprefix("."): part for name, part in tensors_of("", weight).items()}
         else:

@@ -131,6 +131,12 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
 
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     """
+    for name, module in model.named_modules():
+        if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
+            raise InputError(
+                f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
+                "load the model again"
+            )
     stacks = find_stacks(model)
     if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
@@ -209,7 +215,19 @@ class RoundInput:
         self.codes, self.active = codes, True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.codes.fake_quantize(args[0]), *args[1:]) if self.active else args
+        return (_StraightThrough.apply(args[0], self.codes), *args[1:]) if self.active else args
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Rounded inputs whose gradient is that of the inputs, as the kernels have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: InputCodes) -> Tensor:
+        return codes.fake_quantize(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _Versions:

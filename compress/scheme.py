@@ -224,14 +224,15 @@ def _input_grid(entry: Mapping[str, Any], layer: str) -> tuple[Grid, bool]:
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
-    """The scheme that a `quantization_config` gives a linear layer: the group that names it, or one for all linears."""
+    """The scheme that a `quantization_config` gives a linear layer: the group that names it, or else one whose pattern
+    matches, or else one for all linears, as compressed-tensors decides."""
     groups = list((quantization.get("config_groups") or {}).values())
-    for wanted in (lambda target: _names(target, layer), lambda target: target == "Linear"):
+    for wanted in (lambda target: target == layer, lambda target: _matches(target, layer), "Linear".__eq__):
         for group in groups:
             if any(wanted(target) for target in group.get("targets") or ()):
                 return read_scheme(group, quantization.get("format"), layer)
     raise CheckpointError(f"no config group of the quantization_config targets {layer}")
 
 
-def _names(target: str, layer: str) -> bool:
-    return target == layer or (target.startswith("re:") and re.match(target[3:], layer) is not None)
+def _matches(target: str, layer: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], layer) is not None

@@ -264,6 +264,8 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         )
     if quantization.get("kv_cache_scheme"):
         raise CheckpointError(f"{source.path} quantizes its key-value cache, which cannot be read yet")
+    if quantization.get("transform_config"):
+        raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
     if not names:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
     layers = {}

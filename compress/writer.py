@@ -233,8 +233,10 @@ class Writer:
         name = f"folds-{len(self.blocks):05d}.safetensors"
         tensors, noted = {}, []
         for i, each in enumerate(folded):
-            tensors[f"{i}.scale"] = each.scale_C.contiguous()
-            tensors |= {f"{i}.{j}": c.channel_of_K.cpu().contiguous() for j, c in enumerate(each.fold.consumers)}
+            # Copies: two passes that use one fold share its maps, which safetensors refuses.
+            tensors[f"{i}.scale"] = each.scale_C.clone().contiguous()
+            maps = (c.channel_of_K.cpu().clone().contiguous() for c in each.fold.consumers)
+            tensors |= {f"{i}.{j}": channel_of_K for j, channel_of_K in enumerate(maps)}
             fold = each.fold
             consumers = [c.name for c in fold.consumers]
             noted.append(

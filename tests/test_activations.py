@@ -183,6 +183,32 @@ def test_what_cannot_be_is_refused(options, message):
         compress.RTN(**options)
 
 
+def test_a_model_that_rounds_its_inputs_is_not_compressed_again():
+    model = build("llama")
+    compress.quantize(model, compress.only(compress.RTN(**DYNAMIC), "*.down_proj"))
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.down_proj rounds its input already"):
+        compress.quantize(model, compress.RTN(scheme="w4a16", group_size=16))
+
+
+def test_inputs_that_no_checkpoint_can_hold_are_refused(tmp_path):
+    for method in (compress.RTN(**DYNAMIC), compress.only(compress.RTN(**W4A8), "*.c_attn")):
+        with pytest.raises(InputError, match=r"c_attn is a Conv1D, which is stored dense"):
+            compress.quantize(build("gpt2"), method, output=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    compress.quantize(build("gpt2"), compress.RTN(**DYNAMIC))
+
+
+def test_gradients_pass_rounded_inputs(tmp_path):
+    model = build("llama")
+    compress.quantize(model, compress.RTN(**DYNAMIC), output=tmp_path / "out", verify=False)
+    found = []
+    for network in (model, compress.load(tmp_path / "out")):
+        x = model.get_input_embeddings()(probe(96)).detach().requires_grad_()
+        network(inputs_embeds=x, labels=probe(96)).loss.backward()
+        found.append(x.grad.flatten())
+    assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.999
+
+
 def test_evaluation_sees_rounded_inputs(tmp_path):
     source = save(make_llama(), tmp_path / "in")
     ids = tokens(4, 32)

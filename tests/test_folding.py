@@ -189,12 +189,13 @@ def _token_file(tmp_path):
     return tmp_path / "tokens.pt"
 
 
-@pytest.mark.parametrize("name", ["awq", "smoothquant", "awq-gptq"])
+@pytest.mark.parametrize("name", ["awq", "smoothquant", "awq-gptq", "smoothquant-awq-gptq"])
 def test_a_stopped_run_folds_again(name, tmp_path):
     passes = {
         "awq": [compress.AWQ(group_size=16)],
         "smoothquant": [compress.SmoothQuant(activations="static")],
         "awq-gptq": [compress.AWQ(group_size=16, rounding="none"), compress.GPTQ(group_size=16)],
+        "smoothquant-awq-gptq": [*map(FOLD_ONLY.get, ("smoothquant", "awq")), compress.GPTQ(group_size=16)],
     }[name]
 
     class Stop:
@@ -215,6 +216,11 @@ def test_a_stopped_run_folds_again(name, tmp_path):
     assert names == sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
     for file in names:
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "out" / file).read_bytes(), file
+
+
+def test_a_run_that_only_folds_says_so():
+    record = compress.quantize(build("llama"), FOLD_ONLY["awq"], calibration=tokens()).record
+    assert any("prepared, not compressed" in note for note in record.notes)
 
 
 def test_layers_that_are_not_wanted_are_left_to_themselves():

@@ -8,7 +8,13 @@ import torch
 from models import build, tokens
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
 import compress
 from compress.errors import CheckpointError, InputError
@@ -17,6 +23,7 @@ from compress.kernels import reference
 from compress.loading import transformers_alone
 from compress.lowbit import compressed_layers
 from compress.nn import PackedLinear, QuantLinear
+from compress.scheme import scheme_for
 from compress.verify import outputs, probe
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
@@ -87,6 +94,16 @@ def test_every_family_runs(kind, fuse, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_block_that_is_used_several_times_is_fused(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = AlbertModel(AlbertConfig(vocab_size=96, embedding_size=16, num_hidden_layers=2, **sizes)).eval()
+    compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    fused = compress.load(tmp_path / "out", fuse=True)
+    assert sum(isinstance(m, FusedLinear) for m in fused.modules()) == 3
+    expected = outputs(compress.load(tmp_path / "out"), probe(96))
+    torch.testing.assert_close(outputs(fused, probe(96)), expected, rtol=1e-4, atol=1e-5)
+
+
 # --- checkpoints of llm-compressor ---------------------------------------------------------------------------------
 
 
@@ -130,6 +147,18 @@ def test_dense_weights_cannot_stand_for_int8_inputs():
 
 
 # --- through transformers ------------------------------------------------------------------------------------------
+
+
+def test_models_without_the_checkpoints_head_and_with_another_one(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    out = write(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(out)
+    base = AutoModel.from_pretrained(out)
+    assert len(list(compressed_layers(base))) == len(list(compressed_layers(whole)))
+    assert torch.equal(outputs(base, probe(96)), whole.model(input_ids=probe(96))[0])
+    base.save_pretrained(tmp_path / "base")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    assert torch.equal(again.model(input_ids=probe(96))[0], outputs(base, probe(96)))
 
 
 def test_from_pretrained_runs_compressed(tmp_path):
@@ -317,6 +346,7 @@ def test_a_layer_of_another_shape_than_the_models_is_named(changed):
         (setting("quantization_config", "format", "marlin-24"), "compressed-tensors marlin-24; readable"),
         (setting("quantization_config", "config_groups", "group_0", "format", "nvfp4"), "stored as 'nvfp4'"),
         (setting("quantization_config", "kv_cache_scheme", {"num_bits": 8}), "key-value cache"),
+        (setting("quantization_config", "transform_config", {"config_groups": {"R1": {}}}), "transform_config"),
         (setting("quantization_config", "config_groups", {}), "no config group .* targets model.layers.0"),
         (setting(*WEIGHTS, "type", "float"), "cannot be read"),
         (setting(*WEIGHTS, "actorder", "group"), "columns in their own order"),
@@ -358,3 +388,13 @@ def test_what_only_the_whole_shows_is_named_too(name, edit, message, changed):
 def test_malformed_int8_layers_are_named(edit, message, changed):
     with pytest.raises(CheckpointError, match=message):
         compress.load(changed("w8a8_static_asym", tensors=edit))
+
+
+def test_a_layers_own_name_goes_before_patterns():
+    def group(bits, target):
+        return {"targets": [target], "weights": {"num_bits": bits, "strategy": "channel"}}
+
+    targets = ("Linear", "re:.*down", "a.down")
+    groups = {target: group(bits, target) for bits, target in zip((2, 4, 8), targets, strict=True)}
+    quantization = {"format": "pack-quantized", "config_groups": groups}
+    assert [scheme_for(layer, quantization).weights.bits for layer in ("a.down", "b.down", "a.up")] == [8, 4, 2]

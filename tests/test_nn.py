@@ -1,12 +1,14 @@
 """Layers that compute on codes: the numbers they compute with, and what they say to the rest of PyTorch."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from compress.checkpoint import tensors_of
 from compress.errors import InputError
@@ -224,6 +226,37 @@ def test_fused_layers_multiply_once(monkeypatch):
     assert len(calls) == 1
     x, y = torch.randn(2, 1, 64)
     torch.testing.assert_close((twin.q(x), twin.k(y)), (twin(x)[0], twin(y)[1]))  # another tensor is multiplied anew
+
+
+def test_fused_layers_forget_what_no_longer_holds():
+    model = Attention(packed())
+    twin = fused_twin(model)
+    x = torch.randn(2, 64)
+    twin.q(x)
+    x.copy_(torch.randn(2, 64))
+    torch.testing.assert_close(twin.k(x), model.k(x))
+    torch.testing.assert_close(twin.q(x), model.q(x))
+    x = x.requires_grad_()
+    with torch.no_grad():
+        twin.q(x)
+    assert twin.k(x).requires_grad
+    copy.deepcopy(twin)  # a product that waits, and has a gradient, is not copied
+    assert pickle.loads(pickle.dumps(twin)).q.pending is None
+    with torch.no_grad():
+        twin.q(x)
+        state = {name: part * 2 if name.endswith("scale") else part for name, part in model.state_dict().items()}
+        twin.load_state_dict(state)
+        torch.testing.assert_close(twin.k(x) - model.k.bias, 2 * (model.k(x) - model.k.bias))
+
+
+def test_what_cannot_be_a_layer_is_refused():
+    with pytest.raises(InputError, match=r"a Conv1D is no torch\.nn\.Linear"):
+        QuantLinear.from_linear(Conv1D(16, 64), "w4a16", 16)
+    static = Scheme(
+        weights=Grid(bits=8), inputs=Grid(bits=8, granularity="tensor"), dynamic=False, layout="int-quantized"
+    )
+    with pytest.raises(InputError, match="a static input has a scale of its own"):
+        QuantLinear.from_linear(linear(), static)
 
 
 def test_fused_layers_load_copy_and_compile():

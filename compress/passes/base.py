@@ -118,6 +118,11 @@ class Pass:
         return True
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether decisions say how a layer's input is rounded, too."""
+        return False
+
+    @property
     def calibrated(self) -> bool:
         """Whether the pass needs calibration data."""
         return bool(self.needs() or self.fold_needs())
@@ -226,6 +231,10 @@ class QuantizeWeights(Pass):
         dynamic = self.activations == "dynamic"
         return Grid(bits=8, symmetric=self.activation_grid == "symmetric", granularity="token" if dynamic else "tensor")
 
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.rounds and self.input_grid() is not None
+
     def needs(self) -> Mapping[str, StatisticFactory]:
         return {"range": self._calibrator()} if self.activations == "static" else {}
 
@@ -327,6 +336,10 @@ class Only(Pass):
     @property
     def rounds(self) -> bool:
         return self.inner.rounds
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.inner.rounds_inputs
 
     @property
     def needs_reference(self) -> bool:
