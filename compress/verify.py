@@ -29,7 +29,10 @@ def check_record(source: Source) -> int:
         value = tensors.get(f"{layer['name']}.weight")
         if value is None:
             raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
-        values = value.dequantize() if isinstance(value, Quantized) else value.t()
+        if isinstance(value, Quantized):
+            values = value.dequantize()
+        else:  # Conv1D, transposed, or a convolution
+            values = value.t() if value.ndim == 2 else value.flatten(1)
         if checksum(values) != layer["figures"]["sha256"]:
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
         compared += 1
