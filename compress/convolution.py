@@ -7,7 +7,7 @@ A grouped convolution is `groups` maps beside each other: rows [g N / groups, (g
 Shapes: B samples, C channels, S spatial sizes, N outputs, K inputs of one output, M rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,3 +93,12 @@ def patches_in_parts(x: Tensor, geometry: Geometry) -> Iterator[Tensor]:
     each = max(1, CHUNK // max(1, batch[:1].numel() * window))
     for part in batch.split(each):
         yield patches(part, geometry)
+
+
+def output_sizes(sizes: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
+    """The spatial sizes of the output from those of the input."""
+    g = geometry
+    return tuple(
+        (size + sum(margin) - d * (k - 1) - 1) // stride + 1
+        for size, margin, d, k, stride in zip(sizes, g.padding, g.dilation, g.kernel, g.stride, strict=True)
+    )

@@ -129,6 +129,7 @@ LAYERS = (
         "compress.convolution",
     ),
     ("compress.scheme", "compress.fold"),
+    ("compress.integer",),
     ("compress.passes*",),
     ("compress.forward", "compress.residency"),
     ("compress.excerpt", "compress.producers", "compress.probe"),
