@@ -159,6 +159,7 @@ def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2:
                     full = f"{name}.{parameter_name}" if name else parameter_name
-                    kind = "fused experts" if parameter.ndim == 3 else type(module).__name__
+                    fused = parameter.ndim == 3 and len(parameter) > 1  # [1, T, C] are embeddings of positions
+                    kind = "fused experts" if fused else type(module).__name__
                     reasons[full] = f"{kind}: not a linear layer"
     return reasons
