@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        """[N, K], a view."""
+        """[N, K], a view (of a convolution in channels-last format a copy: not to be written to)."""
         return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
 
     @property

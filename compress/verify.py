@@ -15,6 +15,7 @@ from compress.loading import load, transformers_alone
 from compress.source import Source, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
+PROBE_SIZE = 64  # pixels, height and width
 # Of the logits' standard deviation, for models that round what their layers multiply.
 ACTIVE_TOLERANCE = 0.05
 
@@ -48,13 +49,14 @@ def probe(vocabulary: int) -> Tensor:
 
 def probe_of(config: Mapping[str, Any]) -> Tensor | None:
     """Token ids, or images for a model that takes those; None for one that does not say what it takes."""
-    vocabulary, size = config.get("vocab_size"), config.get("image_size")
+    vocabulary, channels = config.get("vocab_size"), config.get("num_channels")
     if isinstance(vocabulary, int):
         return probe(vocabulary)
-    if not isinstance(size, int) or not isinstance(config.get("num_channels", 3), int):
+    size = config.get("image_size", PROBE_SIZE)  # a model of convolutions alone names none
+    if not isinstance(size, int) or not isinstance(channels, int):
         return None
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(PROBE_ROWS, config.get("num_channels", 3), size, size, generator=generator)
+    return torch.randn(PROBE_ROWS, channels, size, size, generator=generator)
 
 
 @torch.no_grad()
@@ -111,7 +113,7 @@ def verify(path: str | Path) -> dict[str, Any]:
             return {**result, "transformers": "not compared: install compress-models[hf]"}
     ids = probe_of(source.config)
     if ids is None:
-        return {**result, "transformers": "not compared: the configuration has neither vocab_size nor image_size"}
+        return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
     # Where inputs are quantized too, two programs that sum in another order may round a tie to different codes, and in
     # 16 bits transformers' emulation rounds before it rounds: both compute in float32, and a little may differ.
     active = any(stored.scheme.inputs is not None for stored in layers_of(source).values())

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -147,6 +148,20 @@ def test_a_fold_that_would_change_the_function_is_undone():
     assert [type(module) for module in model] == modules
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+def test_a_model_of_transformers_is_folded_in_memory():
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], num_labels=5)
+    torch.manual_seed(0)
+    model, x = randomized(transformers.ResNetForImageClassification(config)), torch.randn(2, 3, 32, 32)
+    count = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    with torch.no_grad():
+        before = model(pixel_values=x).logits
+        found = compress.fold_batch_norm(model, {"pixel_values": x})
+        after = model(pixel_values=x).logits
+    assert len(found.folded) == count
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
 
 
 def test_a_batch_is_a_dictionary():

@@ -342,6 +342,7 @@ def test_a_stopped_run_resumes_with_its_convolutions(tmp_path):
     for path in sorted((tmp_path / "whole").glob("*.safetensors")):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
     loaded = transformers.ResNetForImageClassification.from_pretrained(tmp_path / "whole")
+    assert compress.verify(tmp_path / "whole")["transformers"] == "compared"
     for layer in result.record.layers:
         assert torch.equal(loaded.get_submodule(layer.name).weight, result.model.get_submodule(layer.name).weight)
 
