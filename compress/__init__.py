@@ -6,6 +6,7 @@ print(compress.evaluate("out", reference="demo", text="demo").kl_mean)
 """
 
 from compress.api import Result, quantize
+from compress.batchnorm import BatchNormFolds, fold_batch_norm
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.evaluation.evaluate import Evaluation, evaluate
 from compress.grid import Grid, Quantized, fake_quantize
@@ -27,6 +28,7 @@ __all__ = [
     "AWQ",
     "GPTQ",
     "RTN",
+    "BatchNormFolds",
     "CheckpointError",
     "CompressError",
     "Evaluation",
@@ -41,6 +43,7 @@ __all__ = [
     "but",
     "evaluate",
     "fake_quantize",
+    "fold_batch_norm",
     "load",
     "load_recipe",
     "only",

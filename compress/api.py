@@ -26,7 +26,7 @@ from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.forward import Batch, ChainBrokenError, evaluating
-from compress.passes.base import Pass
+from compress.passes.base import Pass, QuantizeWeights
 from compress.pipeline import Plan, RunRecord, plan, run
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
@@ -68,6 +68,7 @@ def quantize(
     verify: bool | None = None,
     fsdp: bool = False,
     one_block: bool = False,
+    convolutions: bool | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
     """Compress a model with one or more passes.
@@ -80,6 +81,7 @@ def quantize(
     there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a
     fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of the
     initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
+    convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs).
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed.
     """
@@ -98,7 +100,9 @@ def quantize(
     notes: list[str] = []
     network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
-    plan_ = plan(network, passes, ignore, one_block)
+    plan_ = plan(network, passes, ignore, one_block, convolutions)
+    if output is not None:
+        _refuse_unwritable(plan_)
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
     tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
@@ -115,6 +119,7 @@ def quantize(
         "batch_size": batch_size,
         "compute_dtype": str(compute),
         "one_block": one_block,
+        "convolutions": plan_.convolutions,
     }
     try:
         json.dumps(identity)
@@ -129,7 +134,7 @@ def quantize(
         _check_storable(plan_)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
-    if plan_.stacks[0].container is None and not one_block and len(find_stacks(network)) > 1:
+    if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
@@ -145,7 +150,7 @@ def quantize(
             run(network, plan_, mine, residency, sink, comm, record, reporter)
         except ChainBrokenError as reason:
             record.note(reporter, f"the blocks are not a simple chain ({reason}); the model is treated as one block")
-            plan_ = plan(network, passes, ignore, one_block=True)
+            plan_ = plan(network, passes, ignore, one_block=True, convolutions=convolutions)
             run(network, plan_, mine, residency, sink, comm, record, reporter)
     result = Result(record)
     if isinstance(sink, Writer):
@@ -165,6 +170,20 @@ def quantize(
     if residency.keep:
         result.model = network
     return result
+
+
+def _refuse_unwritable(plan_: Plan) -> None:
+    """Raise InputError for layers that round their input and for which compressed-tensors has no format."""
+    layers = [layer for found in plan_.layers.values() for layer in found if not layer.has_format]
+    for layer in layers:
+        for p in plan_.passes:
+            inner = p.innermost
+            if p.wants(layer.name) and isinstance(inner, QuantizeWeights) and inner.input_grid() is not None:
+                kind = type(layer.module).__name__
+                raise InputError(
+                    f"{layer.name} is a {kind}, which compressed-tensors cannot hold with a rounded input "
+                    f"({inner.scheme}); ignore it, give it weights only, or leave the output out"
+                )
 
 
 @contextmanager
@@ -256,7 +275,7 @@ def _residency(
         raise InputError("a sharded run needs a process group; start it with torchrun")
     Sharded.require()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    return Sharded(shard(model, find_stacks(model), mesh), device, dtype)
+    return Sharded(shard(model, find_stacks(model, plan_.convolutions), mesh), device, dtype)
 
 
 def _bytes(model: nn.Module) -> int:
@@ -310,10 +329,11 @@ def _finish(
 ) -> None:
     schemes = sink.schemes()
     if sink.dense_layers():
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in sink.dense_layers()})
         record.note(
             reporter,
             f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
-            "compressed-tensors has no Conv1D, so these take no less space on disk",
+            f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk",
         )
     if any(not scheme.weights.symmetric for scheme in schemes.values()):
         record.note(

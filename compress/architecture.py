@@ -1,21 +1,29 @@
 """Find what to compress in any model: the lists of blocks, the layers inside them, and what is left alone and why.
 
 Nothing here knows an architecture by name. A *stack* is an outermost `ModuleList` whose elements all hold linear
-layers (decoder layers, encoder layers); a model without one is a stack of one block, itself.
+layers (decoder layers, encoder layers), or convolutions in a model where no list is of linear layers; a model without
+one is a stack of one block, itself.
+
+Convolutions are layers like others in a model that has no stack of linear layers. In a model that has one they are
+small, at its edge or between its linear layers, and are treated only where that is asked for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from compress.convolution import Geometry, geometry_of, is_convolution
 from compress.errors import InputError
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear map of a model, with its weight seen as [N, K] whatever way it is stored."""
+    """A linear map of a model, with its weight seen as [N, K] whatever way it is stored.
+
+    Of a convolution, K counts the inputs of one output: those of a group, times the kernel.
+    """
 
     name: str
     module: nn.Module
@@ -26,6 +34,16 @@ class Layer:
         return isinstance(self.module, Conv1D)
 
     @property
+    def geometry(self) -> Geometry | None:
+        """How a convolution reads its input; None for a plain linear layer."""
+        return geometry_of(self.module) if is_convolution(self.module) else None
+
+    @property
+    def has_format(self) -> bool:
+        """Whether compressed-tensors can hold it as codes; the others are stored dense."""
+        return not self.transposed and self.geometry is None
+
+    @property
     def parameter(self) -> nn.Parameter:
         weight = self.module.weight
         assert isinstance(weight, nn.Parameter)
@@ -33,18 +51,18 @@ class Layer:
 
     @property
     def weight(self) -> Tensor:
-        """[N, K], a view."""
-        return self.parameter.data.t() if self.transposed else self.parameter.data
+        """[N, K], a view (of a convolution in channels-last format a copy: not to be written to)."""
+        return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K); also right while the parameter is sharded."""
-        first, second = self.parameter.shape
+        first, second = self.parameter.shape[0], self.parameter.shape[1:].numel()
         return (second, first) if self.transposed else (first, second)
 
     def stored(self, weight_NK: Tensor) -> Tensor:
         """An [N, K] tensor in the orientation in which the module stores its weight."""
-        return weight_NK.t().contiguous() if self.transposed else weight_NK
+        return weight_NK.t().contiguous() if self.transposed else weight_NK.reshape(self.parameter.shape)
 
 
 @dataclass(frozen=True)
@@ -60,34 +78,55 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) and module.weight.ndim == 2
 
 
-def layers_of(block: nn.Module, block_name: str) -> list[Layer]:
-    """The linear layers of a block, under their full names, in registration order."""
+def is_layer(module: nn.Module) -> bool:
+    return is_linear(module) or is_convolution(module)
+
+
+def layers_of(block: nn.Module, block_name: str, convolutions: bool = False) -> list[Layer]:
+    """The linear layers of a block (and its convolutions), under their full names, in registration order."""
     prefix = f"{block_name}." if block_name else ""
-    return [Layer(prefix + name, module) for name, module in block.named_modules() if is_linear(module)]
+    wanted = is_layer if convolutions else is_linear
+    return [Layer(prefix + name, module) for name, module in block.named_modules() if wanted(module)]
 
 
-def _candidates(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
+def treats_convolutions(model: nn.Module) -> bool:
+    """Whether convolutions are layers of this model without being asked for: no stack of it is of linear layers."""
+    return not any(_candidates(model, "", is_linear))
+
+
+def _candidates(
+    module: nn.Module, name: str, is_layer: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.ModuleList]]:
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         holds_blocks = (
             isinstance(child, nn.ModuleList)
             and len(child) > 0
-            and all(not is_linear(element) and any(is_linear(m) for m in element.modules()) for element in child)
+            and all(not is_layer(element) and any(is_layer(m) for m in element.modules()) for element in child)
         )
         if holds_blocks:
             assert isinstance(child, nn.ModuleList)
             yield full, child
         else:
-            yield from _candidates(child, full)
+            yield from _candidates(child, full, is_layer)
 
 
-def find_stacks(model: nn.Module) -> list[Stack]:
-    """The stacks of a model in registration order (an encoder before its decoder). Raises InputError if no layer."""
-    if not any(is_linear(module) for module in model.modules()):
-        raise InputError(f"{type(model).__name__} has no linear layer to compress")
+def find_stacks(model: nn.Module, convolutions: bool | None = None) -> list[Stack]:
+    """The stacks of a model in registration order (an encoder before its decoder). Raises InputError if no layer.
+
+    convolutions: whether they are layers; None: where no stack is of linear layers.
+    """
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    if not any(is_layer(module) if convolutions else is_linear(module) for module in model.modules()):
+        what = "linear layer or convolution" if convolutions else "linear layer"
+        raise InputError(f"{type(model).__name__} has no {what} to compress")
+    found = list(_candidates(model, "", is_linear))
+    if not found and convolutions:
+        found = list(_candidates(model, "", is_layer))
     stacks = [
         Stack(name, container, tuple((f"{name}.{i}", block) for i, block in enumerate(container)))
-        for name, container in _candidates(model, "")
+        for name, container in found
     ]
     return stacks or [whole_model(model)]
 
@@ -104,19 +143,23 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def left_alone(model: nn.Module, treated: set[str]) -> dict[str, str]:
-    """{name: reason} of every weight matrix that no pass treats."""
+def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[str, str]:
+    """{name: reason} of every weight matrix that no pass treats. convolutions: whether they are layers of this run."""
     reasons: dict[str, str] = {}
     head = output_head(model)
     for name, module in model.named_modules():
         if is_linear(module) and name not in treated:
             reasons[name] = "output head" if module is head else "outside the blocks"
+        elif is_convolution(module):
+            if name not in treated:
+                reasons[name] = "outside the blocks" if convolutions else "convolution; convolutions=True includes it"
         elif isinstance(module, nn.Embedding):
             reasons[name] = "embedding"
         elif not is_linear(module):
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2:
                     full = f"{name}.{parameter_name}" if name else parameter_name
-                    kind = "fused experts" if parameter.ndim == 3 else type(module).__name__
+                    fused = parameter.ndim == 3 and len(parameter) > 1  # [1, T, C] are embeddings of positions
+                    kind = "fused experts" if fused else type(module).__name__
                     reasons[full] = f"{kind}: not a linear layer"
     return reasons

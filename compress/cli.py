@@ -165,6 +165,11 @@ def cli() -> None:
     help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
 )
 @click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain.")
+@click.option(
+    "--convolutions/--no-convolutions",
+    default=None,
+    help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
+)
 @click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
 @device_option
 @json_option

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from compress.architecture import Layer, Stack
+from compress.convolution import elements, samples
 from compress.errors import CompressError, InputError
 from compress.residency import Residency
 
@@ -270,7 +271,10 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
 
 @dataclass(frozen=True)
 class Structure:
-    """How a block calls its layers: sites (names of layers that read one tensor, in call order), and the others."""
+    """How a block calls its layers: sites (names of layers that read one tensor, in call order), and the others.
+
+    Convolutions are of one site if they also read the tensor in the same way: the same patches.
+    """
 
     sites: tuple[tuple[str, ...], ...]
     unreached: tuple[str, ...]
@@ -293,11 +297,12 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
         seen = _observe(block, call.args, call.kwargs, layers)
         traced = False
-    order: dict[tuple[int, int], list[str]] = {}
+    order: dict[tuple[Any, ...], list[str]] = {}
     counts: dict[str, int] = {}
+    geometry = {layer.name: layer.geometry for layer in layers}
     for name, x, version in seen:
         counts[name] = counts.get(name, 0) + 1
-        order.setdefault((id(x), version), []).append(name)
+        order.setdefault((id(x), version, geometry[name]), []).append(name)
     repeated = {name for name, n in counts.items() if n > 1}
     sites = [tuple(n for n in names if n not in repeated) for names in order.values()]
     return Structure(
@@ -374,18 +379,35 @@ class _Runner:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs) in the original."""
+    """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs) in the original.
+
+    Before a convolution the rows are of channels, one per element of a channel, and `samples` are the inputs as they
+    came, [B, C, ...].
+    """
 
     x_MK: Tensor
     reference_MK: Tensor | None
+    samples: Tensor | None = None
+    reference_samples: Tensor | None = None
 
 
-def arrivals_of(arrivals: Iterator[Arrival | None], weight_NK: Tensor) -> Iterator[Arrival]:
-    """Every micro-batch at a site, without a row where none of its tokens came by: statistics that go by the order of
-    the micro-batches count them all."""
-    nothing = weight_NK.new_empty(0, weight_NK.shape[1])
-    for arrival in arrivals:
-        yield Arrival(nothing, nothing) if arrival is None else arrival
+def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None) -> Arrival:
+    """What arrives before a layer (and before the same layer of the original model).
+
+    Raises CompressError where it cannot be told which of it is padding.
+    """
+    geometry = layer.geometry
+    if geometry is None:
+        return Arrival(real_tokens(x, call), None if reference is None else real_tokens(reference, call))
+    if call.tokens is not None:
+        raise CompressError(
+            f"{layer.name} is a convolution, whose input of shape {tuple(x.shape)} cannot be matched with the batch's "
+            f"padding mask {tuple(call.tokens.shape)}; calibrate with samples of one length"
+        )
+    if reference is None:
+        return Arrival(elements(x, geometry), None, samples(x, geometry))
+    other = elements(reference, geometry)
+    return Arrival(elements(x, geometry), other, samples(x, geometry), samples(reference, geometry))
 
 
 def suspended_forward(
@@ -423,11 +445,7 @@ def suspended_forward(
                 other = advance(shadows[i], site)
                 use_original(False)
             x = advance(runner, site)
-            if x is None:
-                yield None
-            else:
-                rows = None if other is None else real_tokens(other, calls[i])
-                yield Arrival(real_tokens(x, calls[i]), rows)
+            yield None if x is None else arrived(layers[sites[site][0]], calls[i], x, other)
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         current[0].reach(module, args[0])

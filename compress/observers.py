@@ -49,6 +49,7 @@ class MinMaxObserver:
     """The observed extremes, and what every observer shares: counting tokens and noticing non-finite values."""
 
     method = "minmax"
+    reads_elements = True  # of a convolution's input, each once; not the patches, which overlap and hold the padding
 
     def __init__(self, channels: int, device: torch.device, grid: Grid) -> None:
         self.grid = grid

@@ -8,7 +8,7 @@ what is on disk, which is how a run resumes.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,16 +17,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from compress.architecture import Layer, Stack, find_stacks, layers_of, left_alone, output_head, whole_model
+from compress.architecture import (
+    Layer,
+    Stack,
+    find_stacks,
+    layers_of,
+    left_alone,
+    output_head,
+    treats_convolutions,
+    whole_model,
+)
 from compress.calibrators import Range
+from compress.collect import Collector, joined
 from compress.comm import Comm
+from compress.convolution import Geometry, samples
 from compress.errors import CompressError, InputError
 from compress.forward import (
     Arrival,
     Batch,
     Call,
     Structure,
-    arrivals_of,
     capture,
     hidden_of,
     output_shape,
@@ -111,6 +121,7 @@ class Plan:
     layers: Mapping[str, tuple[Layer, ...]]
     passes: tuple[Pass, ...]
     ignored: Mapping[str, str]
+    convolutions: bool = False
 
     @property
     def calibrated(self) -> bool:
@@ -126,10 +137,17 @@ class Plan:
         }
 
 
-def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), one_block: bool = False) -> Plan:
+def plan(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+) -> Plan:
     """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
 
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
     for name, module in model.named_modules():
         if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
@@ -137,7 +155,9 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
                 f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
                 "load the model again"
             )
-    stacks = find_stacks(model)
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    stacks = find_stacks(model, convolutions)
     if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
     shared = _shared_weights(model)
@@ -148,7 +168,7 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
     for stack in stacks:
         for block_name, block in stack.blocks:
             kept = []
-            for layer in layers_of(block, block_name):
+            for layer in layers_of(block, block_name, convolutions):
                 hits = [p for p in ignore if fnmatchcase(layer.name, p)]
                 matched.update(hits)
                 if hits:
@@ -164,7 +184,7 @@ def plan(model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str] = (), o
     if unmatched:
         example = next((layer.name for found in layers.values() for layer in found), "")
         raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
-    result = Plan(tuple(stacks), layers, tuple(passes), ignored)
+    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions)
     _check(result)
     return result
 
@@ -193,6 +213,7 @@ def _check(plan: Plan) -> None:
                 named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
             raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
         p.check({layer.name: layer.shape for layer in wanted})
+        _check_grouped(p, wanted)
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
             if earlier is not None and p.reads == "dense weight":
@@ -208,22 +229,43 @@ def _check(plan: Plan) -> None:
                 quantized_by[layer.name] = p
 
 
-class RoundInput:
-    """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will."""
+def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
+    """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
+    if not getattr(p.innermost, "per_tensor", False) or not set(p.needs()) - {"range"}:
+        return
+    for layer in layers:
+        if layer.geometry is not None and layer.geometry.groups > 1:
+            raise InputError(
+                f"{p.innermost.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
+                "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
+            )
 
-    def __init__(self, codes: InputCodes) -> None:
-        self.codes, self.active = codes, True
+
+class RoundInput:
+    """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will.
+
+    What a token is to a linear layer, a sample is to a convolution: a dynamic range is fitted to each.
+    """
+
+    def __init__(self, codes: InputCodes, geometry: Geometry | None = None) -> None:
+        self.codes, self.geometry, self.active = codes, geometry, True
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """What the layer multiplies in place of x."""
+        if self.geometry is None:
+            return self.codes.fake_quantize(x)
+        return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_StraightThrough.apply(args[0], self.codes), *args[1:]) if self.active else args
+        return (_StraightThrough.apply(args[0], self.rounded), *args[1:]) if self.active else args
 
 
 class _StraightThrough(torch.autograd.Function):
     """Rounded inputs whose gradient is that of the inputs, as the kernels have it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: InputCodes) -> Tensor:
-        return codes.fake_quantize(x)
+    def forward(ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounded(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -251,7 +293,7 @@ class _Versions:
     def entering(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
         hook = self.hooks.get(module)
-        return x if hook is None or not hook.active or module in self.installed else hook.codes.fake_quantize(x)
+        return x if hook is None or not hook.active or module in self.installed else hook.rounded(x)
 
     def install_hooks(self) -> None:
         """From now on the layers round their own inputs."""
@@ -278,19 +320,29 @@ class _Run:
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
         if isinstance(decided, Decision) and decided.inputs is not None:
-            versions.hooks[layer.module] = RoundInput(decided.inputs)
+            versions.hooks[layer.module] = RoundInput(decided.inputs, layer.geometry)
 
     def apply(
-        self, p: Pass, names: Sequence[str], layers: Mapping[str, Layer], opened: Opened, stats: Mapping[str, Any]
+        self,
+        p: Pass,
+        names: Sequence[str],
+        layers: Mapping[str, Layer],
+        opened: Opened,
+        stats: Sequence[Mapping[str, Any]] = ({},),
     ) -> dict[str, Decision]:
+        """Ask the pass about the layers of a site; with several sets of statistics, about as many parts of each."""
         weights = {n: layers[n].weight for n in names}
         for name, weight in weights.items():
             if not bool(torch.isfinite(weight).all()):
                 raise CompressError(f"{name} has non-finite weights; the model is damaged")
         dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
         scale_dtypes = {n: dtypes[id(layers[n].parameter)] for n in names}
-        decisions = p.apply(Site(weights, stats, scale_dtypes, self.comm))
-        found = stats.get("range")
+        parts = []
+        for i, part in enumerate(stats):
+            rows = {n: w.unflatten(0, (len(stats), -1))[i] for n, w in weights.items()}
+            parts.append(p.apply(Site(rows, part, scale_dtypes, self.comm)))
+        decisions = {n: joined([made[n] for made in parts]) for n in parts[0]}
+        found = stats[0].get("range")
         if not isinstance(found, Range):
             return decisions
         seen = _range_figures(found)
@@ -333,7 +385,7 @@ class _Run:
                 made: dict[str, Decision] = {}
                 if structure is None or not p.needs():
                     for layer_name in wanted:
-                        made.update(self.apply(p, [layer_name], layers, opened, {}))
+                        made.update(self.apply(p, [layer_name], layers, opened))
                         self.install(layers[layer_name], made[layer_name], versions)
                 else:
                     last = index == len(self.plan.passes) - 1
@@ -379,7 +431,9 @@ class _Run:
         """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
         found = self.rescaler.find(opened.block, calls[0])
         self.record.not_folded += [reason for reason in found.rejected if reason not in self.record.not_folded]
-        sites = [site for site in ([n for n in s if n in wanted] for s in structure.sites) if site]
+        # Folds are of linear layers: nothing is collected for convolutions.
+        linear = {n for n, layer in wanted.items() if layer.geometry is None}
+        sites = [site for site in ([n for n in s if n in linear] for s in structure.sites) if site]
         visit, statistics = collecting(p, sites, layers, self.comm, _problem)
         suspended_forward(opened.block, calls, wanted, sites, visit, None, lambda _: None)
         self.record.block_forwards += len(calls)
@@ -415,26 +469,22 @@ class _Run:
 
         def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
             names = sites[index]
-            weight = layers[names[0]].weight
-            statistics = {key: make(weight.shape[1], weight.device) for key, make in p.needs().items()}
+            collector = Collector(p.needs(), layers[names[0]])
             seen = 0
             problem = None
-            for arrival in arrivals_of(arrivals, weight):
+            for arrival in arrivals:
                 problem = problem or _problem(names[0], arrival)
                 if problem is None:
-                    for statistic in statistics.values():
-                        statistic.update(arrival.x_MK, arrival.reference_MK)
-                    seen += len(arrival.x_MK)
+                    collector.update(arrival)
+                    seen += 0 if arrival is None else len(arrival.x_MK)
             self.comm.fail_together(problem)
-            for statistic in statistics.values():
-                statistic.sync(self.comm)
+            collector.sync(self.comm)
             total = int(self.comm.all_reduce(torch.tensor(seen, device=self.residency.device)))
             if total == 0:
                 for layer_name in names:
                     self.record.left_alone[layer_name] = "no calibration token reached it"
                 return
-            results = {key: statistic.result() for key, statistic in statistics.items()}
-            decisions = self.apply(p, names, layers, opened, results)
+            decisions = self.apply(p, names, layers, opened, collector.results())
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
             made.update(decisions)
@@ -470,8 +520,10 @@ class _Run:
         return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]
 
 
-def _problem(layer: str, arrival: Arrival) -> str | None:
+def _problem(layer: str, arrival: Arrival | None) -> str | None:
     """Why a micro-batch cannot enter the statistics of a layer."""
+    if arrival is None:
+        return None
     x, reference = arrival.x_MK, arrival.reference_MK
     if not bool(torch.isfinite(x).all()):
         return (
@@ -527,7 +579,7 @@ def run(
     Raises ChainBrokenError, before anything is changed, for a model that must run as one block.
     """
     started = time.monotonic()
-    record.left_alone.update(left_alone(model, plan_.treated))
+    record.left_alone.update(left_alone(model, plan_.treated, plan_.convolutions))
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
     state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, _shared_weights(model)))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.architecture import Layer
+from compress.collect import Collector
 from compress.comm import Comm
 from compress.fold import Fold, apply, usable_scales
-from compress.forward import Arrival, Call, arrivals_of
+from compress.forward import Arrival, Call
 from compress.graph import Discovery, Finder
 from compress.passes.base import FoldSite, Pass, Reader
 from compress.residency import Opened
@@ -120,27 +121,25 @@ def collecting(
     sites: Sequence[Sequence[str]],
     layers: Mapping[str, Layer],
     comm: Comm,
-    problem_of: Callable[[str, Arrival], str | None],
+    problem_of: Callable[[str, Arrival | None], str | None],
 ) -> tuple[Callable[[int, Iterator[Arrival | None]], None], dict[str, dict[str, Any]]]:
     """(a visitor of suspended forwards that changes nothing, the statistics by layer that it fills)."""
     found: dict[str, dict[str, Any]] = {}
 
     def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
         names = sites[index]
-        weight = layers[names[0]].weight
-        statistics = {key: make(weight.shape[1], weight.device) for key, make in p.fold_needs().items()}
+        linear = layers[names[0]].geometry is None  # no scale is folded into a convolution
+        collector = Collector(p.fold_needs() if linear else {}, layers[names[0]])
         problem, seen = None, 0
-        for arrival in arrivals_of(arrivals, weight):
+        for arrival in arrivals:
             problem = problem or problem_of(names[0], arrival)
             if problem is None:
-                for statistic in statistics.values():
-                    statistic.update(arrival.x_MK, None)
-                seen += len(arrival.x_MK)
+                collector.update(arrival)
+                seen += 0 if arrival is None else len(arrival.x_MK)
         comm.fail_together(problem)
-        for statistic in statistics.values():
-            statistic.sync(comm)
-        if int(comm.all_reduce(torch.tensor(seen, device=weight.device))) > 0:
-            results = {key: statistic.result() for key, statistic in statistics.items()}
-            found.update(dict.fromkeys(names, results))
+        collector.sync(comm)
+        total = comm.all_reduce(torch.tensor(seen, device=layers[names[0]].weight.device))
+        if linear and int(total) > 0:
+            found.update(dict.fromkeys(names, collector.results()[0]))
 
     return visit, found

@@ -2,7 +2,9 @@
 
 Every statistic is a sum, a maximum or a minimum, so that batches and ranks combine in any order: `update` takes the
 tokens of one micro-batch, `sync` is one collective per tensor, `result` is the finished value. Pad tokens are removed
-before `update`. Shapes: M tokens, K channels (the layer's input features).
+before `update`. Shapes: M tokens, K channels (the layer's input features). To a convolution a token is a position of
+its output and K are the elements of the patch that it sees there, of one group (`compress.collect`); a statistic that
+has `reads_elements` set counts each element of the input once instead, as rows of channels.
 """
 
 from collections.abc import Callable

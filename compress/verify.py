@@ -1,6 +1,7 @@
 """Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from compress.loading import load, transformers_alone
 from compress.source import Source, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
+PROBE_SIZE = 64  # pixels, height and width
 # Of the logits' standard deviation, for models that round what their layers multiply.
 ACTIVE_TOLERANCE = 0.05
 
@@ -29,7 +31,10 @@ def check_record(source: Source) -> int:
         value = tensors.get(f"{layer['name']}.weight")
         if value is None:
             raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
-        values = value.dequantize() if isinstance(value, Quantized) else value.t()
+        if isinstance(value, Quantized):
+            values = value.dequantize()
+        else:  # Conv1D, transposed, or a convolution
+            values = value.t() if value.ndim == 2 else value.flatten(1)
         if checksum(values) != layer["figures"]["sha256"]:
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
         compared += 1
@@ -42,10 +47,25 @@ def probe(vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (PROBE_ROWS, PROBE_LENGTH), generator=generator)
 
 
+def probe_of(config: Mapping[str, Any]) -> Tensor | None:
+    """Token ids, or images for a model that takes those; None for one that does not say what it takes."""
+    vocabulary, channels = config.get("vocab_size"), config.get("num_channels")
+    if isinstance(vocabulary, int):
+        return probe(vocabulary)
+    size = config.get("image_size", PROBE_SIZE)  # a model of convolutions alone names none
+    if not isinstance(size, int) or not isinstance(channels, int):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(PROBE_ROWS, channels, size, size, generator=generator)
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits, or the last hidden state of a model without a head."""
+    """Logits, or the last hidden state of a model without a head, from token ids or (floating point) images."""
     config: Any = model.config
+    if ids.is_floating_point():
+        found = model(pixel_values=ids.to(next(p for p in model.parameters() if p.is_floating_point()).dtype))
+        return found.logits if "logits" in found else found[0]
     decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     result = model(input_ids=ids, **decoder)
     return result.logits if "logits" in result else result[0]
@@ -91,10 +111,9 @@ def verify(path: str | Path) -> dict[str, Any]:
             import compressed_tensors  # noqa: F401
         except ImportError:
             return {**result, "transformers": "not compared: install compress-models[hf]"}
-    vocabulary = source.config.get("vocab_size")
-    if not isinstance(vocabulary, int):
-        return {**result, "transformers": "not compared: the configuration has no vocab_size"}
-    ids = probe(vocabulary)
+    ids = probe_of(source.config)
+    if ids is None:
+        return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
     # Where inputs are quantized too, two programs that sum in another order may round a tie to different codes, and in
     # 16 bits transformers' emulation rounds before it rounds: both compute in float32, and a little may differ.
     active = any(stored.scheme.inputs is not None for stored in layers_of(source).values())
@@ -104,7 +123,8 @@ def verify(path: str | Path) -> dict[str, Any]:
         expected = outputs(ours, ids)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain token ids ({reason})"}
+        what = "images" if ids.is_floating_point() else "token ids"
+        return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain {what} ({reason})"}
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
     theirs, result["loader"] = load_with_transformers(source, dtype)

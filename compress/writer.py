@@ -153,7 +153,8 @@ class Writer:
             try:
                 with safe_open(self.partial / where["file"], framework="pt") as file:
                     if where["scheme"] is None:
-                        decided[name] = file.get_tensor(f"{name}.weight").t()
+                        dense = file.get_tensor(f"{name}.weight")
+                        decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
                         continue
                     scheme = _scheme(where["scheme"])
                     parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
@@ -185,7 +186,7 @@ class Writer:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         prefix = f"{block}." if block else ""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
-        packed = {name: d for name, d in decided.items() if not layers[name].transposed}
+        packed = {name: d for name, d in decided.items() if layers[name].has_format}
         replaced = {id(layers[name].parameter) for name in packed}
         plain = {prefix + name: value for name, value in opened.stored()}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}

@@ -154,7 +154,8 @@ class QuantizeWeights(Pass):
     scheme usually has (128; w8a8: -1). grid: `signed-scale` (symmetric, the scale may be negative), `symmetric` (as
     compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix. clip: shrink each
     range to the one of least error. Scales are stored in the model's own dtype.
-    activations: int8 inputs are fitted to every token as it comes (`dynamic`) or by calibration (`static`).
+    activations: int8 inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
+    calibration (`static`).
     activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
     `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
     """
@@ -373,7 +374,7 @@ def solve_rows(comm: Comm, weight_NK: Tensor, grid: Grid, solve: Callable[[Tenso
 
     `solve(rows of the weight, which rows)` returns those rows, with one scale row for each.
     """
-    if not comm.active:
+    if not comm.active or len(weight_NK) < comm.world:  # a share without rows has no shape to solve
         return solve(weight_NK, slice(0, len(weight_NK)))
     mine = comm.rows_of(len(weight_NK))
     part = solve(weight_NK[mine], mine)

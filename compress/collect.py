@@ -1,0 +1,96 @@
+"""The statistics of one site, whatever its layers are, and the decisions that come of them.
+
+A linear layer has one set of statistics. So has a convolution, of its patches [M, K], which are the rows that its
+weight [N, K] multiplies; a grouped one has a set for each group, and the pass that decides sees each group as a layer
+of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.architecture import Layer
+from compress.comm import Comm
+from compress.convolution import patches_in_parts
+from compress.forward import Arrival
+from compress.grid import Quantized
+from compress.passes.base import Decision
+from compress.stats import Statistic, StatisticFactory
+
+
+class Collector:
+    """Statistics for the layers of a site, of which `layer` is one, by name."""
+
+    def __init__(self, needs: Mapping[str, StatisticFactory], layer: Layer) -> None:
+        columns, device = layer.shape[1], layer.weight.device
+        self.geometry, self.columns, self.device = layer.geometry, columns, device
+        made = {key: make(columns, device) for key, make in needs.items()}
+        if self.geometry is None:
+            self.rows, self.parts = made, [dict[str, Statistic]()]
+            return
+        self.rows = {key: s for key, s in made.items() if getattr(s, "reads_elements", False)}
+        rest = {key: make for key, make in needs.items() if key not in self.rows}
+        groups = self.geometry.groups if rest else 1
+        self.parts = [{key: make(columns, device) for key, make in rest.items()} for _ in range(groups)]
+
+    def update(self, arrival: Arrival | None) -> None:
+        """Count a micro-batch; None is one that did not come by, which those that go by the order count, too."""
+        if arrival is None:
+            nothing = torch.empty(0, self.columns, device=self.device)
+            for statistic in self.rows.values():
+                statistic.update(nothing, nothing)
+            return
+        for statistic in self.rows.values():
+            statistic.update(arrival.x_MK, arrival.reference_MK)
+        if not self.parts[0]:
+            return
+        assert self.geometry is not None
+        assert arrival.samples is not None
+        found = patches_in_parts(arrival.samples, self.geometry)
+        if arrival.reference_samples is None:
+            for x_gMK in found:
+                self._count(x_gMK, None)
+            return
+        others = patches_in_parts(arrival.reference_samples, self.geometry)
+        for x_gMK, other_gMK in zip(found, others, strict=True):
+            self._count(x_gMK, other_gMK)
+
+    def _count(self, x_gMK: Tensor, reference_gMK: Tensor | None) -> None:
+        for group, statistics in enumerate(self.parts):
+            for statistic in statistics.values():
+                statistic.update(x_gMK[group], None if reference_gMK is None else reference_gMK[group])
+
+    def sync(self, comm: Comm) -> None:
+        """Combine with the other ranks."""
+        for statistics in (self.rows, *self.parts):
+            for statistic in statistics.values():
+                statistic.sync(comm)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The finished statistics: one set, or one for each group of a grouped convolution."""
+        whole = {key: statistic.result() for key, statistic in self.rows.items()}
+        return [{**whole, **{key: s.result() for key, s in statistics.items()}} for statistics in self.parts]
+
+
+def joined(parts: Sequence[Decision]) -> Decision:
+    """The decisions about the groups of a layer as one about the layer: rows below each other, figures averaged."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = [part.weight for part in parts]
+    zeros = [w.zero_point for w in weights if w.zero_point is not None]
+    weight = Quantized(
+        torch.cat([w.codes for w in weights]),
+        torch.cat([w.scale for w in weights]),
+        torch.cat(zeros) if zeros else None,
+        weights[0].grid,
+    )
+    figures: dict[str, float | int | str] = {}
+    for key, first in parts[0].figures.items():
+        values = [part.figures[key] for part in parts]
+        numbers = [value for value in values if isinstance(value, int | float)]
+        figures[key] = sum(numbers) / len(numbers) if isinstance(first, float) and numbers else first
+    if "dead_channels" in figures:
+        figures["dead_channels"] = sum(int(part.figures["dead_channels"]) for part in parts)
+    return Decision(weight, {**figures, "groups": len(parts)}, parts[0].inputs)
