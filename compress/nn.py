@@ -382,7 +382,7 @@ class Fp8Linear(RowLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        return fp8_linear(x, self.weight_codes, self.weight_scale, self.bias, self.input_scale)
+        return fp8_linear(x, self.codes, self.weight_scale, self.bias, self.input_scale)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         return {**super().found(parts, rows), "codes": parts["weight"].view(torch.uint8)}

@@ -127,12 +127,13 @@ def fp8_linear(
 ) -> Tensor:
     """[..., N] = quantize(x) weight^T scaled + bias, in the dtype of x.
 
-    weight float8 [N, K]; weight_scale fp32 [N]; input_scale fp32 [1]: static; without it every token is fitted.
+    weight uint8 [N, K], the bytes of float8 codes: a tensor of bytes can be copied, compared and converted like any.
+    weight_scale fp32 [N]; input_scale fp32 [1]: static; without it every token is fitted.
     """
     if weight.shape[1] != x.shape[-1]:
         raise InputError(f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}")
-    if weight.dtype != E4M3:
-        raise InputError(f"the weight is {weight.dtype}; allowed: float8_e4m3fn")
+    if weight.dtype != torch.uint8:
+        raise InputError(f"the weight is {weight.dtype}; allowed: uint8, the bytes of float8 codes")
     x_MK = x.reshape(-1, x.shape[-1])
     if input_scale is None:
         codes_MK, scale = quantize_tokens(x_MK)
@@ -140,7 +141,8 @@ def fp8_linear(
         codes_MK, scale = quantize_static(x_MK, input_scale), input_scale
     fast = len(x_MK) > 0 and path_of(why_not_fp8(x, weight)) == "scaled_mm"
     product = scaled_product if fast else blocked_product
-    return product(codes_MK, scale, weight, weight_scale, bias, x.dtype).view(*x.shape[:-1], len(weight))
+    out_MN = product(codes_MK, scale, weight.view(E4M3), weight_scale, bias, x.dtype)
+    return out_MN.view(*x.shape[:-1], len(weight))
 
 
 @fp8_linear.register_fake
@@ -156,7 +158,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Straight through the rounding of x."""
     weight_NK, scale_N = ctx.saved_tensors
-    dense_NK = weight_NK.to(torch.float32) * scale_N.unsqueeze(-1)
+    dense_NK = weight_NK.view(E4M3).to(torch.float32) * scale_N.unsqueeze(-1)
     return grad @ dense_NK.to(grad.dtype), None, None, None, None
 
 

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
 ]
 EXACT = compress.GPTQ(group_size=16, statistics="float64")
+FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
 
 
 class StopAfterOne(Silent):
@@ -47,6 +48,7 @@ def folder(tmp_path_factory) -> Path:
     build("llama").save_pretrained(folder / "model")
     common = {"calibration": tokens(8), "batch_size": 2, "verify": False}
     compress.quantize(folder / "model", EXACT, output=folder / "exact-1", **common)
+    compress.quantize(folder / "model", FLOAT8, output=folder / "float8-1", **common)
     compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-1", **common)
     rtn = compress.RTN(group_size=16, grid="asymmetric")
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
@@ -81,6 +83,7 @@ def same(first: Path, second: Path) -> None:
 def test_two_ranks_decide_what_one_process_decides(folder, two):
     same(folder / "exact-1", folder / "exact-2")
     same(folder / "rtn-1", folder / "rtn-2")
+    same(folder / "float8-1", folder / "float8-2")
 
 
 def test_three_ranks_decide_what_one_process_decides(folder, two):
