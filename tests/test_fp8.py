@@ -23,7 +23,7 @@ from compress.lowbit import compressed_layers
 from compress.nn import Fp8Linear, QuantLinear
 from compress.scheme import InputCodes, Scheme
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verify import load_with_transformers, outputs, probe, verify
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
 CHANNEL, TENSOR = (Grid(bits=8, type="float", granularity=g) for g in ("channel", "tensor"))
@@ -348,6 +348,23 @@ def test_memory_checkpoint_and_transformers_agree(name, options, tmp_path):
     for other in (low, theirs):
         assert (outputs(other, probe(96)) - expected).abs().max() <= 0.05 * expected.std()
     assert (expected - outputs(compress.load(source), probe(96))).abs().max() > 1e-3 * expected.std()
+
+
+def test_verification_sees_one_wrong_layer_and_no_tie(tmp_path, monkeypatch):
+    """Ties of float8 inputs make whole models differ by as much as rounding does; verification must not feel them."""
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    compress.quantize(
+        save(make_llama(), tmp_path / "in"), compress.RTN(**DYNAMIC), output=tmp_path / "out", verify=False
+    )
+    assert verify(tmp_path / "out")["logits_max_difference"] < 1e-5
+    forward = Fp8Linear.forward
+    monkeypatch.setattr(
+        Fp8Linear, "forward", lambda self, x: forward(self, x) * (1.1 if self.out_features == 96 else 1)
+    )
+    with pytest.raises(
+        compress.CompressError, match=r"mlp\.(gate|up)_proj of .* computes something else than its codes"
+    ):
+        verify(tmp_path / "out")
 
 
 def test_gptq_loses_less_than_rounding():
