@@ -48,7 +48,7 @@ def calibrator(name: str, grid: Grid, **options: Any) -> StatisticFactory:
     Raises InputError for an unknown name or option, a value out of range, and a grid that no fixed range fits.
     """
     one_of("calibrator", name, OPTIONS)
-    _check_grid(grid)
+    _check_grid(name, grid)
     known = OPTIONS[name]
     for key in options:
         if not known:
@@ -70,7 +70,7 @@ def _make(
     return kind(channels, device, grid, **options)
 
 
-def _check_grid(grid: Grid) -> None:
+def _check_grid(name: str, grid: Grid) -> None:
     if grid.granularity not in ("tensor", "channel"):
         raise InputError(
             f"granularity {grid.granularity!r} of a calibrated range; allowed: tensor, channel (the ranges of tokens "
@@ -78,6 +78,8 @@ def _check_grid(grid: Grid) -> None:
         )
     if grid.signed_scale:
         raise InputError("a signed scale for a calibrated range; the sign is of one element, and a range has none")
+    if grid.floating and name == "kl":
+        raise InputError("calibrator 'kl' compares with evenly spaced codes, which floats are not; use mse or minmax")
     if grid.range_choice != "minmax":
         raise InputError(
             f"range choice {grid.range_choice!r} beside a calibrator, which chooses the range; leave it at 'minmax'"

@@ -28,8 +28,8 @@ def tensors_of(layer: str, quantized: Quantized, inputs: InputCodes | None = Non
     scheme = scheme_of(quantized.grid, inputs)
     bits = quantized.grid.bits
     scale = quantized.scale.expand(quantized.codes.shape[0], -1) if quantized.scale.shape[0] == 1 else quantized.scale
-    tensors = {"weight_scale": scale}
-    if scheme.layout == "int-quantized":
+    tensors = {"weight_scale": scale[:1, 0] if scheme.one_scale else scale}
+    if scheme.layout != "pack-quantized":
         tensors["weight"] = quantized.codes
     else:
         tensors["weight_packed"] = pack_rows(quantized.codes, bits)
@@ -77,8 +77,14 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
+def check_codes(layer: str, codes: Tensor) -> None:
+    """Raises CheckpointError where float codes are no numbers."""
+    if codes.is_floating_point() and bool(codes.isnan().any()):
+        raise CheckpointError(f"{layer}.weight holds codes that are not numbers")
+
+
 def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> Quantized:
-    """Inverse of `tensors_of`; also reads int8 weights. Raises CheckpointError that names the tensor at fault."""
+    """Inverse of `tensors_of`. Raises CheckpointError that names the tensor at fault."""
     parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items()}
     if scheme.layout == "pack-quantized" and "weight_shape" not in parts:
         raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
@@ -89,8 +95,9 @@ def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     scale = parts["weight_scale"]
     if not bool(torch.isfinite(scale).all()):
         raise CheckpointError(f"{layer}.weight_scale holds values that are not finite numbers")
-    if scheme.layout == "int-quantized":
-        return Quantized(parts["weight"], scale, None, scheme.weights)
+    if scheme.layout != "pack-quantized":
+        check_codes(layer, parts["weight"])
+        return Quantized(parts["weight"], scale.reshape(1, 1) if scheme.one_scale else scale, None, scheme.weights)
     bits, zero_point = scheme.weights.bits, None
     if not scheme.weights.symmetric:
         zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()

@@ -133,12 +133,15 @@ def cli() -> None:
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
-@click.option("--scheme", help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too.  [default: w4a16]")
+@click.option(
+    "--scheme",
+    help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too; fp8: both float8.  [default: w4a16]",
+)
 @click.option(
     "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
-@click.option("--activations", help="Of w8a8: dynamic (fitted to every token) or static.  [default: dynamic]")
+@click.option("--activations", help="Of w8a8, fp8: dynamic (fitted to every token) or static.  [default: dynamic]")
 @click.option(
     "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
 )

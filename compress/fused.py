@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import InputError
-from compress.nn import Int8Linear, PackedLinear, QuantLinear
+from compress.nn import PackedLinear, QuantLinear, RowLinear
 from compress.scheme import Scheme
 
 _Moment = tuple[int, bool]
@@ -127,9 +127,10 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
             reasons.append("only some have a bias")
         if layer.dtype != first.dtype:
             reasons.append(f"dtypes differ: {first.dtype}, {layer.dtype}")
-        if isinstance(layer, Int8Linear) and isinstance(first, Int8Linear) and layer.input_scale is not None:
+        if isinstance(layer, RowLinear) and isinstance(first, RowLinear) and layer.input_scale is not None:
             same = first.input_scale is not None and torch.equal(layer.input_scale, first.input_scale)
-            zeros = [torch.zeros(1) if z is None else z.cpu() for z in (layer.input_zero, first.input_zero)]
+            given = (getattr(layer, "input_zero", None), getattr(first, "input_zero", None))
+            zeros = [torch.zeros(1) if z is None else z.cpu() for z in given]
             if not same or not torch.equal(zeros[0].int(), zeros[1].int()):
                 reasons.append("scales of the input differ")
     return reasons
@@ -151,8 +152,8 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
         across = [getattr(layer, name) for layer in layers]
         along = {"scale": 1, "zero": 1}.get(name, 0)
         setattr(stacked, name, buffer if name.startswith("input") else torch.cat(across, along))
-    if isinstance(first, Int8Linear):
-        cast(Int8Linear, stacked)._dtype = first.dtype
+    if isinstance(first, RowLinear):
+        cast(RowLinear, stacked)._dtype = first.dtype
     if isinstance(first, PackedLinear):
         cast(PackedLinear, stacked).input_group = first.input_group
     return stacked

@@ -12,6 +12,7 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     symmetric, signed scale    s = -a / P, a the element of largest magnitude: it lands on code -P exactly and every
                                code is used; s may be negative. Same bytes as symmetric (AutoRound, "full range").
     symmetric, unsigned        s = hi / L                         [0, L] for data that is never negative
+    float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448]
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +25,17 @@ from compress.errors import InputError
 
 Granularity = Literal["tensor", "channel", "group", "token"]
 RangeChoice = Literal["minmax", "mse"]
+NumberType = Literal["int", "float"]
 
 MIN_BITS, MAX_BITS = 2, 8
 # Range search: shrink factors 1, 0.99, ..., 0.21 under the norm |error|^2.4 (GPTQ's authors' code, `Quantizer`).
 SEARCH_STEPS, SEARCH_SHRINK, SEARCH_NORM = 100, 0.8, 2.4
+# e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448
+FLOAT8_SIGNIFICAND, FLOAT8_LEAST_EXPONENT = 4, -6
+# A wider range costs a float no precision, but moves its codes against the data: factors 1 to 2, where they repeat.
+FLOAT_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,7 @@ class Grid:
 
     bits: 2 to 8. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an activation) or per
     `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the shrunken range of least
-    error (`mse`).
+    error (`mse`; widened where codes are floats). type: `float` codes are float8 e4m3, symmetric, without groups.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -49,6 +57,7 @@ class Grid:
     granularity: Granularity = "channel"
     group_size: int | None = None
     range_choice: RangeChoice = "minmax"
+    type: NumberType = "int"
 
     def __post_init__(self) -> None:
         if not MIN_BITS <= self.bits <= MAX_BITS:
@@ -66,10 +75,26 @@ class Grid:
             raise InputError(f"group size {self.group_size}; allowed: 1 or more")
         if self.signed_scale and not (self.symmetric and self.signed and not self.narrow):
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
+        if self.type not in get_args(NumberType):
+            raise InputError(f"type {self.type!r}; allowed: {', '.join(get_args(NumberType))}")
+        if self.floating:
+            plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
+            if self.bits != MAX_BITS or not plain or self.granularity == "group":
+                raise InputError(
+                    "float codes have 8 bits, are symmetric and share a scale per tensor, channel or token; "
+                    "groups, zero points and other bits are for integers"
+                )
+
+    @property
+    def floating(self) -> bool:
+        """Whether codes are floating-point numbers."""
+        return self.type == "float"
 
     @property
     def qmin(self) -> int:
         """Smallest code."""
+        if self.floating:
+            return -FLOAT8_MAX
         if not self.signed:
             return 0
         return -(2 ** (self.bits - 1)) + int(self.narrow)
@@ -77,13 +102,17 @@ class Grid:
     @property
     def qmax(self) -> int:
         """Largest code."""
+        if self.floating:
+            return FLOAT8_MAX
         if self.signed:
             return 2 ** (self.bits - 1) - 1
         return 2**self.bits - 1 - int(self.narrow)
 
     @property
     def storage(self) -> torch.dtype:
-        """The integer dtype that holds a code."""
+        """The dtype that holds a code."""
+        if self.floating:
+            return FLOAT8
         return torch.int8 if self.signed else torch.uint8
 
     def group_length(self, columns: int) -> int:
@@ -108,8 +137,8 @@ def suggest_groups(widths: list[int]) -> str:
 class Quantized:
     """A quantized matrix, the codes that every consumer shares: evaluation, checkpoint and kernels.
 
-    codes [N, K] int8 (uint8 when unsigned); scale [N, G], [N, 1] or [1, 1] in its stored dtype; zero_point of the
-    same shape and of the codes' dtype, or None when symmetric.
+    codes [N, K] int8 (uint8 when unsigned, float8_e4m3fn on a float grid); scale [N, G], [N, 1] or [1, 1] in its stored
+    dtype; zero_point of the same shape and of the codes' dtype, or None when symmetric.
     """
 
     codes: Tensor
@@ -152,7 +181,9 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
     if not grid.symmetric:
         scale = round_scale((hi - lo) / (grid.qmax - grid.qmin), scale_dtype)
         return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
-    if grid.signed_scale:
+    if grid.floating:
+        scale = torch.maximum(-lo, hi) / FLOAT8_MAX
+    elif grid.signed_scale:
         scale = torch.where(hi > -lo, -hi, -lo) / half
     elif not grid.signed:
         scale = hi / grid.qmax
@@ -164,14 +195,33 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Codes of `x`, as whole floating point numbers. Ties go to the even code; out of range saturates."""
+    """Codes of `x` in its dtype, whole numbers or values of e4m3. Ties go to the even code; out of range saturates."""
+    if grid.floating:
+        return round_to_e4m3((x / scale).clamp(grid.qmin, grid.qmax))
     return (torch.round(x / scale) + zero_point).clamp(grid.qmin, grid.qmax)
 
 
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """The value of e4m3 nearest to each of x, |x| <= 448, in the dtype of x; a tie goes to the even significand."""
+    if x.dtype != torch.float64:
+        return x.to(FLOAT8).to(x.dtype)
+    # torch makes float8 of float64 by way of float32, which rounds twice.
+    exponent = torch.frexp(x).exponent.clamp(min=FLOAT8_LEAST_EXPONENT + 1)  # |x| < 2^exponent
+    step = torch.ldexp(torch.ones_like(x), exponent - FLOAT8_SIGNIFICAND)
+    return torch.round(x / step) * step
+
+
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """Values of whole-number codes, rounded as the stored dtype rounds them, in the dtype of `codes`."""
+    """Values of codes, rounded as the stored dtype rounds them, in the dtype of `codes`."""
     product = (codes - zero_point) * scale
     return product if scale_dtype == product.dtype else product.to(scale_dtype).to(product.dtype)
+
+
+def range_factors(grid: Grid) -> list[float]:
+    """What the range search multiplies the full range by."""
+    if grid.floating:
+        return [2 ** (step / FLOAT_STEPS) for step in range(FLOAT_STEPS)]
+    return [1 - step / SEARCH_STEPS for step in range(int(SEARCH_STEPS * SEARCH_SHRINK))]
 
 
 def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -187,9 +237,8 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point
-    for step in range(int(SEARCH_STEPS * SEARCH_SHRINK)):
-        shrink = 1 - step / SEARCH_STEPS
-        s, z = scale_of_range(lo * shrink, hi * shrink, grid, scale_dtype)
+    for factor in range_factors(grid):
+        s, z = scale_of_range(lo * factor, hi * factor, grid, scale_dtype)
         values = decode(
             encode(x, s.unsqueeze(-1), z.unsqueeze(-1), grid), s.unsqueeze(-1), z.unsqueeze(-1), scale_dtype
         )
@@ -222,7 +271,7 @@ def fit_matrix(
 
 
 def to_quantized(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, grid: Grid, dtype: torch.dtype) -> Quantized:
-    """Pack whole-number codes, scales and zero points into their storage dtypes."""
+    """Pack codes, scales and zero points into their storage dtypes."""
     zero_point = None if grid.symmetric else zero_NG.to(grid.storage)
     return Quantized(codes_NK.to(grid.storage), scale_NG.to(dtype), zero_point, grid)
 

@@ -1,8 +1,8 @@
 """`compress.load`, and the same through `transformers.from_pretrained`: importing compress registers both.
 
 transformers asks a quantizer to prepare a model before its weights are read and to finish it afterwards (`lowbit`).
-Ours is registered as `compress`, and in front of transformers' own for compressed-tensors: a checkpoint with integer
-weights then runs on our kernels instead of being decompressed at its first forward. What we cannot run (fp8, other
+Ours is registered as `compress`, and in front of transformers' own for compressed-tensors: a checkpoint with integer or
+float8 weights then runs on our kernels instead of being decompressed at its first forward. What we cannot run (other
 layouts), and whatever is loaded with `CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
 """
 
@@ -124,7 +124,7 @@ _their_quantizer = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
 
 
 def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
-    """Ours for integer weights that are to stay compressed, transformers' own for everything else."""
+    """Ours for weights that are to stay compressed, transformers' own for everything else."""
     inner = getattr(quantization_config, "quantization_config", None)
     if inner is None or getattr(quantization_config, "dequantize", False):
         return _their_quantizer(quantization_config, **arguments)

@@ -12,9 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint import check_codes
 from compress.errors import CheckpointError
 from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import QuantLinear
+from compress.scheme import FLOATS
 from compress.source import Source, StoredLayer, headers, layers_of
 
 
@@ -27,7 +29,7 @@ class Unread(nn.Module):
         rows, columns = stored.shape
         for name, part in stored.scheme.parts(rows, columns).items():
             if name in held:
-                kind = dtype if part.dtypes[0].is_floating_point else part.dtypes[0]
+                kind = dtype if part.dtypes is FLOATS else part.dtypes[0]
                 self.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
         self.register_parameter("bias", bias)
         self.complete = True
@@ -85,6 +87,8 @@ def finish(model: nn.Module, device: torch.device | None = None) -> None:
         parts = {part: tensor.to(target) for part, tensor in parts.items()}
         if not bool(torch.isfinite(parts["weight_scale"]).all()):
             raise CheckpointError(f"{name}.weight_scale holds values that are not finite numbers")
+        if "weight" in parts:
+            check_codes(name, parts["weight"])
         bias = module.bias
         layer = QuantLinear.from_parts(parts, module.stored.scheme, module.stored.shape, bias)
         model.set_submodule(name, layer.to(target))

@@ -1,8 +1,9 @@
 """Layers that compute on packed codes: what a compressed model is made of while it runs.
 
 A `QuantLinear` holds what the kernels read and nothing else, on every device: planar words of 4 or 8 bits (2 and 3 bits
-ride in 4, 5 to 7 in 8) or int8 rows where the input is quantized too. Its state_dict is the checkpoint's (`scheme`), in
-both directions, so a compressed model can be saved, loaded and resumed like any other; the codes come back bit for bit.
+ride in 4, 5 to 7 in 8), or rows of int8 or float8 where the input is quantized too. Its state_dict is the checkpoint's
+(`scheme`), in both directions, so a compressed model can be saved, loaded and resumed like any other; the codes come
+back bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from compress.checkpoint import check_parts, tensors_of
 from compress.errors import CheckpointError, InputError
 from compress.grid import Grid, Quantized, quantize
 from compress.kernels import ops, reference
+from compress.kernels.fp8 import fp8_linear
 from compress.kernels.pack import (
     Planar,
     pack_rows,
@@ -27,24 +29,28 @@ from compress.scheme import Scheme
 
 NARROW, WIDE = 4, 8
 DEFAULT_GROUP = 128
-BY_NAME = "w2a16 ... w8a16, w4a8, w8a8"
+BY_NAME = "w2a16 ... w8a16, w4a8, w8a8, fp8"
 
 
 def scheme_named(name: str, group_size: int | None = None) -> Scheme:
-    """w4a16 and its like; a8: the input int8, fitted to every token. Raises InputError for a name it does not know.
+    """w4a16 and its like; a8: the input int8, fitted to every token. fp8: weight and input float8, fitted likewise.
 
-    group_size: inputs per scale, -1 for one scale per output (always so for w8a8).
+    group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8). Raises InputError for a name
+    it does not know.
     """
+    if name in ("w8a8", "fp8") and group_size not in (None, -1):
+        raise InputError(f"{name} has one scale per output; leave group_size out")
+    if name == "fp8":
+        inputs = Grid(bits=WIDE, granularity="token", type="float")
+        return Scheme(weights=Grid(bits=WIDE, type="float"), inputs=inputs, layout="float-quantized")
     numbers = name.removeprefix("w").split("a")
     known = len(numbers) == 2 and all(n.isdigit() for n in numbers) and name.startswith("w")
-    bits, inputs = (int(n) for n in numbers) if known else (0, 0)
-    if not 2 <= bits <= WIDE or inputs not in (WIDE, 16) or (inputs == WIDE and bits not in (NARROW, WIDE)):
+    bits, active = (int(n) for n in numbers) if known else (0, 0)
+    if not 2 <= bits <= WIDE or active not in (WIDE, 16) or (active == WIDE and bits not in (NARROW, WIDE)):
         raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
     size = DEFAULT_GROUP if group_size is None else group_size
-    tokens = Grid(bits=8, granularity="token") if inputs == WIDE else None
+    tokens = Grid(bits=8, granularity="token") if active == WIDE else None
     if tokens is not None and bits == WIDE:
-        if group_size not in (None, -1):
-            raise InputError("w8a8 has one scale per output; leave group_size out")
         return Scheme(weights=Grid(bits=8), inputs=tokens, layout="int-quantized")
     weights = Grid(bits=bits) if size == -1 else Grid(bits=bits, granularity="group", group_size=size)
     return Scheme(weights=weights, inputs=tokens)
@@ -88,7 +94,8 @@ class QuantLinear(nn.Module):
         if scheme.layout == "pack-quantized":
             parts = {name.removeprefix("."): part for name, part in tensors_of("", weight).items()}
         else:
-            parts = {"weight": weight.codes, "weight_scale": weight.scale.expand(len(weight.codes), -1)}
+            scale = weight.scale[:1, 0] if scheme.one_scale else weight.scale.expand(len(weight.codes), -1)
+            parts = {"weight": weight.codes, "weight_scale": scale}
         return cls.from_parts(
             {k: v.to(weight.codes.device) for k, v in parts.items()}, scheme, weight.codes.shape, bias
         )
@@ -99,8 +106,7 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """The layer that a checkpoint's tensors stand for, on their device, in the dtype of their scale."""
         rows, columns = shape
-        kind = PackedLinear if scheme.layout == "pack-quantized" else Int8Linear
-        layer = kind(scheme, columns, rows, bias)
+        layer = KINDS[scheme.layout](scheme, columns, rows, bias)
         layer.fill(parts, slice(0, rows))
         return layer
 
@@ -270,48 +276,44 @@ class PackedLinear(QuantLinear):
         return parts
 
 
-class Int8Linear(QuantLinear):
-    """int8 rows, one scale each; the input int8 too, per token (dynamic) or by a fixed scale (static)."""
+class RowLinear(QuantLinear):
+    """Rows of 8-bit codes, one scale each; the input rounded alike, per token or by a fixed scale."""
 
     codes: Tensor
     weight_scale: Tensor
-    row_sum: Tensor
     input_scale: Tensor | None
-    input_zero: Tensor | None
     # fp32, whatever the model is converted to: the epilogue multiplies in it.
     SCALES = ("weight_scale", "input_scale")
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self._dtype = torch.float32
-        for name in ("codes", "weight_scale", "row_sum", "input_scale", "input_zero"):
+        for name in ("codes", "weight_scale", "input_scale"):
             self.register_buffer(name, None)
 
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
 
-    def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
-        inputs = self.scheme.inputs
-        assert inputs is not None
-        scales = (self.input_scale, self.input_zero, inputs.symmetric)
-        return ops.w8a8_linear(x, self.codes, self.weight_scale, self.row_sum, self.bias, *scales)
+    @property
+    def weight_codes(self) -> Tensor:
+        """[N, K] in the dtype of the checkpoint."""
+        return self.codes
 
     def dequantize(self) -> Tensor:
-        return (self.codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+        return (self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        """What the layer holds of a checkpoint's tensors, by name."""
+        fixed = parts.get("input_scale")
+        return {
+            "codes": parts["weight"],
+            "weight_scale": parts["weight_scale"].flatten().to(torch.float32).expand(rows.stop - rows.start),
+            "input_scale": None if fixed is None else fixed.reshape(1).to(torch.float32),
+        }
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        found: dict[str, Tensor | None] = {
-            "codes": parts["weight"],
-            "weight_scale": parts["weight_scale"].flatten().to(torch.float32),
-            "row_sum": reference.row_sums(parts["weight"]),
-        }
-        fixed = parts.get("input_scale")
-        if fixed is not None:
-            zero = parts.get("input_zero_point")
-            found["input_scale"] = fixed.reshape(1).to(torch.float32)
-            found["input_zero"] = None if zero is None else zero.reshape(1).to(torch.int32)
+        found = self.found(parts, rows)
         if self.codes is None:
             self._dtype = parts["weight_scale"].dtype
             for name, tensor in found.items():
@@ -325,14 +327,14 @@ class Int8Linear(QuantLinear):
                 )
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        parts = {"weight": self.codes[rows], "weight_scale": self.weight_scale[rows].unsqueeze(-1).to(self.dtype)}
+        scale = self.weight_scale[rows].to(self.dtype)
+        parts = {"weight": self.weight_codes[rows]}
+        parts["weight_scale"] = scale[:1] if self.scheme.one_scale else scale.unsqueeze(-1)
         if self.input_scale is not None:
             parts["input_scale"] = self.input_scale.to(self.dtype)
-        if self.input_zero is not None:
-            parts["input_zero_point"] = self.input_zero.to(torch.int8)
         return parts
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Int8Linear":
+    def _apply(self, fn: Any, recurse: bool = True) -> "RowLinear":
         kept = {name: getattr(self, name) for name in self.SCALES}
         super()._apply(fn, recurse)
         for name, tensor in kept.items():
@@ -340,3 +342,58 @@ class Int8Linear(QuantLinear):
                 setattr(self, name, tensor.to(getattr(self, name).device))
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         return self
+
+
+class Int8Linear(RowLinear):
+    """int8 rows and an int8 input, which may have a zero point."""
+
+    row_sum: Tensor
+    input_zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        for name in ("row_sum", "input_zero"):
+            self.register_buffer(name, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        inputs = self.scheme.inputs
+        assert inputs is not None
+        scales = (self.input_scale, self.input_zero, inputs.symmetric)
+        return ops.w8a8_linear(x, self.codes, self.weight_scale, self.row_sum, self.bias, *scales)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        zero = parts.get("input_zero_point") if "input_scale" in parts else None
+        return {
+            **super().found(parts, rows),
+            "row_sum": reference.row_sums(parts["weight"]),
+            "input_zero": None if zero is None else zero.reshape(1).to(torch.int32),
+        }
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        parts = super().parts(rows)
+        if self.input_zero is not None:
+            parts["input_zero_point"] = self.input_zero.to(torch.int8)
+        return parts
+
+
+class Fp8Linear(RowLinear):
+    """float8 rows and a float8 input (`kernels.fp8`). Codes are held as bytes: `model.to(dtype)` converts floats."""
+
+    @property
+    def weight_codes(self) -> Tensor:
+        return self.codes.view(torch.float8_e4m3fn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        return fp8_linear(x, self.codes, self.weight_scale, self.bias, self.input_scale)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        return {**super().found(parts, rows), "codes": parts["weight"].view(torch.uint8)}
+
+
+KINDS: Mapping[str, type[QuantLinear]] = {
+    "pack-quantized": PackedLinear,
+    "int-quantized": Int8Linear,
+    "float-quantized": Fp8Linear,
+}

@@ -11,6 +11,9 @@ are its path plus
                      weight_scale       model dtype [N, 1]
                      input_scale        model dtype [1]              static input only
                      input_zero_point   int8 [1]                     asymmetric static input; may be absent otherwise
+    float-quantized  weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
+                     weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
+                     input_scale        model dtype [1]              static input only
 """
 
 import re
@@ -22,15 +25,16 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.grid import Granularity, Grid, quantize
+from compress.grid import Granularity, Grid, NumberType, quantize
 from compress.kernels.pack import words_of
 
-Layout = Literal["pack-quantized", "int-quantized"]
+Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
 # Older writers say naive for integers that are not packed.
 LAYOUTS: dict[str, Layout] = {
     "pack-quantized": "pack-quantized",
     "int-quantized": "int-quantized",
     "naive-quantized": "int-quantized",
+    "float-quantized": "float-quantized",
 }
 PARTS = (
     "weight_packed",
@@ -50,7 +54,7 @@ HARMLESS_ORDERS = (None, False, "weight", "static")
 
 @dataclass(frozen=True)
 class InputCodes:
-    """How a layer's input is rounded to int8: by a fixed scale and zero point [1, 1], or (None) fitted to every token.
+    """How a layer's input is rounded to 8 bits: by a fixed scale and zero point [1, 1], or (None) for every token anew.
 
     scale is in its stored dtype, zero_point int8 or None where symmetric.
     """
@@ -64,7 +68,7 @@ class InputCodes:
         return self.scale is None
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        """x [..., K] rounded, in its own dtype: what the integer kernels multiply, up to that dtype's rounding."""
+        """x [..., K] rounded, in its own dtype: what the kernels multiply, up to that dtype's rounding."""
         rows = x.reshape(-1, x.shape[-1])
         if self.scale is None:
             found = quantize(rows, self.grid, torch.float32)
@@ -85,7 +89,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """weights: their grid. inputs: the int8 grid of what the layer multiplies, or None. dynamic: inputs are fitted to
+    """weights: their grid. inputs: the 8-bit grid of what the layer multiplies, or None. dynamic: inputs are fitted to
     every token as it comes, rather than by calibration."""
 
     weights: Grid
@@ -94,6 +98,8 @@ class Scheme:
     layout: Layout = "pack-quantized"
 
     def __str__(self) -> str:
+        if self.weights.floating:
+            return f"fp8 {self.weights.granularity}, input {'dynamic' if self.dynamic else 'static'}"
         group = "channel" if self.weights.group_size is None else f"g{self.weights.group_size}"
         kind = "symmetric" if self.weights.symmetric else "asymmetric"
         if self.inputs is None:
@@ -102,6 +108,11 @@ class Scheme:
         sign = "symmetric" if self.inputs.symmetric else "asymmetric"
         return f"w{self.weights.bits}a{self.inputs.bits} {group} {kind}, input {how} {sign}"
 
+    @property
+    def one_scale(self) -> bool:
+        """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
+        return self.layout == "float-quantized" and self.weights.granularity == "tensor"
+
     def groups(self, columns: int) -> int:
         """Scales per row."""
         return 1 if self.weights.group_size is None else columns // self.weights.group_size
@@ -109,24 +120,28 @@ class Scheme:
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """The tensors that hold an [N, K] layer."""
         bits, groups = self.weights.bits, self.groups(columns)
-        parts = {"weight_scale": Part((rows, groups), FLOATS)}
+        parts = {"weight_scale": Part((1,) if self.one_scale else (rows, groups), FLOATS)}
         if self.layout == "pack-quantized":
             parts["weight_packed"] = Part((rows, words_of(columns, bits)), (torch.int32,))
             parts["weight_shape"] = Part((2,), (torch.int64, torch.int32))
             if not self.weights.symmetric:
                 parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
         else:
-            parts["weight"] = Part((rows, columns), (torch.int8,))
+            parts["weight"] = Part((rows, columns), (self.weights.storage,))
         if self.inputs is not None and not self.dynamic:
             parts["input_scale"] = Part((1,), FLOATS)
-            parts["input_zero_point"] = Part((1,), (torch.int8,), optional=self.inputs.symmetric)
+            if not self.inputs.floating:
+                parts["input_zero_point"] = Part((1,), (torch.int8,), optional=self.inputs.symmetric)
         return parts
 
 
 def scheme_of(weights: Grid, inputs: InputCodes | None) -> Scheme:
     """The scheme under which codes are stored."""
     if inputs is None:
+        assert not weights.floating, "float8 weights come with float8 inputs"
         return Scheme(weights=weights)
+    if weights.floating:
+        return Scheme(weights=weights, inputs=inputs.grid, dynamic=inputs.dynamic, layout="float-quantized")
     whole = weights.bits == 8 and weights.symmetric and weights.granularity in ("channel", "tensor")
     layout: Layout = "int-quantized" if whole else "pack-quantized"
     return Scheme(weights=weights, inputs=inputs.grid, dynamic=inputs.dynamic, layout=layout)
@@ -138,7 +153,7 @@ def group_entry(scheme: Scheme) -> dict[str, Any]:
     if scheme.inputs is not None:
         inputs = {
             "num_bits": scheme.inputs.bits,
-            "type": "int",
+            "type": scheme.inputs.type,
             "symmetric": scheme.inputs.symmetric,
             "dynamic": scheme.dynamic,
             "strategy": "token" if scheme.dynamic else "tensor",
@@ -153,12 +168,13 @@ def group_entry(scheme: Scheme) -> dict[str, Any]:
 
 def _weights_entry(grid: Grid) -> dict[str, Any]:
     group = grid.granularity == "group"
+    one = grid.floating and grid.granularity == "tensor"
     entry = {
         "num_bits": grid.bits,
-        "type": "int",
+        "type": grid.type,
         "symmetric": grid.symmetric,
         "dynamic": False,
-        "strategy": "group" if group else "channel",
+        "strategy": "group" if group else "tensor" if one else "channel",
     }
     return {**entry, "group_size": grid.group_size} if group else entry
 
@@ -170,6 +186,9 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
         raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
     if group.get("output_activations"):
         raise CheckpointError(f"{layer} quantizes its output, which cannot be read")
+    floating = (group.get("weights") or {}).get("type") == "float"
+    if layout == "float-quantized" or (layout == "naive-quantized" and floating):
+        return _float_scheme(group, layer)
     weights = _weight_grid(group.get("weights") or {}, layer)
     given = group.get("input_activations")
     if given is None:
@@ -184,12 +203,40 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
     return Scheme(weights=weights, inputs=inputs, dynamic=dynamic, layout=LAYOUTS[layout])
 
 
-def _odd(entry: Mapping[str, Any], known: Iterable[str]) -> bool:
+def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
+    """Of float8 weights with a float8 input."""
+    known = ("num_bits", "symmetric", "dynamic", "strategy")
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    dynamic = inputs.get("dynamic", False)
+    expected: Granularity = "token" if dynamic else "tensor"
+    per: Granularity = weights.get("strategy") or "tensor"
+    for what, entry, fits, readable in (
+        ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), "per channel or tensor"),
+        (
+            "input",
+            inputs,
+            (inputs.get("strategy") or expected) == expected and dynamic in (True, False),
+            "dynamic per token or static per tensor",
+        ),
+    ):
+        if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
+            raise CheckpointError(
+                f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
+            )
+    return Scheme(
+        weights=Grid(bits=8, type="float", granularity=per),
+        inputs=Grid(bits=8, type="float", granularity=expected),
+        dynamic=dynamic,
+        layout="float-quantized",
+    )
+
+
+def _odd(entry: Mapping[str, Any], known: Iterable[str], kind: NumberType = "int") -> bool:
     """Whether an entry says something that is neither known nor empty."""
     ignored = {*known, *OF_THE_SEARCH, "type", "actorder", "scale_dtype", "zp_dtype"}
     return (
         any(value not in (None, False, {}) for key, value in entry.items() if key not in ignored)
-        or entry.get("type", "int") != "int"
+        or entry.get("type", "int") != kind
         or entry.get("actorder") not in HARMLESS_ORDERS
     )
 

@@ -246,7 +246,9 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
     own = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
     names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
     names |= {
-        name.removesuffix(".weight") for name, (_, dtype) in found.items() if name.endswith(".weight") and dtype == "I8"
+        name.removesuffix(".weight")
+        for name, (_, dtype) in found.items()
+        if name.endswith(".weight") and dtype in ("I8", "F8_E4M3")
     }
     quantization = source.quantization
     if quantization is None:
@@ -273,7 +275,7 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         scheme = scheme_for(layer, quantization)
         parts = {name.removeprefix(f"{layer}."): name for name in found if name.rpartition(".")[0] == layer}
         held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
-        if scheme.layout == "int-quantized":
+        if scheme.layout != "pack-quantized":
             shape = held.get("weight", ((0, 0), None))[0]
             if len(shape) != 2:
                 raise CheckpointError(f"{layer}.weight has shape {shape}; it must have two dimensions")

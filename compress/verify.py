@@ -1,7 +1,9 @@
 """Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from compress.checkpoint import RECORD, checksum, read_json
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
 from compress.loading import load, transformers_alone
+from compress.lowbit import compressed_layers
+from compress.nn import QuantLinear
+from compress.scheme import InputCodes
 from compress.source import Source, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 PROBE_SIZE = 64  # pixels, height and width
-# Of the logits' standard deviation, for models that round what their layers multiply.
+# Of the standard deviation of logits, and of a layer's output, for models that round what their layers multiply.
 ACTIVE_TOLERANCE = 0.05
 
 
@@ -71,6 +76,42 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
     return result.logits if "logits" in result else result[0]
 
 
+def rounded_product(layer: QuantLinear, x: Tensor) -> Tensor:
+    """What the codes of a layer and of its input stand for, by torch's own product."""
+    if layer.scheme.inputs is not None:
+        fixed = {"scale": getattr(layer, "input_scale", None), "zero_point": getattr(layer, "input_zero", None)}
+        given = {key: None if value is None else value.reshape(1, 1) for key, value in fixed.items()}
+        x = InputCodes(layer.scheme.inputs, **given).fake_quantize(x)
+    return nn.functional.linear(x, layer.dequantize(), layer.bias)
+
+
+@contextmanager
+def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Within: compressed layers return `rounded_product`. Yields how far off their kernels are on the same input, by
+    name: the largest difference over the standard deviation of the output.
+
+    Whole models cannot be compared where inputs are rounded: a difference in the last place makes another code of a
+    tie, a whole step then makes more of them in the layers that follow, and few blocks make it as large as what
+    rounding does. With float8, whose steps are the widest, that is the rule.
+    """
+    worst: dict[str, float] = {}
+
+    def forward(name: str, layer: QuantLinear, x: Tensor) -> Tensor:
+        expected = rounded_product(layer, x)
+        difference = (type(layer).forward(layer, x) - expected).abs().max()
+        worst[name] = max(worst.get(name, 0.0), float(difference / expected.std().clamp(min=1e-30)))
+        return expected
+
+    layers = dict(compressed_layers(model))
+    for name, layer in layers.items():
+        vars(layer)["forward"] = partial(forward, name, layer)
+    try:
+        yield worst
+    finally:
+        for layer in layers.values():
+            del vars(layer)["forward"]
+
+
 def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
     """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
 
@@ -102,7 +143,8 @@ def verify(path: str | Path) -> dict[str, Any]:
 
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
-    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs are quantized too.
+    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs are quantized too. There our kernels
+    are compared layer by layer.
     """
     source = find_source(str(path))
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
@@ -114,17 +156,24 @@ def verify(path: str | Path) -> dict[str, Any]:
     ids = probe_of(source.config)
     if ids is None:
         return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
-    # Where inputs are quantized too, two programs that sum in another order may round a tie to different codes, and in
-    # 16 bits transformers' emulation rounds before it rounds: both compute in float32, and a little may differ.
+    # In 16 bits transformers' emulation of quantized inputs rounds before it rounds: both compute in float32.
     active = any(stored.scheme.inputs is not None for stored in layers_of(source).values())
     dtype = torch.float32 if active else None
     ours = load(path, dtype, dequantize=source.quantization is not None and not active)
     try:
-        expected = outputs(ours, ids)
+        products: AbstractContextManager[dict[str, float]] = plain_products(ours) if active else nullcontext({})
+        with products as worst:
+            expected = outputs(ours, ids)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "images" if ids.is_floating_point() else "token ids"
         return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain {what} ({reason})"}
+    for name, difference in worst.items():
+        if not difference <= ACTIVE_TOLERANCE:
+            raise CompressError(
+                f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
+                "standard deviations of its output"
+            )
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     del ours
     theirs, result["loader"] = load_with_transformers(source, dtype)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from compress.errors import InputError
-from compress.kernels.routes import planar_route, w8a8_route
+from compress.kernels.routes import fp8_route, planar_route, w8a8_route
 from compress.nn import NARROW, WIDE
 from compress.source import find_source, layers_of, read_config
 
@@ -40,6 +40,8 @@ def kernel_rows(
         for M in tokens:
             if scheme.layout == "int-quantized":
                 routes[M] = w8a8_route(M, N, K, found, device)
+            elif scheme.layout == "float-quantized":
+                routes[M] = fp8_route(M, N, K, found, device)
             else:
                 bits = NARROW if scheme.weights.bits <= NARROW else WIDE
                 group = scheme.weights.group_size or -1

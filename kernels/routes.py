@@ -3,13 +3,14 @@
 triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
+scaled_mm    torch's product of float8 matrices
 """
 
 from typing import NamedTuple
 
 import torch
 
-from compress.kernels import cpu, cpu_gemm, ops
+from compress.kernels import cpu, cpu_gemm, fp8, ops
 from compress.kernels.cpu_gemm import Operation
 from compress.kernels.pack import Planar
 
@@ -64,6 +65,13 @@ def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device)
     x_MK = _tokens(M, K, dtype, device)
     reasons = ops.why_not_w8a8(x_MK, torch.empty(0, K, dtype=torch.int8, device="meta"))
     return Route(ops.path_of(device, reasons), tuple(reasons))
+
+
+def fp8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of float8 rows, with x rounded to float8."""
+    weight = torch.empty(N, K, dtype=fp8.E4M3, device="meta")
+    reasons = fp8.why_not_fp8(_tokens(M, K, dtype, device), weight)
+    return Route(fp8.path_of(reasons), tuple(reasons))
 
 
 def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:

@@ -106,6 +106,8 @@ def main(folder: Path) -> None:
         found["residency"] = residency(mesh)
         compress.quantize(folder / "model", exact, output=folder / "resumed", resume=True, **common)
         compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
+        float8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
+        compress.quantize(folder / "model", float8, output=folder / "float8-2", **common)
         rtn = compress.RTN(group_size=16, grid="asymmetric")
         for name, passes in FOLDING.items():
             compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)

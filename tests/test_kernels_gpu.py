@@ -4,7 +4,19 @@ graphs, every shape agrees with the reference, tuning times real kernels. Run wi
 import pytest
 import torch
 
-from compress.kernels import ops, pack, pack24, reference, semi_structured, shapes, sparse24, table, tune, workspace
+from compress.kernels import (
+    fp8,
+    ops,
+    pack,
+    pack24,
+    reference,
+    semi_structured,
+    shapes,
+    sparse24,
+    table,
+    tune,
+    workspace,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +65,24 @@ def test_weight_only(M, group, zero, bits, dtype):
 def test_tails(M, N, K, group):
     x, planar, bias = operands(M, N, K, 4, group, True, torch.bfloat16)
     check(run(x, planar, bias), x, pack.planar_weight(planar, K), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 16, 16), (17, 1104, 1024), (2050, 256, 4096)])
+def test_float8(M, N, K, static, dtype):
+    g = torch.Generator("cuda").manual_seed(M + N + K)
+    x = torch.randn(M, K, generator=g, device="cuda").to(dtype)
+    weight = torch.randn(N, K, generator=g, device="cuda").mul(100).to(fp8.E4M3)
+    scale, bias = torch.rand(N, generator=g, device="cuda") * 0.01, torch.randn(N, generator=g, device="cuda").to(dtype)
+    reasons = fp8.why_not_fp8(x, weight)
+    assert (reasons == []) == (torch.cuda.get_device_capability() >= fp8.OLDEST_CAPABILITY)
+    fixed = torch.full((1,), 0.01, device="cuda") if static else None
+    out = fp8.fp8_linear(x, weight.view(torch.uint8), scale, bias, fixed)
+    codes, x_scale = (fp8.quantize_static(x, fixed), fixed) if static else fp8.quantize_tokens(x)
+    truth = fp8.reference(codes, x_scale, weight, scale, bias)
+    given, values = codes.double() * x_scale.double()[:, None], weight.double() * scale.double()[:, None]
+    assert ((out.double() - truth).abs() <= reference.tolerance(given, values, truth, dtype)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -130,9 +130,9 @@ def test_checkpoints_of_llm_compressor(name, fuse):
         assert torch.equal(state[key].to(value.dtype), value), key
 
 
-@pytest.mark.parametrize("name", ["w8a8_dynamic", "w8a8_static", "w8a8_static_asym"])
-def test_int8_inputs_are_no_less_exact_than_emulated_ones(name):
-    """In bfloat16 transformers rounds x / scale to 8 bits of mantissa before it rounds it to a code; we do not."""
+@pytest.mark.parametrize("name", ["w8a8_dynamic", "w8a8_static", "w8a8_static_asym", "fp8_dynamic", "fp8_static"])
+def test_rounded_inputs_are_no_less_exact_than_emulated_ones(name):
+    """In bfloat16 transformers rounds x / scale to 8 significant bits before it rounds it to a code; we do not."""
     expected = load_file(FIXTURES / name / "expected.safetensors")
     truth = expected["logits_float32"]
     found = outputs(compress.load(FIXTURES / name), expected["input_ids"]).float()
@@ -180,13 +180,14 @@ def test_from_pretrained_runs_compressed(tmp_path):
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_saving_a_loaded_model_writes_the_same_checkpoint(fuse, tmp_path):
-    source = FIXTURES / "w4a16_asym"
+@pytest.mark.parametrize("name", ["w4a16_asym", "fp8_static"])
+def test_saving_a_loaded_model_writes_the_same_checkpoint(name, fuse, tmp_path):
+    source = FIXTURES / name
     model = compress.load(source, fuse=fuse)
     model.save_pretrained(tmp_path / "again")
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
     assert set(before) == set(after)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
     config = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
     assert config == json.loads((source / "config.json").read_text())["quantization_config"]
     again = compress.load(tmp_path / "again", fuse=fuse)
@@ -204,7 +205,7 @@ def test_generates_with_and_without_a_static_cache(fuse, tmp_path):
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("name", ["w4a16_asym", "w8a8_static_asym"])
+@pytest.mark.parametrize("name", ["w4a16_asym", "w8a8_static_asym", "fp8_static"])
 def test_a_model_compiles_into_one_graph(name, fuse):
     model = compress.load(FIXTURES / name, fuse=fuse)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
 ]
 EXACT = compress.GPTQ(group_size=16, statistics="float64")
+FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
 
 
 class StopAfterOne(Silent):
@@ -35,7 +36,8 @@ class StopAfterOne(Silent):
 def launch(folder: Path, ranks: int) -> dict:
     worker = Path(__file__).with_name("sharded_worker.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"found-{ranks}.json").read_text())
@@ -48,6 +50,7 @@ def folder(tmp_path_factory) -> Path:
     build("llama").save_pretrained(folder / "model")
     common = {"calibration": tokens(8), "batch_size": 2, "verify": False}
     compress.quantize(folder / "model", EXACT, output=folder / "exact-1", **common)
+    compress.quantize(folder / "model", FLOAT8, output=folder / "float8-1", **common)
     compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-1", **common)
     rtn = compress.RTN(group_size=16, grid="asymmetric")
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
@@ -96,6 +99,7 @@ def same(first: Path, second: Path) -> None:
 def test_two_ranks_decide_what_one_process_decides(folder, two):
     same(folder / "exact-1", folder / "exact-2")
     same(folder / "rtn-1", folder / "rtn-2")
+    same(folder / "float8-1", folder / "float8-2")
 
 
 @pytest.mark.parametrize("name", sorted(FOLDING))

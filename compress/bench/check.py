@@ -5,15 +5,15 @@ the exact product of its dequantized weight with the very input that it got. All
 
     sums and result rounded      `reference.tolerance`
     weights rounded or not       `reference.weight_rounding`
-    int8 input, w8a8             one code of one input: a tie may round either way
+    8-bit input, w8a8 and fp8    one code of one input: a tie may round either way
     int8 input, weight-only      2 step |W|, step of the token's grid: seven standard deviations of what rounding does
 
 Logits: those of the model against its dequantized twin, the same model with every compressed layer replaced by the
 plain product of what its codes stand for, in the model's dtype:
 
-    |a - b|_2 / |b|_2  <=  max(ROUNDINGS eps(dtype) sqrt(blocks), STEPS of int8 inputs)
+    |a - b|_2 / |b|_2  <=  max(ROUNDINGS eps(dtype) sqrt(blocks), STEPS of 8-bit inputs)
 
-Roundings add up like a random walk over the blocks; an int8 input turns a difference in the last place into a whole
+Roundings add up like a random walk over the blocks; an 8-bit input turns a difference in the last place into a whole
 step now and then. The first test is sharp and sees each layer; the second is loose and sees what lies between them.
 """
 
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.kernels import reference
+from compress.kernels import fp8, reference
 from compress.lowbit import compressed_layers
-from compress.nn import Int8Linear, PackedLinear, QuantLinear
+from compress.nn import Fp8Linear, Int8Linear, PackedLinear, QuantLinear, RowLinear
 
 # Tokens of a product that are compared, spread over all of them.
 SAMPLED = 16
@@ -34,6 +34,22 @@ SAMPLED = 16
 # products between them, which are smaller.
 ROUNDINGS = 6
 INT8_STEP = 1 / 127.5
+# A rounding to e4m3, of the value (its standard deviation); the step below the largest code.
+FLOAT8_STEP, FLOAT8_LARGEST_STEP = 1 / 32, 32
+
+
+def input_codes(layer: RowLinear, x_MK: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, scale, zero) of a layer's input, as the references have them."""
+    inputs = layer.scheme.inputs
+    assert inputs is not None
+    scale = layer.input_scale
+    if isinstance(layer, Int8Linear):
+        if scale is None:
+            return reference.quantize_tokens(x_MK, inputs.symmetric)
+        return reference.quantize_static(x_MK, scale, layer.input_zero), scale, layer.input_zero
+    if scale is None:
+        return *fp8.quantize_tokens(x_MK), None
+    return fp8.quantize_static(x_MK, scale), scale, None
 
 
 def layer_error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
@@ -43,21 +59,16 @@ def layer_error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     x_MK, weight_NK = given[rows], layer.dequantize().double()
     exact = x_MK.double()
     slack: Tensor | float = 0.0
-    if isinstance(layer, Int8Linear):
-        inputs = layer.scheme.inputs
-        assert inputs is not None
-        weight_NK = layer.codes.double() * layer.weight_scale.double()[:, None]
-        scale, zero = layer.input_scale, layer.input_zero
-        if scale is None:
-            codes, scale, zero = reference.quantize_tokens(x_MK, inputs.symmetric)
-        else:
-            codes = reference.quantize_static(x_MK, scale, zero)
+    if isinstance(layer, RowLinear):
+        weight_NK = layer.weight_codes.double() * layer.weight_scale.double()[:, None]
+        codes, scale, zero = input_codes(layer, x_MK)
         exact = codes.double() if zero is None else codes.double() - zero.double()[:, None]
         exact = exact * scale.double()[:, None]
-        slack = scale.double()[:, None] * weight_NK.abs().amax(-1)
+        step = FLOAT8_LARGEST_STEP if isinstance(layer, Fp8Linear) else 1
+        slack = step * scale.double()[:, None] * weight_NK.abs().amax(-1)
     elif isinstance(layer, PackedLinear) and layer.input_group is not None:
-        step = exact.abs().amax(-1, keepdim=True) * INT8_STEP
-        slack = 2 * step * weight_NK.norm(dim=-1)
+        step_M1 = exact.abs().amax(-1, keepdim=True) * INT8_STEP
+        slack = 2 * step_M1 * weight_NK.norm(dim=-1)
     truth = exact @ weight_NK.t()
     allowed = reference.tolerance(exact, weight_NK, truth, layer.dtype) + slack
     allowed += reference.weight_rounding(exact, weight_NK, layer.dtype)
@@ -93,17 +104,13 @@ def plain(layer: QuantLinear, x: Tensor) -> Tensor:
     bias: Any = layer.bias
     if isinstance(layer, PackedLinear):
         return torch.nn.functional.linear(x, layer.dequantize(), bias)
-    assert isinstance(layer, Int8Linear)
-    inputs = layer.scheme.inputs
-    assert inputs is not None
-    x_MK = x.reshape(-1, x.shape[-1])
-    scale, zero = layer.input_scale, layer.input_zero
-    if scale is None:
-        codes, scale, zero = reference.quantize_tokens(x_MK, inputs.symmetric)
+    assert isinstance(layer, RowLinear)
+    codes, scale, zero = input_codes(layer, x.reshape(-1, x.shape[-1]))
+    if isinstance(layer, Int8Linear):
+        sums = reference.int8_matmul(codes, layer.codes)
+        out = reference.rescale(sums, scale, layer.weight_scale, zero, layer.row_sum, bias, x.dtype)
     else:
-        codes = reference.quantize_static(x_MK, scale, zero)
-    sums = reference.int8_matmul(codes, layer.codes)
-    out = reference.rescale(sums, scale, layer.weight_scale, zero, layer.row_sum, bias, x.dtype)
+        out = fp8.reference(codes, scale, layer.weight_codes, layer.weight_scale, bias).to(x.dtype)
     return out.view(*x.shape[:-1], -1)
 
 
@@ -123,15 +130,17 @@ def dequantized(model: nn.Module) -> Iterator[None]:
 
 def logits_allowed(model: nn.Module, blocks: int, dtype: torch.dtype) -> float:
     """The tolerance of `logits_error`."""
-    rounded = [
-        layer
-        for _, layer in compressed_layers(model)
+    layers = [layer for _, layer in compressed_layers(model)]
+    steps = [FLOAT8_STEP for layer in layers if isinstance(layer, Fp8Linear)]
+    steps += [
+        INT8_STEP
+        for layer in layers
         if isinstance(layer, Int8Linear) or (isinstance(layer, PackedLinear) and layer.input_group is not None)
     ]
     walk = ROUNDINGS * torch.finfo(dtype).eps * max(blocks, 1) ** 0.5
     # float32 sums of thousands of products differ in more than their last place.
     walk = max(walk, ROUNDINGS * torch.finfo(torch.float32).eps * 2**10)
-    return max(walk, ROUNDINGS * INT8_STEP * max(blocks, 1) ** 0.5) if rounded else walk
+    return max(walk, ROUNDINGS * max(steps, default=0.0) * max(blocks, 1) ** 0.5)
 
 
 @torch.no_grad()

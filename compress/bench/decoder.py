@@ -15,7 +15,7 @@ from compress.errors import InputError, one_of
 from compress.nn import QuantLinear
 
 DENSE = "dense"
-SCHEMES = (DENSE, "w4a16", "w8a16", "w4a8", "w8a8")
+SCHEMES = (DENSE, "w4a16", "w8a16", "w4a8", "w8a8", "fp8")
 
 # name -> what differs from LlamaConfig's defaults. The two Llamas: the config.json of Meta-Llama-3-8B and -70B.
 SHAPES: Mapping[str, Mapping[str, Any]] = {

@@ -18,14 +18,16 @@ from compress.calibrators import calibrator, scale_and_zero_point
 from compress.comm import Comm
 from compress.errors import InputError, one_of
 from compress.fold import Merge, reduce_scales
-from compress.grid import Granularity, Grid, Quantized, RangeChoice, suggest_groups
+from compress.grid import Granularity, Grid, NumberType, Quantized, RangeChoice, suggest_groups
 from compress.scheme import InputCodes
 from compress.stats import StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 Activations = Literal["dynamic", "static"]
-SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8}
+SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8, "fp8": 8}
+# Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
+WHOLE = ("w8a8", "fp8")
 DEFAULT_GROUP = 128
 PERCENTILE = 99.99
 
@@ -150,11 +152,12 @@ class QuantizeWeights(Pass):
     """Options shared by the passes that write quantized weights.
 
     scheme: w2a16 .. w8a16, the bits of a weight beside 16-bit floats; w4a8 and w8a8 round what a layer multiplies to
-    int8, too. group_size: consecutive inputs that share a scale, -1 for one scale per output channel, 0 for what the
-    scheme usually has (128; w8a8: -1). grid: `signed-scale` (symmetric, the scale may be negative), `symmetric` (as
-    compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix. clip: shrink each
-    range to the one of least error. Scales are stored in the model's own dtype.
-    activations: int8 inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
+    int8, too; fp8 rounds both to float8 (e4m3). group_size: consecutive inputs that share a scale, -1 for one scale per
+    output channel, 0 for what the scheme usually has (128; w8a8 and fp8: -1). grid: `signed-scale` (symmetric, the
+    scale may be negative), `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale
+    for the whole matrix. clip: shrink each range to the one of least error (fp8: widen it). Scales are stored in the
+    model's own dtype.
+    activations: 8-bit inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
     calibration (`static`).
     activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
     `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
@@ -185,7 +188,7 @@ class QuantizeWeights(Pass):
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
         if self.group_size == 0:
-            usual = -1 if self.per_tensor or self.scheme == "w8a8" else DEFAULT_GROUP
+            usual = -1 if self.per_tensor or self.scheme in WHOLE else DEFAULT_GROUP
             object.__setattr__(self, "group_size", usual)
         self._check_activations()
         self._check_calibrator()
@@ -196,11 +199,13 @@ class QuantizeWeights(Pass):
             raise InputError(f"activations {self.activations!r}; allowed: {', '.join(get_args(Activations))}")
         if self.activation_grid not in ("symmetric", "asymmetric"):
             raise InputError(f"activation_grid {self.activation_grid!r}; allowed: symmetric, asymmetric")
-        if self.scheme == "w8a8":
+        if self.scheme == "fp8" and (self.grid in ("asymmetric", "narrow") or self.activation_grid == "asymmetric"):
+            raise InputError("fp8 is symmetric: a float has no zero point; leave grid and activation_grid out")
+        if self.scheme in WHOLE:
             if self.group_size != -1 or self.grid == "asymmetric":
                 raise InputError(
-                    "w8a8 has symmetric weights and one scale per output channel: integer products know no groups; "
-                    "leave group_size and grid out"
+                    f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
+                    "groups; leave group_size and grid out"
                 )
             if self.activation_grid == "asymmetric" and self.activations == "dynamic":
                 raise InputError(
@@ -208,7 +213,7 @@ class QuantizeWeights(Pass):
                 )
         elif self.activations != "dynamic" or self.activation_grid != "symmetric":
             hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
-            raise InputError(f"activations and activation_grid are for w8a8; {self.scheme}: {hint}")
+            raise InputError(f"activations and activation_grid are for {' and '.join(WHOLE)}; {self.scheme}: {hint}")
 
     def _check_calibrator(self) -> None:
         one_of("calibrator", self.calibrator, CALIBRATORS)
@@ -226,11 +231,17 @@ class QuantizeWeights(Pass):
         return calibrator(self.calibrator, grid, **options)
 
     def input_grid(self) -> Grid | None:
-        """The int8 grid of a layer's input; None where it stays as it is."""
-        if not self.scheme.endswith("a8"):
+        """The 8-bit grid of a layer's input; None where it stays as it is."""
+        if self.scheme.endswith("a16"):
             return None
-        dynamic = self.activations == "dynamic"
-        return Grid(bits=8, symmetric=self.activation_grid == "symmetric", granularity="token" if dynamic else "tensor")
+        granularity: Granularity = "token" if self.activations == "dynamic" else "tensor"
+        return Grid(
+            bits=8, symmetric=self.activation_grid == "symmetric", granularity=granularity, type=self._number_type
+        )
+
+    @property
+    def _number_type(self) -> NumberType:
+        return "float" if self.scheme == "fp8" else "int"
 
     @property
     def rounds_inputs(self) -> bool:
@@ -262,10 +273,12 @@ class QuantizeWeights(Pass):
             bits=SCHEMES[self.scheme],
             symmetric=self.grid != "asymmetric",
             narrow=self.grid == "narrow",
-            signed_scale=self.grid == "signed-scale",
+            # A float has a sign of its own: its largest code is the same on both sides.
+            signed_scale=self.grid == "signed-scale" and self.scheme != "fp8",
             granularity=granularity,
             group_size=self.group_size if granularity == "group" else None,
             range_choice=chosen,
+            type=self._number_type,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
@@ -379,5 +392,6 @@ def solve_rows(comm: Comm, weight_NK: Tensor, grid: Grid, solve: Callable[[Tenso
     mine = comm.rows_of(len(weight_NK))
     part = solve(weight_NK[mine], mine)
     zero_point = None if part.zero_point is None else comm.gather_rows(part.zero_point, len(weight_NK))
-    codes, scale = comm.gather_rows(part.codes, len(weight_NK)), comm.gather_rows(part.scale, len(weight_NK))
-    return Quantized(codes, scale, zero_point, grid)
+    # As bytes: collectives know no float8.
+    codes = comm.gather_rows(part.codes.view(torch.uint8), len(weight_NK)).view(part.codes.dtype)
+    return Quantized(codes, comm.gather_rows(part.scale, len(weight_NK)), zero_point, grid)

@@ -56,7 +56,7 @@ class SmoothQuant(FoldThenRound):
             raise InputError(f"alpha {self.alpha}; allowed: 0 to 1, or -1 to search it")
         if self.input_grid() is None:
             raise InputError(
-                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8 or w4a8, or use awq"
+                f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8, w4a8 or fp8, or use awq"
             )
 
     def fold_needs(self) -> Mapping[str, StatisticFactory]:
