@@ -14,6 +14,7 @@ the minimum and the number of rounds.
 """
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -51,7 +52,7 @@ GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
 CACHE_BYTES = 128 * 2**20
 MAX_COPIES = 64
-APART = 3
+SETTLE_SECONDS = 4e-3
 
 
 class Operands:
@@ -180,11 +181,18 @@ def time_gpu(calls: list[Call], rounds: int) -> dict[str, Any]:
 
 
 def time_cpu(calls: dict[str, list[Call]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Candidates take turns. In its turn a candidate runs untimed until the threads of the one before have stopped
+    spinning (torch has more than one pool) and its own are awake; every call takes the next copy, the one not used
+    for longest.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for place, (name, copies) in enumerate(calls.items()):
-            # Candidates that share a weight take it at different times: none finds what another has just read.
-            call = copies[(turn + APART * place) % len(copies)]
+    turns = {name: itertools.cycle(copies) for name, copies in calls.items()}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            settled = time.perf_counter() + SETTLE_SECONDS
+            while time.perf_counter() < settled:
+                next(turn)()
+            call = next(turn)
             start = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - start) * 1e3)
