@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.forward import Batch, ChainBrokenError, evaluating
-from compress.passes.base import Pass, QuantizeWeights
+from compress.passes.base import Pass
 from compress.pipeline import Plan, RunRecord, plan, run
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
@@ -101,8 +100,6 @@ def quantize(
     network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
     plan_ = plan(network, passes, ignore, one_block, convolutions)
-    if output is not None:
-        _refuse_unwritable(plan_)
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
     tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
@@ -172,39 +169,16 @@ def quantize(
     return result
 
 
-def _refuse_unwritable(plan_: Plan) -> None:
-    """Raise InputError for layers that round their input and for which compressed-tensors has no format."""
-    layers = [layer for found in plan_.layers.values() for layer in found if not layer.has_format]
-    for layer in layers:
-        for p in plan_.passes:
-            inner = p.innermost
-            if p.wants(layer.name) and isinstance(inner, QuantizeWeights) and inner.input_grid() is not None:
-                kind = type(layer.module).__name__
-                raise InputError(
-                    f"{layer.name} is a {kind}, which compressed-tensors cannot hold with a rounded input "
-                    f"({inner.scheme}); ignore it, give it weights only, or leave the output out"
-                )
-
-
-@contextmanager
-def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
-    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try."""
-    try:
-        yield
-    except BaseException:
-        if isinstance(sink, Writer):
-            sink.abandon()
-        raise
-
-
 def _check_storable(plan_: Plan) -> None:
-    """Refuse what a checkpoint cannot hold."""
-    for layer in (layer for layers in plan_.layers.values() for layer in layers if layer.transposed):
-        if any(p.rounds_inputs and p.wants(layer.name) for p in plan_.passes):
-            raise InputError(
-                f"{layer.name} is a {type(layer.module).__name__}, which is stored dense: nothing in a checkpoint "
-                "would say that its input is rounded; give a scheme like w8a16, or no output"
-            )
+    """Refuse layers that round their input and for which compressed-tensors has no format: a dense weight in the
+    checkpoint would not say so."""
+    for layer in (layer for layers in plan_.layers.values() for layer in layers if not layer.has_format):
+        for p in plan_.passes:
+            if p.rounds_inputs and p.wants(layer.name):
+                raise InputError(
+                    f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
+                    f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
+                )
 
 
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:

@@ -2,7 +2,7 @@
 
 Both loops read the words that every device reads (`pack.Planar`), or plain int8. The crossovers were measured with
 `kernels.benchmark` on a processor with AVX-512: rows are read front to back until the arithmetic of that loop costs
-more than unpacking a slab. Unpacking blocks of rows for torch's own product is slower than slabs at every size.
+more than unpacking a slab.
 """
 
 import ctypes

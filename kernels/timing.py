@@ -8,6 +8,7 @@ The figure that is quoted is the median on a GPU and the minimum on a CPU: a GPU
 a CPU is shared and everything that disturbs it makes it slower.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Tensor]
+SETTLE_SECONDS = 4e-3
 
 
 def capture(calls: list[Call]) -> tuple[Callable[[], object], str]:
@@ -64,16 +66,19 @@ def time_gpu(calls: list[Call], rounds: int) -> dict[str, Any]:
 def time_cpu(calls: dict[str, list[Call]], rounds: int) -> dict[str, dict[str, Any]]:
     """Times of one call of each candidate, one candidate after the other in every round.
 
-    No two are at the same copy in one round: candidates that share a weight would find it in the cache.
+    In its turn a candidate runs untimed until the threads of the one before have stopped spinning (there may be more
+    than one pool) and its own are awake. Every call takes the copy that was not used for longest: candidates that share
+    a weight would otherwise find it in the cache.
     """
     device = torch.device("cpu")
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for copies in calls.values():
-        copies[-1]()
-    for turn in range(rounds):
-        for place, (name, copies) in enumerate(calls.items()):
-            chosen = copies[(turn + place * len(copies) // len(calls)) % len(copies)]
-            times[name].append(elapsed_ms(chosen, device))
+    turns = {name: itertools.cycle(copies) for name, copies in calls.items()}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            settled = time.perf_counter() + SETTLE_SECONDS
+            while time.perf_counter() < settled:
+                next(turn)()
+            times[name].append(elapsed_ms(next(turn), device))
     return {name: summary(values, device) for name, values in times.items()}
 
 
