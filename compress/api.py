@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -167,6 +168,17 @@ def quantize(
     if residency.keep:
         result.model = network
     return result
+
+
+@contextmanager
+def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
+    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(sink, Writer):
+            sink.abandon()
+        raise
 
 
 def _check_storable(plan_: Plan) -> None:
