@@ -59,6 +59,7 @@ def test_every_code_is_its_own_nearest(dtype):
     codes = torch.tensor(list(VALUES), dtype=torch.uint8).view(E4M3)
     values = torch.tensor(list(VALUES.values()), dtype=dtype)
     assert torch.equal(codes.to(dtype), values)
+    assert torch.equal(fp8.values(codes), values.float())
     assert torch.equal(bits(round_to_e4m3(values).to(E4M3)), bits(codes))
     found = quantize(values[None] * 0.25, CHANNEL, scale=torch.tensor([[0.25]]))
     assert torch.equal(bits(found.codes[0]), bits(codes))
@@ -316,7 +317,7 @@ DYNAMIC = {"scheme": "fp8"}
 STATIC = {"scheme": "fp8", "activations": "static"}
 WHOLE = {**STATIC, "per_tensor": True}
 METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
-CASES = [("rtn", DYNAMIC), ("rtn", STATIC), ("rtn", WHOLE), ("gptq", DYNAMIC), ("gptq", {**WHOLE, "refit": 0})]
+CASES = [("rtn", DYNAMIC), ("rtn", STATIC), ("gptq", DYNAMIC), ("gptq", {**WHOLE, "refit": 0})]
 CASES += [("awq", DYNAMIC), ("smoothquant", STATIC)]
 
 

@@ -190,6 +190,9 @@ class QuantizeWeights(Pass):
         if self.group_size == 0:
             usual = -1 if self.per_tensor or self.scheme in WHOLE else DEFAULT_GROUP
             object.__setattr__(self, "group_size", usual)
+        if self.scheme == "fp8" and self.grid == "signed-scale":
+            # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
+            object.__setattr__(self, "grid", "symmetric")
         self._check_activations()
         self._check_calibrator()
         self.weight_grid()
@@ -273,8 +276,7 @@ class QuantizeWeights(Pass):
             bits=SCHEMES[self.scheme],
             symmetric=self.grid != "asymmetric",
             narrow=self.grid == "narrow",
-            # A float has a sign of its own: its largest code is the same on both sides.
-            signed_scale=self.grid == "signed-scale" and self.scheme != "fp8",
+            signed_scale=self.grid == "signed-scale",
             granularity=granularity,
             group_size=self.group_size if granularity == "group" else None,
             range_choice=chosen,
