@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, tokens
-from sharded_worker import train
+from sharded_worker import CONVOLUTIONS, train
+from vision import calibration, net
 
 import compress
 from compress.grid import Quantized
@@ -34,7 +35,8 @@ class StopAfterOne(Silent):
 def launch(folder: Path, ranks: int) -> dict:
     worker = Path(__file__).with_name("sharded_worker.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"found-{ranks}.json").read_text())
@@ -132,3 +134,13 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch):
     monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state")
     with pytest.raises(compress.InputError, match=r"torch >= 2\.13"):
         Sharded.require()
+
+
+def test_convolutions_are_the_same_under_fsdp(two, folder):
+    """A depthwise convolution's groups have one row each, fewer than there are ranks."""
+    model = net()
+    compress.quantize(model, CONVOLUTIONS, calibration=calibration())
+    found = torch.load(folder / "cnn-2.pt")
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, value in model.named_parameters():
+        assert torch.equal(found[name], value), name
