@@ -10,8 +10,9 @@ m_n is no float at run time: the accumulator is multiplied by the mantissa, of w
 are kept, rounded, and then shifted right, rounded. The first is one instruction where it is used (SQRDMULH of ARM); its
 64-bit product is written out here, and is the only thing wider than 32 bits.
 
-The codes are those of the float computation on the same inputs, up to one step, for |m| <= 1: the bias is rounded to
-half a unit of the accumulator, m / 2 steps, and the output twice.
+For |m| <= 1 the codes are those of the float computation on the same inputs up to one step. Rounding the bias moves the
+result by at most |m| / 2 <= 2^-(shift + 1) steps, keeping the upper bits by 2^-(shift + 1) where a shift follows, and
+the last rounding by 1/2: together at most 1, so that the nearest code is at most one away.
 
 Departs from the paper: weights are symmetric, with a scale per output channel that may be negative (z_w = 0), so that
 the terms in z_w of its equation 7 are absent; the zero point is taken off the input first. Codes are signed.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from models import build, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from vision import calibration, net
 
 import compress
 from compress.architecture import find_stacks
@@ -17,6 +18,7 @@ from compress.comm import Comm
 from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
 
+CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64")
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
     "awq": [compress.AWQ(group_size=16, statistics="float64")],
@@ -119,6 +121,10 @@ def main(folder: Path) -> None:
         shard(model, find_stacks(model), mesh)
         compress.quantize(model, exact, calibration=tokens(8), batch_size=2)
         found["losses"] = train(model)
+        compress.quantize(cnn := net(), CONVOLUTIONS, calibration=calibration(), fsdp=True)
+        values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
+        if comm.rank == 0:
+            torch.save(values, folder / "cnn-2.pt")
     dist.barrier()
     if comm.rank == 0:
         (folder / f"found-{comm.world}.json").write_text(json.dumps(found))

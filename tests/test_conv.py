@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 import transformers
+from commands import command
 from models import build
 from torch import nn
 from torch.nn import functional
-from vision import CALIBRATORS, accuracy, batches, resnet20, trained
+from vision import CALIBRATORS, accuracy, batches, calibration, net, resnet20, trained
 
 import compress
 from compress.architecture import Layer, find_stacks
@@ -93,33 +94,7 @@ def test_a_convolution_of_its_own_making_is_left_alone():
 # --- the passes ----------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """A stem, a depthwise and a grouped convolution, a shortcut that reads what another one reads, a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, stride=2, groups=8)
-        self.shortcut = nn.Conv2d(8, 12, 1, stride=2)
-        self.grouped = nn.Conv2d(8, 12, 3, padding=1, groups=4)
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, x):
-        x = functional.relu(self.stem(x))
-        y = self.grouped(functional.relu(self.depthwise(x))) + self.shortcut(x)
-        return self.head(functional.relu(y).mean((2, 3)))
-
-
 LAYERS = ["stem", "depthwise", "shortcut", "grouped", "head"]
-
-
-def net():
-    torch.manual_seed(0)
-    return Net().eval()
-
-
-def calibration():
-    return [{"x": x} for x in torch.randn(12, 3, 10, 10, generator=torch.Generator().manual_seed(2)).split(4)]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -322,6 +297,16 @@ def test_convolutions_join_when_asked_and_are_written_dense(tmp_path):
     )
 
 
+def test_the_command_line_takes_convolutions_along(tmp_path):
+    vit().save_pretrained(tmp_path / "in")
+    words = ("--method", "rtn", "--group-size", -1, "--one-block", "--convolutions", "--no-verify", "--quiet")
+    done = command("quantize", tmp_path / "in", *words, "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+    rows = command("inspect", tmp_path / "out", "--json", "-").json()["layers"]
+    remarks = {row["name"]: row["remark"] for row in rows}
+    assert remarks["vit.embeddings.patch_embeddings.projection.weight"] == "rtn w4a16, stored dense"
+
+
 def test_a_stopped_run_resumes_with_its_convolutions(tmp_path):
     class Stop:
         def step(self, done, total, what):
@@ -382,7 +367,7 @@ def test_blocks_of_convolutions_are_a_stack_only_where_none_is_of_linear_layers(
 def test_int8_keeps_the_accuracy_of_a_trained_cnn(kind, task):
     model, data = trained(kind, task)
     whole = accuracy(model, data)
-    assert 80 < whole < 100
+    assert whole > 80
     assert compress.fold_batch_norm(model, {"x": data.seen[:2]}).left_alone == {}
     for calibrator in CALIBRATORS:
         for grid in ("symmetric", "asymmetric")[kind == "separable" :]:

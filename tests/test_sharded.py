@@ -11,7 +11,8 @@ import pytest
 import torch
 from models import build, tokens
 from safetensors import safe_open
-from sharded_worker import FOLDING, train
+from sharded_worker import CONVOLUTIONS, FOLDING, train
+from vision import calibration, net
 
 import compress
 from compress.grid import Quantized
@@ -160,3 +161,13 @@ def test_an_older_torch_is_refused_in_one_line(monkeypatch):
     monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state")
     with pytest.raises(compress.InputError, match=r"torch >= 2\.13"):
         Sharded.require()
+
+
+def test_convolutions_are_the_same_under_fsdp(two, folder):
+    """A depthwise convolution's groups have one row each, fewer than there are ranks."""
+    model = net()
+    compress.quantize(model, CONVOLUTIONS, calibration=calibration())
+    found = torch.load(folder / "cnn-2.pt")
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, value in model.named_parameters():
+        assert torch.equal(found[name], value), name

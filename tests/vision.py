@@ -157,3 +157,31 @@ def resnet20(folder: Path) -> tuple[nn.Module, Images]:
         pixels, labels = torch.from_numpy(held["X"]), torch.from_numpy(held["y"]).long()
     x = (pixels.permute(0, 3, 1, 2) / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(DEVIATION).view(3, 1, 1)
     return model.eval(), Images(x[:200], labels[:200], x[200:], labels[200:])
+
+
+class Net(nn.Module):
+    """A stem, a depthwise and a grouped convolution, a shortcut that reads what another one reads, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, stride=2, groups=8)
+        self.shortcut = nn.Conv2d(8, 12, 1, stride=2)
+        self.grouped = nn.Conv2d(8, 12, 3, padding=1, groups=4)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.stem(x))
+        y = self.grouped(functional.relu(self.depthwise(x))) + self.shortcut(x)
+        return self.head(functional.relu(y).mean((2, 3)))
+
+
+def net() -> Net:
+    """A random `Net`, always the same."""
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def calibration() -> list[dict[str, Tensor]]:
+    """Micro-batches for `net`, an odd number."""
+    return [{"x": x} for x in torch.randn(12, 3, 10, 10, generator=torch.Generator().manual_seed(2)).split(4)]
