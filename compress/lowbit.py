@@ -8,13 +8,10 @@ copy of a compressed weight: the most that is held is the checkpoint and one lay
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from compress.checkpoint import check_codes
 from compress.errors import CheckpointError
@@ -22,6 +19,9 @@ from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import QuantLinear
 from compress.scheme import FLOATS
 from compress.source import Source, StoredLayer, headers, layers_of
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightRenaming
 
 
 class Unread(nn.Module):
@@ -74,14 +74,19 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
             raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
 
 
-def _renamings(model: nn.Module) -> list[WeightRenaming]:
+def _renamings(model: nn.Module) -> "list[WeightRenaming]":
     """How transformers turns names in checkpoints into a model's own: multimodal models are stored under older ones."""
+    # Here, because these import all that transformers can do: seconds, for nothing unless a model is loaded.
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
     if not isinstance(model, PreTrainedModel):
         return []
     return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
 
 
-def _place(base: str, renamings: Sequence[WeightRenaming], known: Collection[str], name: str) -> str:
+def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
     """What a model calls the thing that its checkpoint calls `name`: transformers renames some, and lets a base model
     and one with a head read each other's checkpoints."""
     renamed = name
