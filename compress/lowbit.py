@@ -7,7 +7,8 @@ copy of a compressed weight: the most that is held is the checkpoint and one lay
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import QuantLinear
 from compress.scheme import FLOATS
 from compress.source import Source, StoredLayer, headers, layers_of
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightRenaming
 
 
 class Unread(nn.Module):
@@ -50,8 +54,9 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     modules = dict(model.named_modules())
     own: Any = model
     foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
+    place = partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
     for stored_name, stored in layers.items():
-        name = _place(model, stored_name, modules)
+        name = place(modules, stored_name)
         module = modules.get(name)
         if module is None and foreign:
             continue  # transformers reports its tensors as unexpected
@@ -64,17 +69,31 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
         model.set_submodule(name, Unread(stored, module.bias, dtype, list(stored.parts)))
     expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for stored_name, (shape, _) in headers(source).items():
-        name = _place(model, stored_name, expected_shapes)
+        name = place(expected_shapes, stored_name)
         if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
             raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
 
 
-def _place(model: nn.Module, name: str, known: Collection[str]) -> str:
-    """What a model calls the thing that its checkpoint calls `name`: transformers lets a base model and one with a head
-    read each other's checkpoints."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    candidates = (name, name.removeprefix(prefix), prefix + name)
-    return next((candidate for candidate in candidates if candidate in known), name)
+def _renamings(model: nn.Module) -> "list[WeightRenaming]":
+    """How transformers turns names in checkpoints into a model's own: multimodal models are stored under older ones."""
+    # Here, because these import all that transformers can do: seconds, for nothing unless a model is loaded.
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+
+
+def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
+    """What a model calls the thing that its checkpoint calls `name`: transformers renames some, and lets a base model
+    and one with a head read each other's checkpoints."""
+    renamed = name
+    for step in renamings:
+        renamed = step.rename_source_key(renamed)[0]
+    candidates = (f for n in (name, renamed) for f in (n, n.removeprefix(f"{base}."), f"{base}.{n}"))
+    return next((found for found in candidates if found in known), name)
 
 
 def finish(model: nn.Module, device: torch.device | None = None) -> None:

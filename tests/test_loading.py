@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build, tokens
+from models import GATED, SIZES, build, tokens
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -14,6 +14,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
 )
 
 import compress
@@ -159,6 +163,27 @@ def test_models_without_the_checkpoints_head_and_with_another_one(tmp_path):
     base.save_pretrained(tmp_path / "base")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
     assert torch.equal(again.model(input_ids=probe(96))[0], outputs(base, probe(96)))
+
+
+def test_layers_that_transformers_stores_under_other_names(tmp_path):
+    """Llava's text model is `model.language_model` in memory and `language_model.model` in most files."""
+    vision = CLIPVisionConfig(
+        **{**SIZES, "intermediate_size": 64, "image_size": 16, "patch_size": 8, "projection_dim": 32}
+    )
+    config = LlavaConfig(text_config=LlamaConfig(**GATED), vision_config=vision, image_token_index=95)
+    model = LlavaForConditionalGeneration(config).eval()
+    compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
+    tensors = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    old = (("model.language_model.", "language_model.model."), ("model.vision_tower.", "vision_tower."))
+    old += (("model.multi_modal", "multi_modal"), ("lm_head.", "language_model.lm_head."))
+    renamed = {next(a + n.removeprefix(b) for b, a in old if n.startswith(b)): t for n, t in tensors.items()}
+    (tmp_path / "old").mkdir()
+    save_file(renamed, tmp_path / "old" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "old" / "config.json").write_bytes((tmp_path / "out" / "config.json").read_bytes())
+    found, expected = compress.load(tmp_path / "old"), compress.load(tmp_path / "out")
+    assert len(list(compressed_layers(found))) == len(list(compressed_layers(expected))) > 0
+    ids = torch.arange(32).view(2, 16)
+    assert torch.equal(outputs(found, ids), outputs(expected, ids))
 
 
 def test_from_pretrained_runs_compressed(tmp_path):
