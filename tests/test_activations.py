@@ -196,6 +196,8 @@ def test_inputs_that_no_checkpoint_can_hold_are_refused(tmp_path):
             compress.quantize(build("gpt2"), method, output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     compress.quantize(build("gpt2"), compress.RTN(**DYNAMIC))
+    passes = [compress.SmoothQuant(rounding="none"), compress.RTN(scheme="w8a16", group_size=-1)]
+    compress.quantize(build("gpt2"), passes, calibration=tokens(), output=tmp_path / "out", verify=False)
 
 
 def test_gradients_pass_rounded_inputs(tmp_path):
