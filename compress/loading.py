@@ -100,7 +100,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Inputs take gradients, so adapters train; the codes do not change."""
+        """Inputs take gradients, so what comes before a layer or beside it trains; the codes do not change."""
         return True
 
     def is_serializable(self) -> bool:

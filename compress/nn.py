@@ -138,9 +138,13 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
-    def _check_input(self, x: Tensor) -> None:
-        if x.dtype != self.dtype:
-            raise InputError(f"x is {x.dtype}, the layer computes in {self.dtype}; convert the model with .to(dtype)")
+    def _own(self, x: Tensor) -> Tensor:
+        """x in the dtype of the layer: cast under autocast, whose dtype the layer does not follow; else it must be."""
+        if x.dtype == self.dtype:
+            return x
+        if torch.is_autocast_enabled(x.device.type):
+            return x.to(self.dtype)
+        raise InputError(f"x is {x.dtype}, the layer computes in {self.dtype}; convert the model with .to(dtype)")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not self.spoken_for:
@@ -231,7 +235,7 @@ class PackedLinear(QuantLinear):
         return Planar(self.words, self.scale, self.zero, self.scheme.weights.group_size or -1, self.container)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
+        x = self._own(x)
         group = self.scheme.weights.group_size or -1
         weight = (self.words, self.scale, self.zero, self.bias, self.container, group)
         if self.input_group is None:
@@ -356,7 +360,7 @@ class Int8Linear(RowLinear):
             self.register_buffer(name, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
+        x = self._own(x)
         inputs = self.scheme.inputs
         assert inputs is not None
         scales = (self.input_scale, self.input_zero, inputs.symmetric)
@@ -385,7 +389,7 @@ class Fp8Linear(RowLinear):
         return self.codes.view(torch.float8_e4m3fn)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
+        x = self._own(x)
         return fp8_linear(x, self.codes, self.weight_scale, self.bias, self.input_scale)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:

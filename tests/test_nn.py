@@ -152,6 +152,15 @@ def test_an_input_of_another_dtype_is_refused():
         layer(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("scheme", [packed(), W8A8], ids=str)
+def test_autocast_does_not_change_what_a_layer_computes_in(scheme):
+    layer = QuantLinear.from_linear(linear(), scheme)
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x.bfloat16())
+    assert torch.equal(found, layer(x.bfloat16().float()))
+
+
 def test_conversion_follows_the_model():
     x = torch.randn(3, 64, dtype=torch.bfloat16)
     for scheme in (packed(), W8A8):
