@@ -228,6 +228,11 @@ def _calibration(
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
         return None, batches_of(calibration, batch_size)
 
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise InputError(
+            "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
+        )
+
     def tokenizer() -> Any:
         if source is None:
             raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")

@@ -100,6 +100,11 @@ def test_an_encoder_decoder_is_written_as_one_block(tmp_path):
     assert changed == {r.name for r in result.record.layers}
 
 
+def test_an_encoder_decoder_needs_pairs():
+    with pytest.raises(InputError, match="input_ids and decoder_input_ids"):
+        compress.quantize(build("t5"), compress.GPTQ(group_size=16), calibration=tokens())
+
+
 def test_gpt2_is_written_dense_and_says_so(tmp_path):
     source = save(build("gpt2"), tmp_path / "in")
     p = compress.GPTQ(group_size=16)
