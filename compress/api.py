@@ -27,9 +27,11 @@ from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.forward import Batch, ChainBrokenError, evaluating
 from compress.passes.base import Pass
-from compress.pipeline import Plan, RunRecord, plan, run
+from compress.pipeline import run
+from compress.plan import Plan, plan
 from compress.progress import Reporter, Silent
 from compress.recipe import describe
+from compress.record import RunRecord
 from compress.residency import Local, Residency, Sharded, shard
 from compress.scheme import Scheme, group_entry
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint

@@ -8,11 +8,10 @@ what is on disk, which is how a run resumes.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +19,12 @@ from torch import Tensor, nn
 from compress.architecture import (
     Layer,
     Stack,
-    find_stacks,
-    layers_of,
     left_alone,
-    output_head,
-    treats_convolutions,
-    whole_model,
 )
 from compress.calibrators import Range
 from compress.collect import Collector, joined
 from compress.comm import Comm
-from compress.convolution import Geometry, samples
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError
 from compress.forward import (
     Arrival,
     Batch,
@@ -44,263 +37,13 @@ from compress.forward import (
     suspended_forward,
     without_cache,
 )
-from compress.passes.base import Decision, Only, Pass, Site
+from compress.passes.base import Decision, Pass, Site
+from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
+from compress.record import Finished, RunRecord, Sink, layer_record, range_figures
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
-from compress.scheme import InputCodes
-
-
-@dataclass
-class LayerRecord:
-    """What the report says about one compressed layer. figures: whatever its passes measured."""
-
-    name: str
-    method: str
-    scheme: str
-    grid: str
-    group_size: int | None
-    shape: tuple[int, int]
-    figures: dict[str, float | int | str] = field(default_factory=dict)
-
-
-@dataclass
-class RunRecord:
-    """What a run did, for the report. not_folded: producers into which no scale can go, and why."""
-
-    layers: list[LayerRecord] = field(default_factory=list)
-    folds: list[FoldRecord] = field(default_factory=list)
-    not_folded: list[str] = field(default_factory=list)
-    left_alone: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    block_forwards: int = 0
-    seconds: float = 0.0
-
-    def note(self, reporter: Reporter, message: str) -> None:
-        """Keep a remark once and say it."""
-        if message not in self.notes:
-            self.notes.append(message)
-            reporter.note(message)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records
-    and reasons."""
-
-    decided: Mapping[str, Decision | Tensor]
-    records: list[LayerRecord]
-    left_alone: Mapping[str, str]
-    folded: Sequence[Folded] = ()
-    fold_records: Sequence[FoldRecord] = ()
-
-
-class Sink(Protocol):
-    """Takes finished blocks; knows which are finished already."""
-
-    def finished(self, block: str) -> Finished | None:
-        """What an earlier run wrote for a block; None where it did not."""
-        ...
-
-    def write(
-        self,
-        block: str,
-        opened: Opened,
-        layers: Mapping[str, Layer],
-        finished: Finished,
-    ) -> None:
-        """Write a finished block. Called on every rank while the block is open."""
-        ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what."""
-
-    stacks: tuple[Stack, ...]
-    layers: Mapping[str, tuple[Layer, ...]]
-    passes: tuple[Pass, ...]
-    ignored: Mapping[str, str]
-    convolutions: bool = False
-
-    @property
-    def calibrated(self) -> bool:
-        return any(p.calibrated for p in self.passes)
-
-    @property
-    def treated(self) -> set[str]:
-        return {
-            layer.name
-            for layers in self.layers.values()
-            for layer in layers
-            if any(p.wants(layer.name) for p in self.passes)
-        }
-
-
-def plan(
-    model: nn.Module,
-    passes: Sequence[Pass],
-    ignore: Sequence[str] = (),
-    one_block: bool = False,
-    convolutions: bool | None = None,
-) -> Plan:
-    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
-
-    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
-    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
-    """
-    for name, module in model.named_modules():
-        if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
-            raise InputError(
-                f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
-                "load the model again"
-            )
-    if convolutions is None:
-        convolutions = treats_convolutions(model)
-    stacks = find_stacks(model, convolutions)
-    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
-        stacks = [whole_model(model)]
-    shared = _shared_weights(model)
-    head = output_head(model)
-    ignored: dict[str, str] = {}
-    layers: dict[str, tuple[Layer, ...]] = {}
-    matched: set[str] = set()
-    for stack in stacks:
-        for block_name, block in stack.blocks:
-            kept = []
-            for layer in layers_of(block, block_name, convolutions):
-                hits = [p for p in ignore if fnmatchcase(layer.name, p)]
-                matched.update(hits)
-                if hits:
-                    ignored[layer.name] = f"ignored by {hits[0]!r}"
-                elif id(layer.parameter) in shared:
-                    ignored[layer.name] = "shares its weight with another module"
-                elif layer.module is not head:
-                    kept.append(layer)
-                    if not any(p.wants(layer.name) for p in passes):
-                        ignored[layer.name] = "no pass asks for it"
-            layers[block_name] = tuple(kept)
-    unmatched = [p for p in ignore if p not in matched]
-    if unmatched:
-        example = next((layer.name for found in layers.values() for layer in found), "")
-        raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
-    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions)
-    _check(result)
-    return result
-
-
-def _shared_weights(model: nn.Module) -> set[int]:
-    """Identities of the weights that several modules use."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
-            (shared if id(weight) in seen else seen).add(id(weight))
-    return shared
-
-
-def _check(plan: Plan) -> None:
-    everything = [layer for layers in plan.layers.values() for layer in layers]
-    if not everything:
-        raise InputError("no layer is left to compress; ignore less")
-    quantized_by: dict[str, Pass] = {}
-    for p in plan.passes:
-        wanted = [layer for layer in everything if p.wants(layer.name)]
-        if not wanted:
-            named = f"pass {p.innermost.name!r}"
-            if isinstance(p, Only):
-                named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
-            raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
-        p.check({layer.name: layer.shape for layer in wanted})
-        _check_grouped(p, wanted)
-        for layer in wanted:
-            earlier = quantized_by.get(layer.name)
-            if earlier is not None and p.reads == "dense weight":
-                names = [q.innermost.name for q in (p, earlier)]
-                advice = "give them different layers (`only`, `but`)"
-                if p.writes != "quantized weight":
-                    advice = f"put {names[0]!r} first or {advice}"
-                raise InputError(
-                    f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
-                    f"quantized before it; {advice}"
-                )
-            if p.writes == "quantized weight":
-                quantized_by[layer.name] = p
-
-
-def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
-    """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
-    if not getattr(p.innermost, "per_tensor", False) or not set(p.needs()) - {"range"}:
-        return
-    for layer in layers:
-        if layer.geometry is not None and layer.geometry.groups > 1:
-            raise InputError(
-                f"{p.innermost.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
-                "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
-            )
-
-
-class RoundInput:
-    """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will.
-
-    What a token is to a linear layer, a sample is to a convolution: a dynamic range is fitted to each.
-    """
-
-    def __init__(self, codes: InputCodes, geometry: Geometry | None = None) -> None:
-        self.codes, self.geometry, self.active = codes, geometry, True
-
-    def rounded(self, x: Tensor) -> Tensor:
-        """What the layer multiplies in place of x."""
-        if self.geometry is None:
-            return self.codes.fake_quantize(x)
-        return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_StraightThrough.apply(args[0], self.rounded), *args[1:]) if self.active else args
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Rounded inputs whose gradient is that of the inputs, as the kernels have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-        return rounded(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Versions:
-    """The original and the new state of the layers changed so far in a block, to swap between."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self.hooks: dict[nn.Module, RoundInput] = {}
-        self.installed: set[nn.Module] = set()
-
-    def add(self, parameter: nn.Parameter, new: Tensor) -> None:
-        self.pairs.append((parameter, parameter.data, new))
-        parameter.data = new
-
-    def use_original(self, original: bool) -> None:
-        for parameter, old, new in self.pairs:
-            parameter.data = old if original else new
-        for hook in self.hooks.values():
-            hook.active = not original
-
-    def entering(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
-        hook = self.hooks.get(module)
-        return x if hook is None or not hook.active or module in self.installed else hook.rounded(x)
-
-    def install_hooks(self) -> None:
-        """From now on the layers round their own inputs."""
-        for module, hook in self.hooks.items():
-            if module not in self.installed:
-                module.register_forward_pre_hook(hook)
-                self.installed.add(module)
+from compress.versions import RoundInput, Versions
 
 
 @dataclass
@@ -314,7 +57,7 @@ class _Run:
     reference: bool
     rescaler: Rescaler
 
-    def install(self, layer: Layer, decided: Decision | Tensor, versions: _Versions) -> None:
+    def install(self, layer: Layer, decided: Decision | Tensor, versions: Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
@@ -345,7 +88,7 @@ class _Run:
         found = stats[0].get("range")
         if not isinstance(found, Range):
             return decisions
-        seen = _range_figures(found)
+        seen = range_figures(found)
         return {n: replace(d, figures={**d.figures, **seen}) if d.inputs else d for n, d in decisions.items()}
 
     def run_block(
@@ -356,7 +99,7 @@ class _Run:
         layers = {layer.name: layer for layer in self.plan.layers[name]}
         before = self.sink.finished(name)
         with self.residency.open(block) as opened:
-            versions = _Versions()
+            versions = Versions()
             if before is not None:
                 repeat(opened, before.folded)
                 for layer_name, decided in before.decided.items():
@@ -396,7 +139,7 @@ class _Run:
                 versions.install_hooks()
                 for layer_name, decision in made.items():
                     made_here[layer_name] = decision
-                    records.append(_layer_record(p, layers[layer_name], decision))
+                    records.append(layer_record(p, layers[layer_name], decision))
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
@@ -449,7 +192,7 @@ class _Run:
         structure: Structure,
         calls: list[Call],
         reference: list[Call],
-        versions: _Versions,
+        versions: Versions,
     ) -> tuple[dict[str, Decision], tuple[list[Any], list[Any]]]:
         """One suspended forward: statistics, decisions and new weights, site after site."""
         sites = [[n for n in site if n in wanted] for site in structure.sites]
@@ -497,7 +240,7 @@ class _Run:
         return made, outputs
 
     def propagate(
-        self, block: nn.Module, calls: list[Call], reference: list[Call], versions: _Versions
+        self, block: nn.Module, calls: list[Call], reference: list[Call], versions: Versions
     ) -> tuple[list[Call], list[Call]]:
         """Plain forwards with the weights as they are now (and the original ones for the reference)."""
         if not self.plan.calibrated:
@@ -538,32 +281,6 @@ def _problem(layer: str, arrival: Arrival | None) -> str | None:
     return None
 
 
-def _range_figures(found: Range) -> dict[str, float | int | str]:
-    """What the report says about the fixed range of an input, which is one for the whole tensor."""
-    figures: dict[str, float | int | str] = {
-        "input_low": float(found.lo),
-        "input_high": float(found.hi),
-        "input_lowest": float(found.lowest),
-        "input_highest": float(found.highest),
-        "calibrator": found.method,
-    }
-    return figures if found.clipped is None else {**figures, "input_clipped": float(found.clipped)}
-
-
-def _layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    inner = p.innermost
-    grid = decision.weight.grid
-    return LayerRecord(
-        layer.name,
-        inner.name,
-        getattr(inner, "scheme", ""),
-        getattr(inner, "grid", ""),
-        grid.group_size,
-        layer.shape,
-        dict(decision.figures),
-    )
-
-
 def run(
     model: nn.Module,
     plan_: Plan,
@@ -582,7 +299,7 @@ def run(
     record.left_alone.update(left_alone(model, plan_.treated, plan_.convolutions))
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
-    state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, _shared_weights(model)))
+    state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, shared_weights(model)))
     total = sum(len(stack.blocks) for stack in plan_.stacks)
     finished = 0
     reporter.step(0, total, "")

@@ -32,7 +32,7 @@ from compress.errors import CheckpointError, InputError
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
 from compress.passes.base import Decision
-from compress.pipeline import Finished, LayerRecord
+from compress.record import Finished, LayerRecord
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of

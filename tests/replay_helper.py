@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from compress.comm import Comm
 from compress.forward import Batch, Call, capture, hidden_of, output_shape, real_tokens, structure_of, without_cache
 from compress.passes.base import Pass, Site
-from compress.pipeline import plan
+from compress.plan import plan
 from compress.residency import Local
 
 

@@ -1,0 +1,148 @@
+"""Which pass treats which layer, found and checked before any weight is touched."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from compress.architecture import (
+    Layer,
+    Stack,
+    find_stacks,
+    layers_of,
+    output_head,
+    treats_convolutions,
+    whole_model,
+)
+from compress.errors import InputError
+from compress.passes.base import Only, Pass
+from compress.versions import RoundInput
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what."""
+
+    stacks: tuple[Stack, ...]
+    layers: Mapping[str, tuple[Layer, ...]]
+    passes: tuple[Pass, ...]
+    ignored: Mapping[str, str]
+    convolutions: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        return any(p.calibrated for p in self.passes)
+
+    @property
+    def treated(self) -> set[str]:
+        return {
+            layer.name
+            for layers in self.layers.values()
+            for layer in layers
+            if any(p.wants(layer.name) for p in self.passes)
+        }
+
+
+def plan(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+) -> Plan:
+    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
+
+    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
+    """
+    for name, module in model.named_modules():
+        if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
+            raise InputError(
+                f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
+                "load the model again"
+            )
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    stacks = find_stacks(model, convolutions)
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
+        stacks = [whole_model(model)]
+    shared = shared_weights(model)
+    head = output_head(model)
+    ignored: dict[str, str] = {}
+    layers: dict[str, tuple[Layer, ...]] = {}
+    matched: set[str] = set()
+    for stack in stacks:
+        for block_name, block in stack.blocks:
+            kept = []
+            for layer in layers_of(block, block_name, convolutions):
+                hits = [p for p in ignore if fnmatchcase(layer.name, p)]
+                matched.update(hits)
+                if hits:
+                    ignored[layer.name] = f"ignored by {hits[0]!r}"
+                elif id(layer.parameter) in shared:
+                    ignored[layer.name] = "shares its weight with another module"
+                elif layer.module is not head:
+                    kept.append(layer)
+                    if not any(p.wants(layer.name) for p in passes):
+                        ignored[layer.name] = "no pass asks for it"
+            layers[block_name] = tuple(kept)
+    unmatched = [p for p in ignore if p not in matched]
+    if unmatched:
+        example = next((layer.name for found in layers.values() for layer in found), "")
+        raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
+    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions)
+    _check(result)
+    return result
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Identities of the weights that several modules use."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
+
+
+def _check(plan: Plan) -> None:
+    everything = [layer for layers in plan.layers.values() for layer in layers]
+    if not everything:
+        raise InputError("no layer is left to compress; ignore less")
+    quantized_by: dict[str, Pass] = {}
+    for p in plan.passes:
+        wanted = [layer for layer in everything if p.wants(layer.name)]
+        if not wanted:
+            named = f"pass {p.innermost.name!r}"
+            if isinstance(p, Only):
+                named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
+            raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
+        p.check({layer.name: layer.shape for layer in wanted})
+        _check_grouped(p, wanted)
+        for layer in wanted:
+            earlier = quantized_by.get(layer.name)
+            if earlier is not None and p.reads == "dense weight":
+                names = [q.innermost.name for q in (p, earlier)]
+                advice = "give them different layers (`only`, `but`)"
+                if p.writes != "quantized weight":
+                    advice = f"put {names[0]!r} first or {advice}"
+                raise InputError(
+                    f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
+                    f"quantized before it; {advice}"
+                )
+            if p.writes == "quantized weight":
+                quantized_by[layer.name] = p
+
+
+def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
+    """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
+    if not getattr(p.innermost, "per_tensor", False) or not set(p.needs()) - {"range"}:
+        return
+    for layer in layers:
+        if layer.geometry is not None and layer.geometry.groups > 1:
+            raise InputError(
+                f"{p.innermost.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
+                "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
+            )
