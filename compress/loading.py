@@ -182,7 +182,6 @@ def load(
         if fuse or int8_activations:
             raise InputError("a dequantized model is dense: fuse and int8_activations do not apply")
         return load_dequantized(source, dtype).to(target)
-    layers_of(source)
     config = read_config(source)
     config.quantization_config = {
         "quant_method": METHOD,

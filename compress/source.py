@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
     whose scheme cannot be read.
     """
     found = headers(source)
-    own = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point")
+    own = set(PARTS) - {"weight"}
     names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
     names |= {
         name.removesuffix(".weight")
@@ -270,10 +270,15 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
     if not names:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
+    by_layer: dict[str, dict[str, str]] = {layer: {} for layer in sorted(names)}
+    for name in found:
+        layer, _, part = name.rpartition(".")
+        if layer in by_layer:
+            by_layer[layer][part] = name
+    shapes = _read(source, [name for name in found if name.endswith(".weight_shape")])
     layers = {}
-    for layer in sorted(names):
+    for layer, parts in by_layer.items():
         scheme = scheme_for(layer, quantization)
-        parts = {name.removeprefix(f"{layer}."): name for name in found if name.rpartition(".")[0] == layer}
         held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
         if scheme.layout != "pack-quantized":
             shape = held.get("weight", ((0, 0), None))[0]
@@ -282,31 +287,33 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         else:
             if "weight_shape" not in parts:
                 raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
-            shape = shape_of(layer, _read(source, parts["weight_shape"]))
+            shape = shape_of(layer, shapes[parts["weight_shape"]])
         check_parts(layer, held, scheme, (shape[0], shape[1]))
         parts.pop("bias", None)
         layers[layer] = StoredLayer(scheme, (shape[0], shape[1]), parts)
     return layers
 
 
-def _read(source: Source, name: str) -> Tensor:
-    with safe_open(source.weights[name], framework="pt") as file:
-        return file.get_tensor(name)
+def _read(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors by name, each file opened once."""
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(source.weights[name], []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for path, inside in sorted(by_file.items()):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in inside}
+    return tensors
 
 
 def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
     """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Quantized."""
     layers = layers_of(source)
+    compressed = {name for stored in layers.values() for name in stored.parts.values()}
     result: dict[str, Tensor | Quantized] = {}
-    for path in sorted(set(source.weights.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                layer, _, part = name.rpartition(".")
-                if not (layer in layers and part in PARTS):
-                    result[name] = file.get_tensor(name)
+    result |= _read(source, [name for name in source.weights if name not in compressed])
     for layer, stored in layers.items():
-        tensors = {name: _read(source, name) for name in stored.parts.values()}
-        result[f"{layer}.weight"] = quantized_from(layer, tensors, stored.scheme)
+        result[f"{layer}.weight"] = quantized_from(layer, _read(source, stored.parts.values()), stored.scheme)
     return result
 
 
@@ -315,16 +322,16 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
 
     Raises InputError where a layer also quantizes its input, which dense weights would not show.
     """
-    tensors = {
-        name: value.dequantize() if isinstance(value, Quantized) else value
-        for name, value in read_tensors(source).items()
-    }
     active = [layer for layer, stored in layers_of(source).items() if stored.scheme.inputs is not None]
     if active:
         raise InputError(
             f"{source.name} quantizes the input of {active[0]} ({len(active)} layers in all), which dense weights "
             "would leave out; load it without dequantize"
         )
+    tensors = {
+        name: value.dequantize() if isinstance(value, Quantized) else value
+        for name, value in read_tensors(source).items()
+    }
     config = read_config(source)
     del config.quantization_config
     target = dtype if dtype is not None else config.dtype
