@@ -5,7 +5,7 @@ weight [N, K] multiplies; a grouped one has a set for each group, and the pass t
 of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,44 @@ class Collector:
         """The finished statistics: one set, or one for each group of a grouped convolution."""
         whole = {key: statistic.result() for key, statistic in self.rows.items()}
         return [{**whole, **{key: s.result() for key, s in statistics.items()}} for statistics in self.parts]
+
+
+def collected(
+    needs: Mapping[str, StatisticFactory], layer: Layer, arrivals: Iterable[Arrival | None], comm: Comm
+) -> list[dict[str, Any]] | None:
+    """`Collector.results` over all micro-batches and ranks; None where no token came by. A collective.
+
+    Raises CompressError, on every rank, for a micro-batch that cannot enter the statistics.
+    """
+    collector = Collector(needs, layer)
+    problem, seen = None, 0
+    for arrival in arrivals:
+        problem = problem or _problem(layer.name, arrival)
+        if problem is None:
+            collector.update(arrival)
+            seen += 0 if arrival is None else len(arrival.x_MK)
+    comm.fail_together(problem)
+    collector.sync(comm)
+    total = comm.all_reduce(torch.tensor(seen, device=layer.weight.device))
+    return collector.results() if int(total) else None
+
+
+def _problem(layer: str, arrival: Arrival | None) -> str | None:
+    """Why a micro-batch cannot enter the statistics of a layer."""
+    if arrival is None:
+        return None
+    x, reference = arrival.x_MK, arrival.reference_MK
+    if not bool(torch.isfinite(x).all()):
+        return (
+            f"the input of {layer} has non-finite values during calibration; the model overflows in this dtype or its "
+            "weights are damaged"
+        )
+    if reference is not None and reference.shape != x.shape:
+        return (
+            f"{layer} sees other tokens in the compressed model than in the original (routing); drift correction "
+            "cannot pair them: turn it off (drift=0) or ignore the layer"
+        )
+    return None
 
 
 def joined(parts: Sequence[Decision]) -> Decision:

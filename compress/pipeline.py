@@ -22,7 +22,7 @@ from compress.architecture import (
     left_alone,
 )
 from compress.calibrators import Range
-from compress.collect import Collector, joined
+from compress.collect import collected, joined
 from compress.comm import Comm
 from compress.errors import CompressError
 from compress.forward import (
@@ -174,13 +174,15 @@ class _Run:
         """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
         found = self.rescaler.find(opened.block, calls[0])
         self.record.not_folded += [reason for reason in found.rejected if reason not in self.record.not_folded]
-        # Folds are of linear layers: nothing is collected for convolutions.
-        linear = {n for n, layer in wanted.items() if layer.geometry is None}
-        sites = [site for site in ([n for n in s if n in linear] for s in structure.sites) if site]
-        visit, statistics = collecting(p, sites, layers, self.comm, _problem)
+        prefix = f"{block_name}." if block_name else ""
+        # Nothing is collected for layers that no fold serves.
+        served = {prefix + consumer.name for fold in found.folds for consumer in fold.consumers} & set(wanted)
+        sites = [site for site in ([n for n in s if n in served] for s in structure.sites) if site]
+        if not sites:
+            return [], []
+        visit, statistics = collecting(p, sites, layers, self.comm)
         suspended_forward(opened.block, calls, wanted, sites, visit, None, lambda _: None)
         self.record.block_forwards += len(calls)
-        prefix = f"{block_name}." if block_name else ""
         return self.rescaler.rescale(p, prefix, opened, layers, set(wanted), decided, found, statistics)
 
     def observe(
@@ -212,22 +214,12 @@ class _Run:
 
         def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
             names = sites[index]
-            collector = Collector(p.needs(), layers[names[0]])
-            seen = 0
-            problem = None
-            for arrival in arrivals:
-                problem = problem or _problem(names[0], arrival)
-                if problem is None:
-                    collector.update(arrival)
-                    seen += 0 if arrival is None else len(arrival.x_MK)
-            self.comm.fail_together(problem)
-            collector.sync(self.comm)
-            total = int(self.comm.all_reduce(torch.tensor(seen, device=self.residency.device)))
-            if total == 0:
+            results = collected(p.needs(), layers[names[0]], arrivals, self.comm)
+            if results is None:
                 for layer_name in names:
                     self.record.left_alone[layer_name] = "no calibration token reached it"
                 return
-            decisions = self.apply(p, names, layers, opened, collector.results())
+            decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
             made.update(decisions)
@@ -261,24 +253,6 @@ class _Run:
         if calls and calls[0].key is None:
             return calls
         return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]
-
-
-def _problem(layer: str, arrival: Arrival | None) -> str | None:
-    """Why a micro-batch cannot enter the statistics of a layer."""
-    if arrival is None:
-        return None
-    x, reference = arrival.x_MK, arrival.reference_MK
-    if not bool(torch.isfinite(x).all()):
-        return (
-            f"the input of {layer} has non-finite values during calibration; the model overflows in this dtype or its "
-            "weights are damaged"
-        )
-    if reference is not None and reference.shape != x.shape:
-        return (
-            f"{layer} sees other tokens in the compressed model than in the original (routing); drift correction "
-            "cannot pair them: turn it off (drift=0) or ignore the layer"
-        )
-    return None
 
 
 def run(

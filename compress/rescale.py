@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compress.architecture import Layer
-from compress.collect import Collector
+from compress.collect import collected
 from compress.comm import Comm
 from compress.fold import Fold, apply, usable_scales
 from compress.forward import Arrival, Call
@@ -121,25 +120,14 @@ def collecting(
     sites: Sequence[Sequence[str]],
     layers: Mapping[str, Layer],
     comm: Comm,
-    problem_of: Callable[[str, Arrival | None], str | None],
 ) -> tuple[Callable[[int, Iterator[Arrival | None]], None], dict[str, dict[str, Any]]]:
     """(a visitor of suspended forwards that changes nothing, the statistics by layer that it fills)."""
     found: dict[str, dict[str, Any]] = {}
 
     def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
         names = sites[index]
-        linear = layers[names[0]].geometry is None  # no scale is folded into a convolution
-        collector = Collector(p.fold_needs() if linear else {}, layers[names[0]])
-        problem, seen = None, 0
-        for arrival in arrivals:
-            problem = problem or problem_of(names[0], arrival)
-            if problem is None:
-                collector.update(arrival)
-                seen += 0 if arrival is None else len(arrival.x_MK)
-        comm.fail_together(problem)
-        collector.sync(comm)
-        total = comm.all_reduce(torch.tensor(seen, device=layers[names[0]].weight.device))
-        if linear and int(total) > 0:
-            found.update(dict.fromkeys(names, collector.results()[0]))
+        results = collected(p.fold_needs(), layers[names[0]], arrivals, comm)
+        if results is not None:
+            found.update(dict.fromkeys(names, results[0]))
 
     return visit, found
