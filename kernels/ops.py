@@ -140,6 +140,17 @@ def _unpacked_product(x_MK: Tensor, weight: Planar, bias: Tensor | None) -> Tens
     return out_MN
 
 
+def _check_words(x: Tensor, words: Tensor, bits: int) -> None:
+    if words.shape[1] != planar_words(x.shape[-1], bits):
+        raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
+
+
+def _like_product(x: Tensor, words: Tensor, bits: int) -> Tensor:
+    """The shape, for tracing, of x times a weight in planar words."""
+    torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
+    return x.new_empty(*x.shape[:-1], words.shape[0])
+
+
 @torch.library.custom_op("compress::weight_only_linear", mutates_args=())
 def weight_only_linear(
     x: Tensor,
@@ -151,8 +162,7 @@ def weight_only_linear(
     group_size: int,
 ) -> Tensor:
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`."""
-    if words.shape[1] != planar_words(x.shape[-1], bits):
-        raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
+    _check_words(x, words, bits)
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
     path, shape = weight_only_path(x_MK, weight)
@@ -175,8 +185,7 @@ def weight_only_linear(
 def _(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, bits: int, group_size: int
 ) -> Tensor:
-    torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
-    return x.new_empty(*x.shape[:-1], words.shape[0])
+    return _like_product(x, words, bits)
 
 
 def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -256,8 +265,7 @@ def int8_activation_linear(
 
     x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
     """
-    if words.shape[1] != planar_words(x.shape[-1], bits):
-        raise InputError(f"x has {x.shape[-1]} columns; {words.shape[1]} words of {bits} bits do not hold as many")
+    _check_words(x, words, bits)
     reasons = why_not_input_group(input_group)
     if reasons:
         raise InputError(reasons[0])
@@ -286,8 +294,7 @@ def _(
     group_size: int,
     input_group: int,
 ) -> Tensor:
-    torch._check(words.shape[1] == planar_words(x.shape[-1], bits), lambda: "words do not hold as many columns as x")
-    return x.new_empty(*x.shape[:-1], words.shape[0])
+    return _like_product(x, words, bits)
 
 
 def _save_int8_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
