@@ -12,11 +12,20 @@ from pathlib import Path
 import torch
 
 from compress.cli import main
+from compress.progress import Silent
 from compress.source import DEMO
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
 PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}  # the paper's, and fast
+
+
+class StopAfterOne(Silent):
+    """Interrupts a run when its first block is finished, as Ctrl-C would."""
+
+    def step(self, done: int, total: int, what: str) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import command, make_llama, save
+from commands import StopAfterOne, command, make_llama, save
 from models import build, tokens
 from safetensors.torch import load_file
 
@@ -144,21 +144,9 @@ def test_the_checkpoint_says_what_it_holds(tmp_path):
 def test_a_stopped_run_resumes_to_the_same_files(options, tmp_path):
     method = compress.GPTQ(**options)
 
-    class Stop:
-        def __init__(self):
-            self.steps = 0
-
-        def step(self, done, total, what):
-            self.steps += 1
-            if done == 1:
-                raise KeyboardInterrupt
-
-        def note(self, message):
-            pass
-
     arguments = {"calibration": tokens(), "verify": False}
     with pytest.raises(KeyboardInterrupt):
-        compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=Stop(), **arguments)
+        compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=StopAfterOne(), **arguments)
     compress.quantize(build("llama"), method, output=tmp_path / "out", resume=True, **arguments)
     compress.quantize(build("llama"), method, output=tmp_path / "whole", **arguments)
     for path in sorted((tmp_path / "whole").glob("*.safetensors")):

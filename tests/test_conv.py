@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from commands import command
+from commands import StopAfterOne, command
 from models import build
 from torch import nn
 from torch.nn import functional
@@ -308,18 +308,10 @@ def test_the_command_line_takes_convolutions_along(tmp_path):
 
 
 def test_a_stopped_run_resumes_with_its_convolutions(tmp_path):
-    class Stop:
-        def step(self, done, total, what):
-            if done == 1:
-                raise KeyboardInterrupt
-
-        def note(self, message):
-            pass
-
     method = compress.GPTQ(scheme="w4a16", group_size=-1)
     options = {"calibration": [{"pixel_values": pixels()}], "verify": False}
     with pytest.raises(KeyboardInterrupt):
-        compress.quantize(resnet(), method, output=tmp_path / "out", reporter=Stop(), **options)
+        compress.quantize(resnet(), method, output=tmp_path / "out", reporter=StopAfterOne(), **options)
     compress.quantize(resnet(), method, output=tmp_path / "out", resume=True, **options)
     result = compress.quantize(resnet(), method, output=tmp_path / "whole", **options)
     assert result.record.left_alone["classifier.1"] == "outside the blocks"

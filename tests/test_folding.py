@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import command, make_llama, save
+from commands import StopAfterOne, command, make_llama, save
 from models import DECODERS, build, tokens
 
 import compress
@@ -198,17 +198,9 @@ def test_a_stopped_run_folds_again(name, tmp_path):
         "smoothquant-awq-gptq": [*map(FOLD_ONLY.get, ("smoothquant", "awq")), compress.GPTQ(group_size=16)],
     }[name]
 
-    class Stop:
-        def step(self, done, total, what):
-            if done == 1:
-                raise KeyboardInterrupt
-
-        def note(self, message):
-            pass
-
     arguments = {"calibration": tokens(), "verify": False}
     with pytest.raises(KeyboardInterrupt):
-        compress.quantize(build("llama"), passes, output=tmp_path / "out", reporter=Stop(), **arguments)
+        compress.quantize(build("llama"), passes, output=tmp_path / "out", reporter=StopAfterOne(), **arguments)
     again = compress.quantize(build("llama"), passes, output=tmp_path / "out", resume=True, **arguments).record
     whole = compress.quantize(build("llama"), passes, output=tmp_path / "whole", **arguments).record
     assert [(f.producer, f.figures) for f in again.folds] == [(f.producer, f.figures) for f in whole.folds]
@@ -271,9 +263,7 @@ def test_every_calibrator_fixes_a_range(calibrator, kind):
     record = compress.quantize(model, method, calibration=tokens()).record
     for layer in record.layers:
         assert layer.figures["calibrator"] == calibrator
-        assert layer.figures["input_lowest"] <= layer.figures["input_low"] * (1 - 1e-6) or (
-            layer.figures["input_low"] >= layer.figures["input_lowest"] - 1e-6
-        )
+        assert layer.figures["input_low"] >= layer.figures["input_lowest"] - 1e-6
         assert 0 <= layer.figures.get("input_clipped", 0.0) < 0.5
     similarity = torch.nn.functional.cosine_similarity(
         outputs(model, probe(96)).flatten(), outputs(original, probe(96)).flatten(), 0

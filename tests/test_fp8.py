@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import command, make_llama, save
+from commands import StopAfterOne, command, make_llama, save
 from models import build, tokens
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -417,17 +417,9 @@ def test_evaluation_sees_rounded_inputs(tmp_path):
 
 
 def test_a_stopped_run_resumes_to_the_same_files(tmp_path):
-    class Stop:
-        def step(self, done, total, what):
-            if done == 1:
-                raise KeyboardInterrupt
-
-        def note(self, message):
-            pass
-
     method, given = compress.GPTQ(**STATIC), {"calibration": tokens(), "verify": False}
     with pytest.raises(KeyboardInterrupt):
-        compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=Stop(), **given)
+        compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=StopAfterOne(), **given)
     compress.quantize(build("llama"), method, output=tmp_path / "out", resume=True, **given)
     compress.quantize(build("llama"), method, output=tmp_path / "whole", **given)
     files = sorted((tmp_path / "whole").glob("*.safetensors"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import StopAfterOne
 from models import build, tokens
 from safetensors import safe_open
 from sharded_worker import CONVOLUTIONS, FOLDING, train
@@ -16,7 +17,6 @@ from vision import calibration, net
 
 import compress
 from compress.grid import Quantized
-from compress.progress import Silent
 from compress.residency import Sharded
 from compress.source import find_source, read_tensors
 
@@ -26,12 +26,6 @@ pytestmark = [
 ]
 EXACT = compress.GPTQ(group_size=16, statistics="float64")
 FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
-
-
-class StopAfterOne(Silent):
-    def step(self, done, total, what):
-        if done == 1:
-            raise KeyboardInterrupt
 
 
 def launch(folder: Path, ranks: int) -> dict:
