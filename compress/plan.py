@@ -22,7 +22,10 @@ from compress.versions import RoundInput
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what."""
+    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
+
+    passes: those that treat layers inside the blocks, in their order.
+    """
 
     stacks: tuple[Stack, ...]
     layers: Mapping[str, tuple[Layer, ...]]
@@ -56,6 +59,7 @@ def plan(
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
+    passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
         if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
             raise InputError(

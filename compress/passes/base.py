@@ -25,6 +25,8 @@ from compress.stats import StatisticFactory
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 Activations = Literal["dynamic", "static"]
+# What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
+Treats = Literal["layers", "embeddings", "caches"]
 SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8, "fp8": 8}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
@@ -94,6 +96,7 @@ class Pass:
     """Base of every pass. Subclasses are frozen dataclasses whose fields are the pass's options."""
 
     name: ClassVar[str]
+    treats: ClassVar[Treats] = "layers"
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "dense weight"
 
@@ -324,6 +327,10 @@ class Only(Pass):
     inner: Pass
     patterns: tuple[str, ...]
     but: bool = False
+
+    @property
+    def treats(self) -> Treats:  # type: ignore[override]
+        return self.inner.treats
 
     @property
     def reads(self) -> Aspect:  # type: ignore[override]
