@@ -15,6 +15,7 @@ from compress.nn import QuantLinear
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass, but, only
 from compress.passes.gptq import GPTQ
+from compress.passes.kv_cache import KVCache
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant
 from compress.recipe import load_recipe
@@ -34,6 +35,7 @@ __all__ = [
     "Evaluation",
     "Grid",
     "InputError",
+    "KVCache",
     "Pass",
     "QuantLinear",
     "Quantized",

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from compress.architecture import find_stacks
+from compress.cache import attentions, cache_entry, has_cache_format
 from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
@@ -131,14 +132,14 @@ def quantize(
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
-        _check_storable(plan_)
+        _check_storable(plan_, network)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
     if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
-    if not any(p.rounds for p in plan_.passes):
+    if plan_.kv is None and not any(p.rounds for p in plan_.passes):
         notes.append("no pass rounds: the model is prepared, not compressed; add a pass, or leave out rounding=none")
     for note in notes:
         reporter.note(note)
@@ -183,9 +184,9 @@ def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
         raise
 
 
-def _check_storable(plan_: Plan) -> None:
-    """Refuse layers that round their input and for which compressed-tensors has no format: a dense weight in the
-    checkpoint would not say so."""
+def _check_storable(plan_: Plan, model: nn.Module) -> None:
+    """Refuse layers that round their input, and caches, for which compressed-tensors has no format: a dense weight in
+    the checkpoint would not say so."""
     for layer in (layer for layers in plan_.layers.values() for layer in layers if not layer.has_format):
         for p in plan_.passes:
             if p.rounds_inputs and p.wants(layer.name):
@@ -193,6 +194,32 @@ def _check_storable(plan_: Plan) -> None:
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
                     f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
                 )
+    if plan_.kv is not None:
+        strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
+        if strange is not None:
+            raise InputError(
+                f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
+                "compressed-tensors do not round; leave kv-cache or the output out"
+            )
+        _cache_entry(plan_, model)
+
+
+def _cache_entry(plan_: Plan, model: nn.Module) -> dict[str, Any] | None:
+    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for a configuration that
+    lacks what readers need."""
+    if plan_.kv is None:
+        return None
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    size = getattr(text, "head_dim", None)
+    if size is None and getattr(text, "num_attention_heads", None):
+        size = text.hidden_size // text.num_attention_heads
+    if not isinstance(size, int) or not isinstance(getattr(text, "num_key_value_heads", None), int):
+        raise InputError(
+            f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
+            "compressed-tensors do not round a cache; leave kv-cache or the output out"
+        )
+    return cache_entry(plan_.kv.scheme, size)
 
 
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:
@@ -223,8 +250,8 @@ def _calibration(
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        needing = next(p for p in plan_.passes if p.calibrated)
-        raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
+        assert plan_.needing is not None
+        raise InputError(f"{plan_.needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if samples is not None or length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
@@ -289,8 +316,10 @@ def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
                 yield full, buffer
 
 
-def quantization_config(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors for layers with their schemes."""
+def quantization_config(
+    layers: Mapping[str, Scheme], model: nn.Module, cache: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors for layers with their schemes and the entry of the caches."""
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
         by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
@@ -299,14 +328,15 @@ def quantization_config(layers: Mapping[str, Scheme], model: nn.Module) -> dict[
         targets = ["Linear"] if len(by_entry) == 1 else sorted(names)
         groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    layouts = sorted({scheme.layout for scheme in layers.values()})
-    return {
+    layouts = {scheme.layout for scheme in layers.values()}
+    config = {
         "quant_method": "compressed-tensors",
-        "format": layouts[0] if len(layouts) == 1 else "mixed-precision",
+        "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
         "quantization_status": "compressed",
         "ignore": sorted(set(linears) - set(layers)),
         "config_groups": groups,
     }
+    return config if cache is None else {**config, "kv_cache_scheme": cache}
 
 
 def _finish(
@@ -332,7 +362,14 @@ def _finish(
         record.note(
             reporter,
             "asymmetric weights: load in transformers with "
-            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails",
+            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails"
+            + (", and this one leaves the key-value cache as it is" if plan_.kv is not None else ""),
+        )
+    if plan_.kv is not None and (plan_.kv.type == "int8" or plan_.kv.granularity == "token"):
+        record.note(
+            reporter,
+            f"key-value cache {plan_.kv.type} per {plan_.kv.granularity}: compress and transformers round it so; vLLM "
+            "reads fp8 per tensor (or head) from checkpoints",
         )
     config: dict[str, Any] | None = dict(source.config) if source is not None else None
     extra: dict[str, str] = {}
@@ -343,8 +380,8 @@ def _finish(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             extra["generation_config.json"] = generation.to_json_string()
-    if config is not None and schemes:
-        config["quantization_config"] = quantization_config(schemes, model)
+    if config is not None and (schemes or plan_.kv is not None):
+        config["quantization_config"] = quantization_config(schemes, model, _cache_entry(plan_, model))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     manifest = {
         "compress": VERSION,
@@ -366,6 +403,7 @@ def _finish(
         "peak_memory_bytes": peak,
         "block_forwards": record.block_forwards,
         "layers": [asdict(layer) for layer in record.layers],
+        "caches": [asdict(cache) for cache in record.caches],
         "folds": [asdict(fold) for fold in record.folds],
         "not_folded": record.not_folded,
         "left_alone": record.left_alone,

@@ -146,6 +146,11 @@ def cli() -> None:
     "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
 )
 @click.option(
+    "--kv-cache",
+    metavar="TYPE[:PER]",
+    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated).",
+)
+@click.option(
     "--set",
     "settings",
     multiple=True,
@@ -183,6 +188,7 @@ def quantize(
     method: str,
     recipe: str | None,
     output: str,
+    kv_cache: str | None,
     settings: tuple[str, ...],
     json_file: str | None,
     quiet: bool,
@@ -196,6 +202,7 @@ def quantize(
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
+    from compress.passes.kv_cache import cache_pass
     from compress.progress import reporting
     from compress.recipe import load_recipe, make_pass
 
@@ -209,10 +216,12 @@ def quantize(
         if name in chosen:
             raise InputError(f"option {name} is given twice ({chosen[name]!r} and {value!r}); give it once")
         chosen[name] = value
-    if recipe is not None and (chosen or given("method")):
-        dropped = [*(["method"] if given("method") else []), *chosen]
+    if recipe is not None and (chosen or given("method") or given("kv_cache")):
+        dropped = [*(name for name in ("method", "kv_cache") if given(name)), *chosen]
         raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
     passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
+    if kv_cache is not None:
+        passes = (*passes, cache_pass(kv_cache))
     calibration = options.pop("calibration")
     if not any(p.calibrated for p in passes):
         unused = [f"--{o.replace('_', '-')}" for o in ("calibration", "samples", "length", "batch_size") if given(o)]

@@ -17,6 +17,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from compress.cache import read_cache_scheme
 from compress.errors import InputError
 from compress.lowbit import compressed_layers, finish, fuse, prepare
 from compress.nn import PackedLinear
@@ -86,9 +87,10 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         options = self.quantization_config
         target = None if options.device is None else torch.device(options.device)
-        finish(model, target)
-        layer = next(layer for _, layer in compressed_layers(model))
-        if options.fuse or (options.fuse is None and layer.device.type == "cuda"):
+        cache = options.quantization.get("kv_cache_scheme")
+        finish(model, target, read_cache_scheme(cache) if cache else None)
+        device = next((layer.device.type for _, layer in compressed_layers(model)), None)
+        if device is not None and (options.fuse or (options.fuse is None and device == "cuda")):
             if target is not None:
                 model.to(target)
             self.notes += fuse(model)
@@ -110,9 +112,12 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
 def runnable(quantization: Mapping[str, Any]) -> bool:
     """Whether our kernels can run what a quantization_config describes."""
     groups = quantization.get("config_groups") or {}
-    if not groups or quantization.get("kv_cache_scheme"):
+    cache = quantization.get("kv_cache_scheme")
+    if not groups and not cache:
         return False
     try:
+        if cache:
+            read_cache_scheme(cache)
         for group in groups.values():
             scheme_for("layer", {**quantization, "config_groups": {"group": {**group, "targets": ["layer"]}}})
     except InputError:

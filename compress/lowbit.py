@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from compress.cache import SIDES, CacheScheme, attentions, cache_argument, hold_scales, round_cache
 from compress.checkpoint import check_codes
 from compress.errors import CheckpointError
 from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import QuantLinear
 from compress.scheme import FLOATS
-from compress.source import Source, StoredLayer, headers, layers_of
+from compress.source import Source, StoredLayer, caches_of, headers, layers_of
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
@@ -67,6 +68,15 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
         if stored.shape != expected:
             raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
         model.set_submodule(name, Unread(stored, module.bias, dtype, list(stored.parts)))
+    caches = caches_of(source)
+    for stored_name, scales in ({} if caches is None else caches.scales).items():
+        name = place(modules, stored_name)
+        attention = modules.get(name)
+        if attention is None and foreign:
+            continue
+        if attention is None or cache_argument(attention) is None:
+            raise CheckpointError(f"{source.path} holds scales of a key-value cache for {name}, which keeps none")
+        hold_scales(attention, [torch.empty(shape, dtype=dtype, device="meta") for _, shape in scales.values()], True)
     expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for stored_name, (shape, _) in headers(source).items():
         name = place(expected_shapes, stored_name)
@@ -96,8 +106,9 @@ def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[s
     return next((found for found in candidates if found in known), name)
 
 
-def finish(model: nn.Module, device: torch.device | None = None) -> None:
-    """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default)."""
+def finish(model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None) -> None:
+    """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default), and
+    attentions into such that keep codes."""
     for name, module in list(model.named_modules()):
         if not isinstance(module, Unread):
             continue
@@ -111,6 +122,14 @@ def finish(model: nn.Module, device: torch.device | None = None) -> None:
         bias = module.bias
         layer = QuantLinear.from_parts(parts, module.stored.scheme, module.stored.shape, bias)
         model.set_submodule(name, layer.to(target))
+    if caches is None:
+        return
+    for name, attention in attentions(model).items():
+        for side in SIDES:
+            scale = getattr(attention, f"{side}_scale", None)
+            if scale is not None and not bool((torch.isfinite(scale) & (scale != 0)).all()):
+                raise CheckpointError(f"{name}.{side}_scale holds values that are not finite numbers above 0")
+        round_cache(attention, caches)
 
 
 def readers(model: nn.Module) -> list[list[str]]:

@@ -21,6 +21,8 @@ from compress.architecture import (
     Stack,
     left_alone,
 )
+from compress.cache import CacheCodes
+from compress.caching import cache_names, cache_ranges
 from compress.calibrators import Range
 from compress.collect import collected, joined
 from compress.comm import Comm
@@ -40,7 +42,7 @@ from compress.forward import (
 from compress.passes.base import Decision, Pass, Site
 from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
-from compress.record import Finished, RunRecord, Sink, layer_record, range_figures
+from compress.record import CacheRecord, Finished, RunRecord, Sink, cache_record, layer_record, range_figures
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.versions import RoundInput, Versions
@@ -105,7 +107,11 @@ class _Run:
                 for layer_name, decided in before.decided.items():
                     self.install(layers[layer_name], decided, versions)
                 versions.install_hooks()
+                attentions = cache_names(block, name)
+                for attention, codes in before.caches.items():
+                    versions.keep_codes(attentions[attention], codes)
                 self.record.layers.extend(before.records)
+                self.record.caches.extend(before.cache_records)
                 self.record.folds.extend(before.fold_records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
@@ -131,7 +137,7 @@ class _Run:
                         made.update(self.apply(p, [layer_name], layers, opened))
                         self.install(layers[layer_name], made[layer_name], versions)
                 else:
-                    last = index == len(self.plan.passes) - 1
+                    last = index == len(self.plan.passes) - 1 and self.plan.kv is None
                     made, outputs = self.observe(p, wanted, layers, opened, structure, calls, reference, versions)
                     if last:
                         calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
@@ -140,13 +146,17 @@ class _Run:
                 for layer_name, decision in made.items():
                     made_here[layer_name] = decision
                     records.append(layer_record(p, layers[layer_name], decision))
+            caches, cache_records = self.round_caches(name, opened, calls, versions)
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
-            alone = {n: self.record.left_alone[n] for n in layers if n in self.record.left_alone}
-            self.sink.write(name, opened, layers, Finished(made_here, records, alone, folded, fold_records))
+            here = (*layers, *cache_names(block, name))
+            alone = {n: self.record.left_alone[n] for n in here if n in self.record.left_alone}
+            done = Finished(made_here, records, alone, folded, fold_records, caches, cache_records)
+            self.sink.write(name, opened, layers, done)
             self.record.layers.extend(records)
+            self.record.caches.extend(cache_records)
             self.record.folds.extend(fold_records)
         return calls, reference
 
@@ -230,6 +240,32 @@ class _Run:
         )
         self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
         return made, outputs
+
+    def round_caches(
+        self, block_name: str, opened: Opened, calls: list[Call], versions: Versions
+    ) -> tuple[dict[str, CacheCodes], list[CacheRecord]]:
+        """Let the attentions of a block keep codes, after one more forward where their ranges are calibrated."""
+        kv = self.plan.kv
+        if kv is None:
+            return {}, []
+        names = cache_names(opened.block, block_name)
+        ranges: dict[str, tuple[Range, Range]] = {}
+        needs = kv.needs()
+        if needs:
+            per_head = kv.granularity == "head"
+            ranges = cache_ranges(opened.block, calls, names, needs["range"], per_head, self.comm)
+            self.record.block_forwards += len(calls)
+        codes, records = {}, []
+        for name, attention in names.items():
+            if needs and name not in ranges:
+                self.record.left_alone[name] = "keeps no keys and values of its own"
+                continue
+            within = {id(p) for p in attention.parameters()}
+            stored = [opened.dtypes[n] for n, p in opened.block.named_parameters() if id(p) in within]
+            codes[name] = kv.decide(ranges.get(name), stored[0])
+            records.append(cache_record(name, kv.scheme, ranges.get(name)))
+            versions.keep_codes(attention, codes[name])
+        return codes, records
 
     def propagate(
         self, block: nn.Module, calls: list[Call], reference: list[Call], versions: Versions

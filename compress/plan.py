@@ -15,8 +15,10 @@ from compress.architecture import (
     treats_convolutions,
     whole_model,
 )
+from compress.cache import attentions, rounded_cache
 from compress.errors import InputError
 from compress.passes.base import Only, Pass
+from compress.passes.kv_cache import KVCache
 from compress.versions import RoundInput
 
 
@@ -24,7 +26,7 @@ from compress.versions import RoundInput
 class Plan:
     """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
 
-    passes: those that treat layers inside the blocks, in their order.
+    passes: those that treat layers inside the blocks, in their order. kv: the one that treats key-value caches.
     """
 
     stacks: tuple[Stack, ...]
@@ -32,10 +34,17 @@ class Plan:
     passes: tuple[Pass, ...]
     ignored: Mapping[str, str]
     convolutions: bool = False
+    kv: KVCache | None = None
 
     @property
     def calibrated(self) -> bool:
-        return any(p.calibrated for p in self.passes)
+        return self.needing is not None
+
+    @property
+    def needing(self) -> Pass | None:
+        """The first pass that needs calibration data."""
+        everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
+        return next((p for p in everyone if p.calibrated), None)
 
     @property
     def treated(self) -> set[str]:
@@ -59,8 +68,11 @@ def plan(
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
+    kv = _cache_pass(model, passes)
     passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
+        if rounded_cache(module) is not None:
+            raise InputError(f"{name} keeps an 8-bit cache already, from an earlier run on this model; load it again")
         if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
             raise InputError(
                 f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
@@ -69,7 +81,7 @@ def plan(
     if convolutions is None:
         convolutions = treats_convolutions(model)
     stacks = find_stacks(model, convolutions)
-    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in (*passes, *([kv] if kv else [])))):
         stacks = [whole_model(model)]
     shared = shared_weights(model)
     head = output_head(model)
@@ -95,9 +107,29 @@ def plan(
     if unmatched:
         example = next((layer.name for found in layers.values() for layer in found), "")
         raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
-    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions)
+    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions, kv)
     _check(result)
     return result
+
+
+def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
+    """The pass for key-value caches. Raises InputError where there is none to round, or it is not the last pass."""
+    found = [p for p in passes if p.treats == "caches"]
+    if not found:
+        return None
+    if len(found) > 1 or isinstance(found[0], Only):
+        raise InputError("one kv-cache pass rounds the caches of all attentions; give one, without `only` or `but`")
+    if passes[-1] is not found[0]:
+        raise InputError("kv-cache rounds what the compressed layers compute; put it last")
+    generates = getattr(model, "can_generate", None)
+    if generates is None or not generates() or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(model).__name__} has no key-value cache that kv-cache could round; it is for decoders that generate"
+        )
+    if not attentions(model):
+        raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
+    assert isinstance(found[0], KVCache)
+    return found[0]
 
 
 def shared_weights(model: nn.Module) -> set[int]:

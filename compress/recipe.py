@@ -20,10 +20,17 @@ from compress.errors import InputError, one_of
 from compress.passes.awq import AWQ
 from compress.passes.base import Only, Pass
 from compress.passes.gptq import GPTQ
+from compress.passes.kv_cache import KVCache
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant
 
-PASSES: dict[str, type[Pass]] = {"rtn": RTN, "gptq": GPTQ, "awq": AWQ, "smoothquant": SmoothQuant}
+PASSES: dict[str, type[Pass]] = {
+    "rtn": RTN,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "smoothquant": SmoothQuant,
+    "kv-cache": KVCache,
+}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 

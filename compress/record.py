@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from compress.architecture import Layer
+from compress.cache import CacheCodes, CacheScheme
 from compress.calibrators import Range
 from compress.passes.base import Decision, Pass
 from compress.progress import Reporter
@@ -28,10 +29,20 @@ class LayerRecord:
 
 
 @dataclass
+class CacheRecord:
+    """What the report says about the key-value cache of one attention."""
+
+    name: str
+    scheme: str
+    figures: dict[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass
 class RunRecord:
     """What a run did, for the report. not_folded: producers into which no scale can go, and why."""
 
     layers: list[LayerRecord] = field(default_factory=list)
+    caches: list[CacheRecord] = field(default_factory=list)
     folds: list[FoldRecord] = field(default_factory=list)
     not_folded: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
@@ -48,14 +59,16 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records
-    and reasons."""
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, how its
+    attentions keep keys and values, records and reasons."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
     folded: Sequence[Folded] = ()
     fold_records: Sequence[FoldRecord] = ()
+    caches: Mapping[str, CacheCodes] = field(default_factory=dict)
+    cache_records: Sequence[CacheRecord] = ()
 
 
 class Sink(Protocol):
@@ -100,3 +113,15 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
         layer.shape,
         dict(decision.figures),
     )
+
+
+def cache_record(name: str, scheme: CacheScheme, ranges: tuple[Range, Range] | None) -> CacheRecord:
+    """What the report says about a cache: of ranges per head the widest."""
+    figures: dict[str, float | int | str] = {}
+    for side, found in zip(("keys", "values"), ranges or (), strict=False):
+        figures |= {f"{side}_low": float(found.lo.min()), f"{side}_high": float(found.hi.max())}
+        figures |= {f"{side}_lowest": float(found.lowest.min()), f"{side}_highest": float(found.highest.max())}
+        figures |= {"calibrator": found.method, "tokens": found.tokens}
+        if found.clipped is not None:
+            figures[f"{side}_clipped"] = float(found.clipped.max())
+    return CacheRecord(name, str(scheme), figures)

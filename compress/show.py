@@ -42,6 +42,8 @@ def result(made: Result, model: str) -> None:
     if losses:
         own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
         out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    if made.record.caches:
+        out.print(f"keys and values of {len(made.record.caches)} attentions: {made.record.caches[0].scheme}")
     kinds: dict[str, int] = {}
     for reason in made.record.left_alone.values():
         kinds[reason] = kinds.get(reason, 0) + 1
@@ -52,6 +54,11 @@ def result(made: Result, model: str) -> None:
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")
+    elif seen["transformers"] == "compared" and seen.get("cache", "compared") != "compared":
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal; "
+            f"key-value cache {seen['cache']}"
+        )
     elif seen["transformers"] == "compared":
         how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
         out.print(
@@ -117,3 +124,5 @@ def inspection(rows: Sequence[Row], size: Size) -> None:
         )
     else:
         out.print(f"{whole}, not compressed")
+    if size.cache is not None:
+        out.print(f"keys and values: {size.cache}")

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from compress.cache import SIDES, CacheScheme, attentions, hold_scales, read_cache_scheme, round_cache
 from compress.checkpoint import INDEX, check_parts, quantized_from, read_json, shape_of
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
-from compress.scheme import LAYOUTS, PARTS, Scheme, scheme_for
+from compress.scheme import FLOATS, LAYOUTS, PARTS, Scheme, scheme_for
 
 DEMO = Path(__file__).parent / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
@@ -260,15 +261,14 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method != "compressed-tensors":
         raise CheckpointError(f"{source.path} is quantized as {method}; readable: compressed-tensors")
-    if layout not in LAYOUTS and layout != "mixed-precision":
+    cache = quantization.get("kv_cache_scheme")
+    if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
         raise CheckpointError(
             f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
         )
-    if quantization.get("kv_cache_scheme"):
-        raise CheckpointError(f"{source.path} quantizes its key-value cache, which cannot be read yet")
     if quantization.get("transform_config"):
         raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
-    if not names:
+    if not names and not cache:
         raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
     by_layer: dict[str, dict[str, str]] = {layer: {} for layer in sorted(names)}
     for name in found:
@@ -292,6 +292,42 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         parts.pop("bias", None)
         layers[layer] = StoredLayer(scheme, (shape[0], shape[1]), parts)
     return layers
+
+
+@dataclass(frozen=True)
+class StoredCaches:
+    """The key-value caches of a checkpoint: their scheme, and of each attention with scales of its own the names of
+    their tensors and the shape of each, by the names that the attention has for them."""
+
+    scheme: CacheScheme
+    scales: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
+
+
+def caches_of(source: Source) -> StoredCaches | None:
+    """How a checkpoint keeps keys and values; None where it says nothing. Raises CheckpointError that names the tensor
+    which is missing or of the wrong shape."""
+    entry = (source.quantization or {}).get("kv_cache_scheme")
+    if not entry:
+        return None
+    scheme, found = read_cache_scheme(entry), headers(source)
+    keys = tuple(f"{side}_scale" for side in SIDES)
+    holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in keys})
+    if scheme.dynamic and holders:
+        raise CheckpointError(f"{holders[0]} has scales of a cache whose scales are fitted to every token")
+    if not scheme.dynamic and not holders:
+        raise CheckpointError(f"{source.path} has a key-value cache of fixed scales and holds none of them")
+    scales = {}
+    for holder in holders:
+        for key in keys:
+            if f"{holder}.{key}" not in found:
+                raise CheckpointError(f"{holder}.{key} is missing from the checkpoint")
+            shape, dtype = found[f"{holder}.{key}"]
+            fits = len(shape) == 3 and shape[1:] == (1, 1) if scheme.granularity == "head" else shape == (1,)
+            if not fits or DTYPES.get(dtype) not in FLOATS:
+                needed = "[heads, 1, 1]" if scheme.granularity == "head" else "[1]"
+                raise CheckpointError(f"{holder}.{key} is {dtype} {list(shape)}; it must be floats {needed}")
+        scales[holder] = {key: (f"{holder}.{key}", found[f"{holder}.{key}"][0]) for key in keys}
+    return StoredCaches(scheme, scales)
 
 
 def _read(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
@@ -332,10 +368,21 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
         name: value.dequantize() if isinstance(value, Quantized) else value
         for name, value in read_tensors(source).items()
     }
+    caches = caches_of(source)
+    scales = {
+        attention: [tensors.pop(name) for name, _ in held.values()]
+        for attention, held in ({} if caches is None else caches.scales).items()
+    }
     config = read_config(source)
     del config.quantization_config
     target = dtype if dtype is not None else config.dtype
-    return from_pretrained(source, None, config=config, state_dict=tensors, dtype=target)
+    model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=target)
+    if caches is not None:
+        for name, attention in attentions(model).items():
+            if name in scales:
+                hold_scales(attention, scales[name], persistent=False)
+            round_cache(attention, caches.scheme)
+    return model
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.cache import rounded_cache
 from compress.checkpoint import RECORD, checksum, read_json
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
@@ -17,7 +18,7 @@ from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
 from compress.nn import QuantLinear
 from compress.scheme import InputCodes
-from compress.source import Source, find_source, from_pretrained, layers_of, read_tensors
+from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 PROBE_SIZE = 64  # pixels, height and width
@@ -112,6 +113,19 @@ def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
             del vars(layer)["forward"]
 
 
+@contextmanager
+def exact_caches(model: nn.Module) -> Iterator[None]:
+    """Within: attentions keep keys and values as they are."""
+    hooks = [hook for module in model.modules() if (hook := rounded_cache(module)) is not None]
+    for hook in hooks:
+        hook.active = False
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.active = True
+
+
 def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
     """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
 
@@ -138,13 +152,18 @@ def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[n
         return from_pretrained(source, str(source.path), dtype=dtype, quantization_config=config), "dequantize=True"
 
 
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().mean())
+
+
 def verify(path: str | Path) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
 
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
-    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs are quantized too. There our kernels
-    are compared layer by layer.
+    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too.
+    Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
+    was compared, too.
     """
     source = find_source(str(path))
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
@@ -156,14 +175,17 @@ def verify(path: str | Path) -> dict[str, Any]:
     ids = probe_of(source.config)
     if ids is None:
         return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
-    # In 16 bits transformers' emulation of quantized inputs rounds before it rounds: both compute in float32.
-    active = any(stored.scheme.inputs is not None for stored in layers_of(source).values())
+    # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
+    cached = caches_of(source) is not None
+    active = cached or any(stored.scheme.inputs is not None for stored in layers_of(source).values())
     dtype = torch.float32 if active else None
     ours = load(path, dtype, dequantize=source.quantization is not None and not active)
     try:
         products: AbstractContextManager[dict[str, float]] = plain_products(ours) if active else nullcontext({})
         with products as worst:
             expected = outputs(ours, ids)
+            with exact_caches(ours):
+                uncached = outputs(ours, ids) if cached else expected
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "images" if ids.is_floating_point() else "token ids"
@@ -178,6 +200,13 @@ def verify(path: str | Path) -> dict[str, Any]:
     del ours
     theirs, result["loader"] = load_with_transformers(source, dtype)
     found = outputs(theirs, ids)
+    if cached and result["loader"] != "default":
+        expected = uncached
+        result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
+    elif cached:
+        result["cache"] = "compared"
+        if _distance(found, expected) >= _distance(found, uncached) > 0:
+            raise CompressError(f"{source.path} loads in transformers without a rounded key-value cache")
     result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
     allowed = ACTIVE_TOLERANCE * float(expected.float().std()) if active else 0.0
     if not result["logits_max_difference"] <= allowed:

@@ -1,4 +1,4 @@
-"""What a block's layers were and what they are now: weights that can be swapped, inputs that are rounded."""
+"""What a block's layers were and what they are now: weights that can be swapped, inputs and caches that are rounded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.cache import CacheCodes, RoundCache, hold_scales, round_cache
 from compress.convolution import Geometry, samples
 from compress.scheme import InputCodes
 
@@ -48,16 +49,25 @@ class Versions:
         self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self.hooks: dict[nn.Module, RoundInput] = {}
         self.installed: set[nn.Module] = set()
+        self.caches: list[RoundCache] = []
 
     def add(self, parameter: nn.Parameter, new: Tensor) -> None:
         self.pairs.append((parameter, parameter.data, new))
         parameter.data = new
+
+    def keep_codes(self, attention: nn.Module, codes: CacheCodes) -> None:
+        """From now on an attention's cache is rounded. The scales are no part of the model's state_dict."""
+        if codes.scales is not None:
+            hold_scales(attention, codes.scales, persistent=False)
+        self.caches.append(round_cache(attention, codes.scheme))
 
     def use_original(self, original: bool) -> None:
         for parameter, old, new in self.pairs:
             parameter.data = old if original else new
         for hook in self.hooks.values():
             hook.active = not original
+        for cache in self.caches:
+            cache.active = not original
 
     def entering(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""

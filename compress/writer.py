@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.architecture import Layer
+from compress.cache import SIDES, CacheCodes, CacheScheme
 from compress.checkpoint import (
     INDEX,
     RECORD,
@@ -32,7 +33,7 @@ from compress.errors import CheckpointError, InputError
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
 from compress.passes.base import Decision
-from compress.record import Finished, LayerRecord
+from compress.record import CacheRecord, Finished, LayerRecord
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of
@@ -174,7 +175,23 @@ class Writer:
                 "--overwrite"
             ) from None
         described = [FoldRecord(**record) for record in entry["fold_records"]]
-        return Finished(decided, records, entry["left_alone"], folded, described)
+        caches = {name: self._read_cache(name, where) for name, where in entry["caches"].items()}
+        noted = [CacheRecord(**record) for record in entry["cache_records"]]
+        return Finished(decided, records, entry["left_alone"], folded, described, caches, noted)
+
+    def _read_cache(self, name: str, where: Mapping[str, Any]) -> CacheCodes:
+        scheme = CacheScheme(**where["scheme"])
+        if scheme.dynamic:
+            return CacheCodes(scheme)
+        path = self.partial / where["file"]
+        try:
+            with safe_open(path, framework="pt") as file:
+                keys, values = (file.get_tensor(f"{name}.{side}_scale") for side in SIDES)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path} of the unfinished run cannot be read ({error}); drop that run with --overwrite"
+            ) from None
+        return CacheCodes(scheme, (keys, values))
 
     def write(
         self,
@@ -200,6 +217,10 @@ class Writer:
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
+        if self.comm.rank == 0:
+            for name, codes in finished.caches.items():
+                scales = {} if codes.scales is None else dict(zip(SIDES, codes.scales, strict=True))
+                mine |= {f"{name}.{side}_scale": scale for side, scale in scales.items()}
         for record in finished.records:
             record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
@@ -211,10 +232,12 @@ class Writer:
         }
         files: dict[str, list[str]] = {}
         all_layers: dict[str, Any] = {}
-        for part_file, keys, part_layers in self.comm.gather_objects((file, list(mine), layer_files)):
+        parts = self.comm.gather_objects((file, list(mine), layer_files))
+        for part_file, keys, part_layers in parts:
             if keys:
                 files[part_file] = keys
             all_layers |= part_layers
+        first_file = parts[0][0]
         entry = {
             "files": files,
             "layers": all_layers,
@@ -222,6 +245,8 @@ class Writer:
             "left_alone": dict(finished.left_alone),
             "fold_records": [asdict(r) for r in finished.fold_records],
             "folds": self._save_folds(finished.folded),
+            "caches": {n: {"file": first_file, "scheme": asdict(c.scheme)} for n, c in finished.caches.items()},
+            "cache_records": [asdict(r) for r in finished.cache_records],
         }
         state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
         self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)

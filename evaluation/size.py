@@ -7,7 +7,7 @@ from typing import Any
 
 from compress.checkpoint import RECORD, read_json
 from compress.errors import CheckpointError
-from compress.source import DTYPES, Source, find_source, headers, layers_of
+from compress.source import DTYPES, Source, caches_of, find_source, headers, layers_of
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,15 @@ class TensorSize:
 @dataclass(frozen=True)
 class Size:
     """bytes: the weight files, headers included. bits_per_weight: what a weight of a compressed layer takes with its
-    scales and zero points (of any tensor, where nothing is compressed). bits_per_parameter: the whole model."""
+    scales and zero points (of any tensor, where nothing is compressed). bits_per_parameter: the whole model. cache: how
+    keys and values are kept, where that is not as they are."""
 
     bytes: int
     bits_per_weight: float
     bits_per_parameter: float
     parameters: int
     compressed_weights: int
+    cache: str | None = None
 
 
 def tensor_sizes(source: Source) -> list[TensorSize]:
@@ -48,10 +50,11 @@ def measure_size(source: Source) -> Size:
     layers = layers_of(source)
     tensors = tensor_sizes(source)
     with_parts = {name for stored in layers.values() for name in stored.parts.values()}
+    scales = set(_cache_holders(source))  # no parameters of the model
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
     compressed_weights = sum(math.prod(stored.shape) for stored in layers.values())
     plain = [t for t in tensors if t.name not in with_parts]
-    parameters = compressed_weights + sum(math.prod(t.shape) for t in plain)
+    parameters = compressed_weights + sum(math.prod(t.shape) for t in plain if t.name not in scales)
     total = compressed_bytes + sum(t.bytes for t in plain)
     overall = 8 * total / parameters
     return Size(
@@ -60,6 +63,7 @@ def measure_size(source: Source) -> Size:
         bits_per_parameter=overall,
         parameters=parameters,
         compressed_weights=compressed_weights,
+        cache=None if (caches := caches_of(source)) is None else str(caches.scheme),
     )
 
 
@@ -79,7 +83,9 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     """Every layer of a checkpoint and its size, from headers, the configuration and the run's record."""
     source = find_source(model)
     layers = layers_of(source)
-    holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()}
+    caches = caches_of(source)
+    in_caches = _cache_holders(source)
+    holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()} | in_caches
     record_path = source.path / RECORD
     record = read_json(record_path) if record_path.exists() else {"layers": [], "left_alone": {}}
     made = {layer["name"]: layer for layer in record["layers"]}
@@ -90,6 +96,9 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     for name, tensors in parts.items():
         total = sum(t.bytes for t in tensors)
         stored = layers.get(name)
+        if caches is not None and name in caches.scales:
+            rows.append(Row(name, tensors[0].shape, str(caches.scheme), 8.0, total, "scales of the key-value cache"))
+            continue
         if stored is None:
             shape, layer = tensors[0].shape, name.removesuffix(".weight")
             remark = record["left_alone"].get(layer) or record["left_alone"].get(name, "")
@@ -100,6 +109,13 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
         bits = 8 * total / math.prod(stored.shape)
         rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, _loss(made.get(name))))
     return rows, measure_size(source)
+
+
+def _cache_holders(source: Source) -> dict[str, str]:
+    """{tensor: attention} of the scales of key-value caches."""
+    caches = caches_of(source)
+    held = {} if caches is None else caches.scales
+    return {tensor: name for name, scales in held.items() for tensor, _ in scales.values()}
 
 
 def _loss(layer: Mapping[str, Any] | None) -> str:

@@ -1,0 +1,90 @@
+"""Key-value caches in 8 bits: int8 or float8, fitted to every token and head, or calibrated per head or tensor.
+
+What attentions keep of each token is half as large, and so is what they read of it. Keys and values are rounded where
+they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
+
+    token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
+    head    a scale for every key-value head, calibrated (static)
+    tensor  one scale for the keys of a layer and one for its values, calibrated (static)
+
+Among the readers of compressed-tensors, transformers rounds as all of these say; vLLM's kernels take fp8 with `tensor`
+(some of them `head`). The ranges are those of the compressed model, so this pass is the last of a recipe.
+
+Source: the layout is compressed-tensors' `kv_cache_scheme`. Per-token scales of a head: KIVI (Liu et al. 2024, arXiv
+2402.02750) for values; at 8 bits keys need nothing finer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from compress.cache import CacheCodes, CacheGranularity, CacheScheme
+from compress.calibrators import OPTIONS, Range, calibrator, scale_and_zero_point
+from compress.errors import InputError, one_of
+from compress.passes.base import PERCENTILE, Pass, Treats
+from compress.stats import StatisticFactory
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache(Pass):
+    """8-bit key-value caches.
+
+    type: int8 or fp8 (e4m3). granularity: token, head or tensor. calibrator: of head and tensor: minmax,
+    moving-average, percentile (see `percentile`), mse or kl (int8 only).
+    """
+
+    name: ClassVar[str] = "kv-cache"
+    treats: ClassVar[Treats] = "caches"
+
+    type: Literal["int8", "fp8"] = "int8"
+    granularity: CacheGranularity = "token"
+    calibrator: str = "minmax"
+    percentile: float = PERCENTILE
+
+    def __post_init__(self) -> None:
+        if self.type not in ("int8", "fp8"):
+            raise InputError(f"type {self.type!r} of a key-value cache; allowed: int8, fp8")
+        if self.granularity not in get_args(CacheGranularity):
+            allowed = ", ".join(get_args(CacheGranularity))
+            raise InputError(f"granularity {self.granularity!r} of a key-value cache; allowed: {allowed}")
+        one_of("calibrator", self.calibrator, OPTIONS)
+        if self.scheme.dynamic and (self.calibrator != "minmax" or self.percentile != PERCENTILE):
+            raise InputError(
+                "calibrator and percentile are for fixed ranges; give granularity=head or tensor with them"
+            )
+        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
+            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
+        self.needs()
+
+    @property
+    def scheme(self) -> CacheScheme:
+        """What these options describe."""
+        return CacheScheme(type="int" if self.type == "int8" else "float", granularity=self.granularity)
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        if self.scheme.dynamic:
+            return {}
+        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
+        return {"range": calibrator(self.calibrator, self.scheme.grid, **options)}
+
+    def decide(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
+        """From the ranges of keys and values, [1] or [H], the scales in their stored dtype."""
+        if ranges is None:
+            return CacheCodes(self.scheme)
+        keys, values = (scale_and_zero_point(found, self.scheme.grid, dtype)[0].to(dtype) for found in ranges)
+        if self.granularity == "head":
+            keys, values = keys.reshape(-1, 1, 1), values.reshape(-1, 1, 1)
+        return CacheCodes(self.scheme, (keys, values))
+
+
+def cache_pass(words: str) -> KVCache:
+    """The pass that `int8`, `fp8:tensor` and their like describe: a type and, after a colon, a granularity."""
+    kind, _, granularity = words.partition(":")
+    if kind not in ("int8", "fp8") or granularity not in ("", *get_args(CacheGranularity)):
+        raise InputError(
+            f"key-value cache {words!r}; allowed: int8 or fp8, and behind it :token (the default), :head or :tensor"
+        )
+    chosen = {"granularity": granularity} if granularity else {}
+    return KVCache(type=kind, **chosen)  # type: ignore[arg-type]
