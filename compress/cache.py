@@ -139,16 +139,20 @@ class RoundCache(CacheHook):
     ) -> tuple[Tensor, Tensor]:
         """Encode, hand to the cache, decode what it returns. Gradients pass as if nothing were rounded."""
         scales = [getattr(attention, f"{side}_scale", None) for side in SIDES]
-        if not self.scheme.dynamic and None in scales:
-            raise CheckpointError(
-                f"a {type(attention).__name__} fills its cache and the checkpoint holds no scales for it"
-            )
+        if not self.scheme.dynamic:
+            for x, scale in zip((keys, values), scales, strict=True):
+                if scale is None or len(scale) not in (1, x.shape[1]):
+                    held = "none" if scale is None else f"{len(scale)}"
+                    raise CheckpointError(
+                        f"a {type(attention).__name__} fills its cache with {x.shape[1]} heads and the checkpoint has "
+                        f"{held} of their scales"
+                    )
         stored = [encode_states(x, self.scheme, s) for x, s in zip((keys, values), scales, strict=True)]
         if cache is not None:
             stored = cache.update(*stored, *more, **named)
         k, v = (decode_states(b, self.scheme, s, keys.dtype) for b, s in zip(stored, scales, strict=True))
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return _straight(keys, k), _straight(values, v)
+            return _StraightThrough.apply(keys, k), _StraightThrough.apply(values, v)
         return k, v
 
 
@@ -166,11 +170,19 @@ class SeeCache(CacheHook):
         return (keys, values) if cache is None else cache.update(keys, values, *more, **named)
 
 
-def _straight(x: Tensor, rounded: Tensor) -> Tensor:
-    """Rounded values with the gradient of x."""
-    if rounded.shape != x.shape:
-        raise InputError("a cache of codes passes no gradient to earlier tokens; train with use_cache=False")
-    return x + (rounded - x).detach()
+class _StraightThrough(torch.autograd.Function):
+    """Rounded values with the gradient of x. Codes of earlier tokens have none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        ctx.all_new = rounded.shape == x.shape
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if not ctx.all_new:
+            raise InputError("a cache of codes passes no gradient to earlier tokens; train with use_cache=False")
+        return gradient, None
 
 
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:

@@ -26,6 +26,10 @@ FOLDING = {
         compress.AWQ(group_size=16, statistics="float64", rounding="none"),
         compress.GPTQ(group_size=16, statistics="float64"),
     ],
+    "kv-cache": [
+        compress.RTN(scheme="w8a16", group_size=-1),
+        compress.KVCache(granularity="head", calibrator="percentile", percentile=99.0),
+    ],
     "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl")],
     "w8a8": [
         compress.GPTQ(
