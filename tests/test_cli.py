@@ -250,7 +250,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "unknown method": (
         lambda d: d.rtn(d.model, "--method", "gtpq"),
-        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, gptq, rtn, smoothquant"),
+        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, gptq, kv-cache, rtn, smoothquant"),
     ),
     "unknown option": (
         lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
@@ -328,7 +328,7 @@ RECIPES: dict[str, Case] = {
     "no pass in a step": (lambda d: d.recipe("passes: [only: [x]]"), ("step 1 must name one pass; it has none",)),
     "unknown pass": (
         lambda d: d.recipe("passes: [awk: {}]"),
-        ("unknown method 'awk'", "allowed: awq, gptq, rtn, smoothquant"),
+        ("unknown method 'awk'", "allowed: awq, gptq, kv-cache, rtn, smoothquant"),
     ),
     "unknown key": (
         lambda d: d.recipe("passes: [rtn: {schema: w4a16}]"),
@@ -390,7 +390,7 @@ OTHERS: dict[str, Case] = {
         ("prompt is empty", "at least one token"),
     ),
     "verify: not of this tool": (lambda d: command("verify", d.model), ("no compress.json", "of this tool")),
-    "methods: unknown": (lambda d: command("methods", "gtpq"), ("'gtpq'", "did you mean 'gptq'?", "gptq, rtn")),
+    "methods: unknown": (lambda d: command("methods", "gtpq"), ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn")),
     "demo: overwrite of nothing": (lambda d: command("demo", "--overwrite"), ("--overwrite needs --output",)),
     "demo: wrong group size": (lambda d: command("demo", "--group-size", 100), ("group size 100", "256")),
 }

@@ -9,7 +9,7 @@ from commands import StopAfterOne, command, make_llama, save
 from models import build, tokens
 from safetensors.torch import load_file, save_file
 from test_sharded import same
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import compress
 from compress.cache import CacheScheme, attentions, decode_states, encode_states, rounded_cache
@@ -168,11 +168,16 @@ def test_gradients_pass_as_if_nothing_were_rounded():
         loss.backward()
 
 
-def test_compiles_into_one_graph():
-    model, ids = rounded(), tokens(2, 8)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+def test_compiles_into_one_graph_that_fills_a_static_cache():
+    model, ids = rounded().requires_grad_(False), tokens(2, 8)
+    found = []
+    for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        cache = StaticCache(model.config, max_cache_len=16)
+        logits = [model(ids[:, :5], past_key_values=cache).logits]
+        logits += [step(token, past_key_values=cache).logits for token in ids[:, 5:].split(1, 1)]
+        assert cache.layers[0].values.dtype == torch.int8
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_later_passes_and_blocks_compensate_for_a_rounded_cache():

@@ -1,7 +1,7 @@
 """Key-value caches in 8 bits: int8 or float8, fitted to every token and head, or calibrated per head or tensor.
 
-What attentions keep of each token is half as large, and so is what they read of it. Keys and values are rounded where
-they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
+What attentions keep of a token takes half the bytes that 16 bits take (per token: and four more for each head). Keys and
+values are rounded where they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
 
     token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
     head    a scale for every key-value head, calibrated (static)
@@ -10,8 +10,8 @@ they enter the cache, after the rotary embedding (`compress.cache`); nothing els
 Among the readers of compressed-tensors, transformers rounds as all of these say; vLLM's kernels take fp8 with `tensor`
 (some of them `head`). The ranges are those of the compressed model, so this pass is the last of a recipe.
 
-Source: the layout is compressed-tensors' `kv_cache_scheme`. Per-token scales of a head: KIVI (Liu et al. 2024, arXiv
-2402.02750) for values; at 8 bits keys need nothing finer.
+Source: `kv_cache_scheme` of compressed-tensors is the layout; scales of tokens as KIVI has them for values (Liu et al.
+2024, arXiv 2402.02750), which at 2 bits gives keys scales of channels instead.
 """
 
 from collections.abc import Mapping
