@@ -366,6 +366,7 @@ def _finish(
         "peak_memory_bytes": peak,
         "block_forwards": record.block_forwards,
         "layers": [asdict(layer) for layer in record.layers],
+        "ranges": [asdict(found) for found in record.ranges],
         "folds": [asdict(fold) for fold in record.folds],
         "not_folded": record.not_folded,
         "left_alone": record.left_alone,

@@ -40,7 +40,7 @@ from compress.forward import (
 from compress.passes.base import Decision, Pass, Site
 from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
-from compress.record import Finished, RunRecord, Sink, layer_record, range_figures
+from compress.record import Finished, RunRecord, Sink, layer_record, range_figures, range_record
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.versions import RoundInput, Versions
@@ -106,11 +106,13 @@ class _Run:
                     self.install(layers[layer_name], decided, versions)
                 versions.install_hooks()
                 self.record.layers.extend(before.records)
+                self.record.ranges.extend(before.ranges)
                 self.record.folds.extend(before.fold_records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
             records = []
+            first_range = len(self.record.ranges)
             folded: list[Folded] = []
             fold_records: list[FoldRecord] = []
             forwarded = False
@@ -145,7 +147,10 @@ class _Run:
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
             alone = {n: self.record.left_alone[n] for n in layers if n in self.record.left_alone}
-            self.sink.write(name, opened, layers, Finished(made_here, records, alone, folded, fold_records))
+            place = {inside: i for i, (inside, _) in enumerate(block.named_modules(prefix=name))}
+            ranges = sorted(self.record.ranges[first_range:], key=lambda r: place[r.tensor])
+            self.record.ranges[first_range:] = ranges
+            self.sink.write(name, opened, layers, Finished(made_here, records, alone, folded, fold_records, ranges))
             self.record.layers.extend(records)
             self.record.folds.extend(fold_records)
         return calls, reference
@@ -223,6 +228,9 @@ class _Run:
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
             made.update(decisions)
+            rounded = [n for n, decision in decisions.items() if decision.inputs is not None]
+            if rounded and isinstance(results[0].get("range"), Range):
+                self.record.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
 
         shadow = reference if self.reference else None
         outputs = suspended_forward(

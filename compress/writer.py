@@ -32,7 +32,7 @@ from compress.errors import CheckpointError, InputError
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
 from compress.passes.base import Decision
-from compress.record import Finished, LayerRecord
+from compress.record import Finished, LayerRecord, RangeRecord
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of
@@ -174,7 +174,8 @@ class Writer:
                 "--overwrite"
             ) from None
         described = [FoldRecord(**record) for record in entry["fold_records"]]
-        return Finished(decided, records, entry["left_alone"], folded, described)
+        ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
+        return Finished(decided, records, entry["left_alone"], folded, described, ranges)
 
     def write(
         self,
@@ -219,6 +220,7 @@ class Writer:
             "files": files,
             "layers": all_layers,
             "records": [asdict(r) for r in finished.records],
+            "ranges": [asdict(r) for r in finished.ranges],
             "left_alone": dict(finished.left_alone),
             "fold_records": [asdict(r) for r in finished.fold_records],
             "folds": self._save_folds(finished.folded),
