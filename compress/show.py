@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from compress.api import Result
-from compress.evaluation.calibration import NO_HISTOGRAMS, interval, most_clipped, percent
+from compress.evaluation.calibration import interval, most_clipped, percent
 from compress.evaluation.evaluate import Evaluation
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
@@ -137,8 +137,6 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
     out = console()
     out.print(table)
     out.print(escape(clipped(ranges)))
-    if not any(each.histogram for each in ranges):
-        out.print(NO_HISTOGRAMS)
 
 
 def _beside(name: str, other: str) -> str:

@@ -26,7 +26,7 @@ FOLDING = {
         compress.AWQ(group_size=16, statistics="float64", rounding="none"),
         compress.GPTQ(group_size=16, statistics="float64"),
     ],
-    "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl")],
+    "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl", histograms=True)],
     "w8a8": [
         compress.GPTQ(
             scheme="w8a8",
@@ -34,6 +34,7 @@ FOLDING = {
             activations="static",
             activation_grid="asymmetric",
             calibrator="moving-average",
+            histograms=True,
         )
     ],
 }

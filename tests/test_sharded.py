@@ -100,6 +100,10 @@ def test_two_ranks_decide_what_one_process_decides(folder, two):
 @pytest.mark.parametrize("name", sorted(FOLDING))
 def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
     same(folder / f"{name}-1", folder / f"{name}-2")
+    ranges = [json.loads((folder / f"{name}-{n}" / "compress.json").read_text())["ranges"] for n in (1, 2)]
+    assert ranges[0] == ranges[1]
+    assert all(found["histogram"] for found in ranges[0])
+    assert len(ranges[0]) == (8 if name in ("smoothquant", "w8a8") else 0)
 
 
 def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
