@@ -126,6 +126,8 @@ def main(folder: Path) -> None:
         values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:
             torch.save(values, folder / "cnn-2.pt")
+    else:
+        compress.quantize(folder / "model", FOLDING["w8a8"], output=folder / f"w8a8-{comm.world}", **common)
     dist.barrier()
     if comm.rank == 0:
         (folder / f"found-{comm.world}.json").write_text(json.dumps(found))

@@ -16,7 +16,7 @@ from vision import calibration as images
 from vision import net
 
 import compress
-from compress import page
+from compress import page, show
 from compress.calibrators import calibrator
 from compress.errors import CheckpointError, InputError
 from compress.evaluation import calibration
@@ -257,6 +257,14 @@ def test_plotly_knows_every_property_of_a_plot(written, tmp_path):
 def test_blocks_are_told_by_the_first_number():
     names = ("model.layers.13.mlp.up_proj", "layers.2", "conv1", "layer1.0.conv2.3")
     assert [calibration.block_of(name) for name in names] == ["model.layers.13", "layers.2", "", "layer1.0"]
+
+
+def test_ranges_that_nobody_counted_are_said():
+    ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
+    assert show.clipped(ranges[:2]) == (
+        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (--set histograms=true counts it)"
+    )
+    assert show.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
 
 
 def test_quantize_says_how_much_is_clipped_at_most(tmp_path):
