@@ -7,7 +7,8 @@
     kl                the range of least information loss, TensorRT's entropy     (compress.entropy)
 
 Which to take: minmax and percentile for language models, whose outliers carry the result (the entropy search clips
-them); kl and mse for convolutions and vision.
+them); kl and mse for convolutions and vision. With `keep_histogram` the range comes with the histogram of all values,
+for a report; it is the same range.
 
     make = calibrator("percentile", Grid(bits=8, granularity="tensor"), percentile=99.9)
     statistic = make(channels, device)         # update, sync and result, as any statistic (compress.stats)
@@ -32,8 +33,8 @@ from compress.stats import Statistic, StatisticFactory
 __all__ = ["OPTIONS", "Range", "calibrator", "scale_and_zero_point"]
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "minmax": {},
-    "moving-average": {"momentum": 0.1},
+    "minmax": {"keep_histogram": False},
+    "moving-average": {"momentum": 0.1, "keep_histogram": False},
     "percentile": {"percentile": 99.99, "bins": BINS, "keep_histogram": False},
     "mse": {"bins": BINS, "keep_histogram": False},
     "kl": {"bins": BINS, "zero_bin": "neighbour", "keep_histogram": False},
@@ -51,8 +52,6 @@ def calibrator(name: str, grid: Grid, **options: Any) -> StatisticFactory:
     _check_grid(name, grid)
     known = OPTIONS[name]
     for key in options:
-        if not known:
-            raise InputError(f"option {key!r} of {name}, which has none; leave it out")
         one_of(f"option of {name}", key, known)
     chosen = {**known, **options}
     for key, value in chosen.items():

@@ -311,14 +311,33 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
 @cli.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
 @click.argument("model")
 @click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
+@click.option("--calibration", is_flag=True, help="The ranges that calibration fixed, and what they clip.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    callback=_writable,
+    help="With --calibration: write its table and histograms as one page (needs the report extra).",
+)
 @device_option
 @json_option
 @quiet_option
 @exits_cleanly
-def inspect(model: str, kernels: bool, device: str | None, json_file: str | None, quiet: bool) -> None:
+def inspect(
+    model: str,
+    kernels: bool,
+    calibration: bool,
+    html: str | None,
+    device: str | None,
+    json_file: str | None,
+    quiet: bool,
+) -> None:
     """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
     from compress.evaluation.size import inspect_checkpoint
 
+    if kernels and calibration:
+        raise InputError("--kernels and --calibration are two reports; ask for one")
+    if html is not None and not calibration:
+        raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
     if kernels:
         from compress.device import find_device
         from compress.evaluation.routes import kernel_rows
@@ -331,6 +350,21 @@ def inspect(model: str, kernels: bool, device: str | None, json_file: str | None
         return
     if device is not None:
         raise InputError("--device is for --kernels: without it nothing depends on a device")
+    if calibration:
+        from compress.evaluation.calibration import calibrated_ranges, content, write_ranges
+        from compress.page import check_plotly
+
+        if html == "-":
+            raise InputError("--html '-'; give a file")
+        if html is not None:
+            check_plotly()
+        ranges = calibrated_ranges(model)
+        write_report(json_file, {"model": model, "ranges": content(ranges)})
+        if html is not None:
+            write_ranges(model, ranges, Path(html))
+        if not quiet and json_file != "-":
+            show.calibration(ranges)
+        return
     rows, size = inspect_checkpoint(model)
     write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
     if quiet or json_file == "-":

@@ -19,6 +19,7 @@ BINS = 2048
 MIN_BINS, MAX_BINS = 512, 2**16
 # Bins are never narrower than 2^-127: no scale is below 2^-126, the smallest normal float32, and 1 / w stays finite.
 LEAST_WIDTH = -127
+MERGED_PER_OCTAVE = 16
 CHUNK = 2**22  # values indexed at a time: the indices take 8 bytes each
 
 
@@ -64,17 +65,47 @@ class Histogram:
         rows = missing.nonzero().squeeze(1)
         if not len(rows):
             return
-        shift = missing[rows].clamp(max=self.octaves)  # everything is in bin 0 by then
-        target = torch.arange(self.bins, device=rows.device) >> shift[:, None]
-        target = target[:, None].expand(-1, 2, -1)
-        narrow = self.counts[rows]
-        self.counts[rows] = torch.zeros_like(narrow).scatter_add_(2, target, narrow)
+        self.counts[rows] = widened(self.counts[rows], missing[rows])
         self.exponent += missing
 
     def sync(self, comm: Comm) -> None:
         """Add the other ranks' counts."""
         self.grow(comm.all_reduce(self.exponent.clone(), "max"))
         comm.all_reduce(self.counts)
+
+
+def widened(counts_R2B: Tensor, octaves_R: Tensor) -> Tensor:
+    """[R, 2, B] the same values counted in bins that are 2^octaves as wide."""
+    bins = counts_R2B.shape[-1]
+    shift = octaves_R.clamp(max=bins.bit_length() - 1)  # everything is in bin 0 by then
+    target = torch.arange(bins, device=counts_R2B.device) >> shift[:, None]
+    return torch.zeros_like(counts_R2B).scatter_add_(2, target[:, None].expand(-1, 2, -1), counts_R2B)
+
+
+def pooled(counts_R2B: Tensor, width_R: Tensor) -> tuple[Tensor, float]:
+    """(counts [2, B], width) of the values of all rows together, in the bins of the row whose bins are widest."""
+    exponent = torch.frexp(width_R).exponent
+    return widened(counts_R2B, (exponent.max() - exponent).to(torch.int64)).sum(0), float(width_R.max())
+
+
+def merged_edge(index: int) -> int:
+    """Where bin `index` of a merged histogram begins, in widths of the bins that were merged.
+
+    The first 16 bins are as they were; then every octave of magnitudes has 16, each twice as wide as those before: a
+    histogram of 2048 bins becomes one of 128 that tells magnitudes apart to a sixteenth wherever they lie.
+    """
+    octave, place = divmod(index, MERGED_PER_OCTAVE)
+    return index if octave == 0 else (MERGED_PER_OCTAVE + place) << (octave - 1)
+
+
+def merged(counts_2B: Tensor) -> tuple[list[int], list[int]]:
+    """(negative, rest): exact counts in merged bins from zero outwards, without the empty ones at the end."""
+    bins = counts_2B.shape[-1]
+    octaves = (bins // MERGED_PER_OCTAVE).bit_length()
+    edges = torch.tensor([merged_edge(i) for i in range(octaves * MERGED_PER_OCTAVE + 1)], device=counts_2B.device)
+    below = torch.nn.functional.pad(counts_2B.cumsum(-1), (1, 0))
+    negative, rest = (side[: int(used_bins(side))].tolist() for side in below[:, edges].diff(dim=-1))
+    return negative, rest
 
 
 def used_bins(counts_B: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class Range:
 
     lo <= 0 <= hi; lo = -hi for a symmetric grid, lo = 0 for an unsigned symmetric one. lowest, highest: the observed
     extremes. clipped: share of the values beyond lo or hi, counted in whole bins (a value on a bound that is an inner
-    edge counts as beyond); None where nothing counted them. counts [R, 2, B] and width [R]: the histogram, if kept
+    edge counts as beyond; of a moving average, whose bounds lie inside bins, only the bins wholly beyond: at least so
+    many); None where nothing counted them. counts [R, 2, B] and width [R]: the histogram, if kept
     (compress.histogram tells its layout).
     """
 
@@ -51,12 +52,13 @@ class MinMaxObserver:
     method = "minmax"
     reads_elements = True  # of a convolution's input, each once; not the patches, which overlap and hold the padding
 
-    def __init__(self, channels: int, device: torch.device, grid: Grid) -> None:
-        self.grid = grid
+    def __init__(self, channels: int, device: torch.device, grid: Grid, *, keep_histogram: bool = False) -> None:
+        self.grid, self.keep = grid, keep_histogram
         self.rows = 1 if grid.granularity == "tensor" else channels
         # Infinities are what no value gives: an infinite value is refused.
         self.lowest = torch.full((self.rows,), float("inf"), device=device)
         self.highest = torch.full((self.rows,), float("-inf"), device=device)
+        self.histogram = Histogram(self.rows, device) if keep_histogram else None
         self.damaged = torch.zeros((), dtype=torch.int64, device=device)
         self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -74,16 +76,20 @@ class MinMaxObserver:
         self.tokens += len(x_MK)
         self.lowest = torch.minimum(self.lowest, lowest)
         self.highest = torch.maximum(self.highest, highest)
-        self.count(x_MK, lowest, highest)
+        if self.histogram is not None and x_MK.numel():
+            self.histogram.update(x_MK, torch.maximum(lowest.abs(), highest.abs()))
+        self.count(lowest, highest)
 
-    def count(self, x_MK: Tensor, lowest_R: Tensor, highest_R: Tensor) -> None:
-        """Take in a micro-batch of finite values with its extremes (inf, -inf where it has no token)."""
+    def count(self, lowest_R: Tensor, highest_R: Tensor) -> None:
+        """Take in the extremes of a micro-batch of finite values (inf, -inf where it has no token)."""
 
     def sync(self, comm: Comm) -> None:
         comm.all_reduce(self.lowest, "min")
         comm.all_reduce(self.highest, "max")
         comm.all_reduce(self.damaged)
         comm.all_reduce(self.tokens)
+        if self.histogram is not None:
+            self.histogram.sync(comm)
 
     def result(self) -> Range:
         if int(self.damaged):
@@ -93,7 +99,10 @@ class MinMaxObserver:
             )
         unseen = self.lowest > self.highest
         lowest, highest = self.lowest.masked_fill(unseen, 0.0), self.highest.masked_fill(unseen, 0.0)
-        return self.choose(lowest, highest)
+        found = self.choose(lowest, highest)
+        if self.histogram is None or not self.keep:
+            return found
+        return replace(found, counts=self.histogram.counts, width=self.histogram.width)
 
     def choose(self, lowest_R: Tensor, highest_R: Tensor) -> Range:
         """The finished range, from the observed extremes and what was counted."""
@@ -103,6 +112,8 @@ class MinMaxObserver:
 
     def made(self, found: tuple[Tensor, Tensor], lowest: Tensor, highest: Tensor, clipped: Tensor | None) -> Range:
         lo, hi = (bound.float() + 0.0 for bound in found)  # + 0: never -0
+        if clipped is None and self.histogram is not None:
+            clipped = share_beyond(self.histogram.counts, bins_reached(lo, hi, self.histogram.width))
         return Range(lo, hi, lowest, highest, clipped, self.method, int(self.tokens))
 
 
@@ -111,12 +122,14 @@ class MovingAverageObserver(MinMaxObserver):
 
     method = "moving-average"
 
-    def __init__(self, channels: int, device: torch.device, grid: Grid, *, momentum: float) -> None:
-        super().__init__(channels, device, grid)
+    def __init__(
+        self, channels: int, device: torch.device, grid: Grid, *, momentum: float, keep_histogram: bool = False
+    ) -> None:
+        super().__init__(channels, device, grid, keep_histogram=keep_histogram)
         self.momentum = momentum
         self.extremes: list[Tensor] = []
 
-    def count(self, x_MK: Tensor, lowest_R: Tensor, highest_R: Tensor) -> None:
+    def count(self, lowest_R: Tensor, highest_R: Tensor) -> None:
         self.extremes.append(torch.stack([lowest_R, highest_R]))
 
     def sync(self, comm: Comm) -> None:
@@ -155,19 +168,12 @@ class HistogramObserver(MinMaxObserver):
         keep_histogram: bool,
         **how: Any,
     ) -> None:
-        super().__init__(channels, device, grid)
-        self.method, self.keep, self.how = method, keep_histogram, how
+        super().__init__(channels, device, grid, keep_histogram=keep_histogram)
+        self.method, self.how = method, how
         self.histogram = Histogram(self.rows, device, bins)
 
-    def count(self, x_MK: Tensor, lowest_R: Tensor, highest_R: Tensor) -> None:
-        if x_MK.numel():
-            self.histogram.update(x_MK, torch.maximum(lowest_R.abs(), highest_R.abs()))
-
-    def sync(self, comm: Comm) -> None:
-        super().sync(comm)
-        self.histogram.sync(comm)
-
     def choose(self, lowest_R: Tensor, highest_R: Tensor) -> Range:
+        assert self.histogram is not None
         counts, width = self.histogram.counts, self.histogram.width
         if self.method == "percentile":
             kept = percentile_bins(counts, self.grid, **self.how)
@@ -176,12 +182,21 @@ class HistogramObserver(MinMaxObserver):
         else:
             kept = kl_bins(counts, self.grid, **self.how)
         below, above = kept.unbind(-1)
-        outside = torch.arange(self.histogram.bins, device=kept.device) >= kept[:, :, None]
-        share = (counts * outside).sum((1, 2)) / counts.sum((1, 2)).clamp(min=1)
-        found = self.made(bounds(below, above, width, lowest_R, highest_R, self.grid), lowest_R, highest_R, share)
-        if not self.keep:
-            return found
-        return replace(found, counts=counts, width=width)
+        share = share_beyond(counts, kept)
+        return self.made(bounds(below, above, width, lowest_R, highest_R, self.grid), lowest_R, highest_R, share)
+
+
+def share_beyond(counts_R2B: Tensor, kept_R2: Tensor) -> Tensor:
+    """[R] the share of the values that lie outside the bins kept on each side of zero, float32."""
+    outside = torch.arange(counts_R2B.shape[-1], device=kept_R2.device) >= kept_R2[:, :, None]
+    return (counts_R2B * outside).sum((1, 2)) / counts_R2B.sum((1, 2)).clamp(min=1)
+
+
+def bins_reached(lo_R: Tensor, hi_R: Tensor, width_R: Tensor) -> Tensor:
+    """[R, 2] = (below, above): the bins that a range touches. What is not among them is beyond the range for certain;
+    a bound of 0 touches the bin of zero, where no negative value is."""
+    below = torch.where(lo_R < 0, (-lo_R.double() / width_R).floor() + 1, 0.0)
+    return torch.stack([below, (hi_R.double() / width_R).floor() + 1], -1)
 
 
 def _no_limit(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,7 @@ from compress.forward import (
 from compress.passes.base import Decision, Pass, Site
 from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
-from compress.record import CacheRecord, Finished, RunRecord, Sink, cache_record, layer_record, range_figures
+from compress.record import Finished, RunRecord, Sink, layer_record, range_figures, range_record
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.versions import RoundInput, Versions
@@ -111,12 +111,14 @@ class _Run:
                 for attention, codes in before.caches.items():
                     versions.keep_codes(attentions[attention], codes)
                 self.record.layers.extend(before.records)
-                self.record.caches.extend(before.cache_records)
+                self.record.caches |= {name: str(codes.scheme) for name, codes in before.caches.items()}
+                self.record.ranges.extend(before.ranges)
                 self.record.folds.extend(before.fold_records)
                 self.record.left_alone.update(before.left_alone)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
             records = []
+            first_range = len(self.record.ranges)
             folded: list[Folded] = []
             fold_records: list[FoldRecord] = []
             forwarded = False
@@ -146,17 +148,20 @@ class _Run:
                 for layer_name, decision in made.items():
                     made_here[layer_name] = decision
                     records.append(layer_record(p, layers[layer_name], decision))
-            caches, cache_records = self.round_caches(name, opened, calls, versions)
+            caches = self.round_caches(name, opened, calls, versions)
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
             here = (*layers, *cache_names(block, name))
             alone = {n: self.record.left_alone[n] for n in here if n in self.record.left_alone}
-            done = Finished(made_here, records, alone, folded, fold_records, caches, cache_records)
+            place = {inside: i for i, (inside, _) in enumerate(block.named_modules(prefix=name))}
+            ranges = sorted(self.record.ranges[first_range:], key=lambda r: place[r.tensor])
+            self.record.ranges[first_range:] = ranges
+            done = Finished(made_here, records, alone, folded, fold_records, ranges, caches)
             self.sink.write(name, opened, layers, done)
             self.record.layers.extend(records)
-            self.record.caches.extend(cache_records)
+            self.record.caches |= {attention: str(codes.scheme) for attention, codes in caches.items()}
             self.record.folds.extend(fold_records)
         return calls, reference
 
@@ -233,6 +238,9 @@ class _Run:
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
             made.update(decisions)
+            rounded = [n for n, decision in decisions.items() if decision.inputs is not None]
+            if rounded and isinstance(results[0].get("range"), Range):
+                self.record.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
 
         shadow = reference if self.reference else None
         outputs = suspended_forward(
@@ -243,11 +251,11 @@ class _Run:
 
     def round_caches(
         self, block_name: str, opened: Opened, calls: list[Call], versions: Versions
-    ) -> tuple[dict[str, CacheCodes], list[CacheRecord]]:
+    ) -> dict[str, CacheCodes]:
         """Let the attentions of a block keep codes, after one more forward where their ranges are calibrated."""
         kv = self.plan.kv
         if kv is None:
-            return {}, []
+            return {}
         names = cache_names(opened.block, block_name)
         ranges: dict[str, tuple[Range, Range]] = {}
         needs = kv.needs()
@@ -255,7 +263,7 @@ class _Run:
             per_head = kv.granularity == "head"
             ranges = cache_ranges(opened.block, calls, names, needs["range"], per_head, self.comm)
             self.record.block_forwards += len(calls)
-        codes, records = {}, []
+        codes = {}
         for name, attention in names.items():
             if needs and name not in ranges:
                 self.record.left_alone[name] = "keeps no keys and values of its own"
@@ -263,9 +271,10 @@ class _Run:
             within = {id(p) for p in attention.parameters()}
             stored = [opened.dtypes[n] for n, p in opened.block.named_parameters() if id(p) in within]
             codes[name] = kv.decide(ranges.get(name), stored[0])
-            records.append(cache_record(name, kv.scheme, ranges.get(name)))
+            for role, found in zip(("keys", "values"), ranges.get(name, ()), strict=False):
+                self.record.ranges.append(range_record(found, name, role))
             versions.keep_codes(attention, codes[name])
-        return codes, records
+        return codes
 
     def propagate(
         self, block: nn.Module, calls: list[Call], reference: list[Call], versions: Versions

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from compress.architecture import Layer
-from compress.cache import CacheCodes, CacheScheme
+from compress.cache import CacheCodes
 from compress.calibrators import Range
+from compress.histogram import merged, merged_edge, pooled
 from compress.passes.base import Decision, Pass
 from compress.progress import Reporter
 from compress.rescale import Folded, FoldRecord
@@ -28,21 +29,65 @@ class LayerRecord:
     figures: dict[str, float | int | str] = field(default_factory=dict)
 
 
-@dataclass
-class CacheRecord:
-    """What the report says about the key-value cache of one attention."""
+@dataclass(frozen=True)
+class HistogramRecord:
+    """How often a tensor had which value: exact counts by sign and magnitude, kept coarse.
 
-    name: str
-    scheme: str
-    figures: dict[str, float | int | str] = field(default_factory=dict)
+    negative, rest: counts of the values below zero and of the others, from zero outwards, up to the last bin that holds
+    something. Bin i of either holds edges[i] <= |x| < edges[i + 1]; the edges are those of `histogram.merged_edge`, in
+    units of `width`, which is a power of two. At most 128 bins a side.
+    """
+
+    width: float
+    negative: list[int]
+    rest: list[int]
+
+    @property
+    def edges(self) -> list[float]:
+        """Where the bins of the longer side begin, and where its last one ends."""
+        return [self.width * merged_edge(i) for i in range(max(len(self.negative), len(self.rest)) + 1)]
+
+
+@dataclass(frozen=True)
+class RangeRecord:
+    """What the report says about a range that calibration fixed.
+
+    tensor, role: what it is about, the `input` of the layer of that name, say. also: other layers that read the same
+    tensor. low, high: the range that the codes cover, before a scale is rounded to the dtype it is stored in. lowest,
+    highest: what was observed. clipped: the share of the values beyond low or high (None: not counted; of a moving
+    average at least so many). ranges: how many there are; where it is more than one (a range per channel), low, high,
+    lowest and highest are the outermost of them, the share and the histogram those of all values. histogram: where the
+    run was asked for it (`histograms`).
+    """
+
+    tensor: str
+    role: str
+    calibrator: str
+    low: float
+    high: float
+    lowest: float
+    highest: float
+    clipped: float | None
+    tokens: int
+    ranges: int = 1
+    also: list[str] = field(default_factory=list)
+    histogram: HistogramRecord | None = None
+
+    @classmethod
+    def restored(cls, noted: Mapping[str, Any]) -> "RangeRecord":
+        """From what `dataclasses.asdict` made of one."""
+        histogram = noted["histogram"]
+        return cls(**{**noted, "histogram": None if histogram is None else HistogramRecord(**histogram)})
 
 
 @dataclass
 class RunRecord:
-    """What a run did, for the report. not_folded: producers into which no scale can go, and why."""
+    """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
+    in the order of the model. not_folded: producers into which no scale can go, and why."""
 
     layers: list[LayerRecord] = field(default_factory=list)
-    caches: list[CacheRecord] = field(default_factory=list)
+    caches: dict[str, str] = field(default_factory=dict)
+    ranges: list[RangeRecord] = field(default_factory=list)
     folds: list[FoldRecord] = field(default_factory=list)
     not_folded: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
@@ -59,16 +104,16 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, how its
-    attentions keep keys and values, records and reasons."""
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records,
+    reasons and ranges, and how its attentions keep keys and values."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
     folded: Sequence[Folded] = ()
     fold_records: Sequence[FoldRecord] = ()
+    ranges: Sequence[RangeRecord] = ()
     caches: Mapping[str, CacheCodes] = field(default_factory=dict)
-    cache_records: Sequence[CacheRecord] = ()
 
 
 class Sink(Protocol):
@@ -101,6 +146,28 @@ def range_figures(found: Range) -> dict[str, float | int | str]:
     return figures if found.clipped is None else {**figures, "input_clipped": float(found.clipped)}
 
 
+def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
+    """What the report says about the fixed range of a tensor, with its histogram where it was kept."""
+    histogram = None
+    if found.counts is not None and found.width is not None:
+        counts, width = pooled(found.counts, found.width)
+        histogram = HistogramRecord(width, *merged(counts))
+    return RangeRecord(
+        tensor,
+        role,
+        found.method,
+        low=float(found.lo.min()),
+        high=float(found.hi.max()),
+        lowest=float(found.lowest.min()),
+        highest=float(found.highest.max()),
+        clipped=None if found.clipped is None else float(found.clipped.mean()),
+        tokens=found.tokens,
+        ranges=len(found.lo),
+        also=list(also),
+        histogram=histogram,
+    )
+
+
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     inner = p.innermost
     grid = decision.weight.grid
@@ -113,15 +180,3 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
         layer.shape,
         dict(decision.figures),
     )
-
-
-def cache_record(name: str, scheme: CacheScheme, ranges: tuple[Range, Range] | None) -> CacheRecord:
-    """What the report says about a cache: of ranges per head the widest."""
-    figures: dict[str, float | int | str] = {}
-    for side, found in zip(("keys", "values"), ranges or (), strict=False):
-        figures |= {f"{side}_low": float(found.lo.min()), f"{side}_high": float(found.hi.max())}
-        figures |= {f"{side}_lowest": float(found.lowest.min()), f"{side}_highest": float(found.highest.max())}
-        figures |= {"calibrator": found.method, "tokens": found.tokens}
-        if found.clipped is not None:
-            figures[f"{side}_clipped"] = float(found.clipped.max())
-    return CacheRecord(name, str(scheme), figures)

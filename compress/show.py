@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from compress.api import Result
+from compress.evaluation.calibration import interval, most_clipped, percent
 from compress.evaluation.evaluate import Evaluation
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
+from compress.record import RangeRecord
 from compress.source import find_source
 
 MIB = 2**20
@@ -42,8 +45,10 @@ def result(made: Result, model: str) -> None:
     if losses:
         own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
         out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    if made.record.ranges:
+        out.print(escape(clipped(made.record.ranges)))
     if made.record.caches:
-        out.print(f"keys and values of {len(made.record.caches)} attentions: {made.record.caches[0].scheme}")
+        out.print(f"keys and values of {len(made.record.caches)} attentions: {next(iter(made.record.caches.values()))}")
     kinds: dict[str, int] = {}
     for reason in made.record.left_alone.values():
         kinds[reason] = kinds.get(reason, 0) + 1
@@ -68,6 +73,19 @@ def result(made: Result, model: str) -> None:
         out.print(
             f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
         )
+
+
+def clipped(ranges: Sequence[RangeRecord]) -> str:
+    """How much of a tensor the calibrated ranges cut off at most, in a line."""
+    worst = most_clipped(ranges)
+    count = f"{len(ranges)} calibrated ranges"
+    if worst is None:
+        return f"{count}: what they clip was not counted (--set histograms=true counts it)"
+    unknown = sum(each.clipped is None for each in ranges)
+    rest = f"; not counted for {unknown} (--set histograms=true counts it)" if unknown else ""
+    if not worst.clipped:
+        return f"{count}: nothing is clipped{rest}"
+    return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
 
 
 def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
@@ -103,6 +121,36 @@ def kernels(rows: Sequence[KernelRow], device: str) -> None:
         shape = " x ".join(map(str, row.shape))
         table.add_row(row.name, shape, row.scheme, *row.kernels.values(), "; ".join(row.why_not))
     console().print(table)
+
+
+def calibration(ranges: Sequence[RangeRecord]) -> None:
+    """One row per range that calibration fixed, the one that clips most in bold, and a sentence about all."""
+    table = Table()
+    for heading in ("tensor", "calibrator", "observed", "range", "clipped", "tokens"):
+        side: Literal["left", "right"] = "left" if heading in ("tensor", "calibrator") else "right"
+        table.add_column(heading, justify=side, overflow="fold")
+    worst = most_clipped(ranges)
+    for each in ranges:
+        name = ", ".join((each.tensor, *(_beside(each.tensor, other) for other in each.also)))
+        about = name if each.role == "input" else f"{each.role} of {name}"
+        several = f" ({each.ranges} ranges)" if each.ranges > 1 else ""
+        table.add_row(
+            escape(about),
+            escape(each.calibrator),
+            interval(each.lowest, each.highest),
+            interval(each.low, each.high) + several,
+            percent(each.clipped),
+            f"{each.tokens}",
+            style="bold" if each is worst and each.clipped else None,
+        )
+    out = console()
+    out.print(table)
+    out.print(escape(clipped(ranges)))
+
+
+def _beside(name: str, other: str) -> str:
+    """`other` without the path that it shares with `name`."""
+    return other.removeprefix(name[: name.rfind(".") + 1])
 
 
 def inspection(rows: Sequence[Row], size: Size) -> None:

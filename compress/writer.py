@@ -33,7 +33,7 @@ from compress.errors import CheckpointError, InputError
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
 from compress.passes.base import Decision
-from compress.record import CacheRecord, Finished, LayerRecord
+from compress.record import Finished, LayerRecord, RangeRecord
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of
@@ -175,9 +175,9 @@ class Writer:
                 "--overwrite"
             ) from None
         described = [FoldRecord(**record) for record in entry["fold_records"]]
+        ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
         caches = {name: self._read_cache(name, where) for name, where in entry["caches"].items()}
-        noted = [CacheRecord(**record) for record in entry["cache_records"]]
-        return Finished(decided, records, entry["left_alone"], folded, described, caches, noted)
+        return Finished(decided, records, entry["left_alone"], folded, described, ranges, caches)
 
     def _read_cache(self, name: str, where: Mapping[str, Any]) -> CacheCodes:
         scheme = CacheScheme(**where["scheme"])
@@ -242,11 +242,11 @@ class Writer:
             "files": files,
             "layers": all_layers,
             "records": [asdict(r) for r in finished.records],
+            "ranges": [asdict(r) for r in finished.ranges],
             "left_alone": dict(finished.left_alone),
             "fold_records": [asdict(r) for r in finished.fold_records],
             "folds": self._save_folds(finished.folded),
             "caches": {n: {"file": first_file, "scheme": asdict(c.scheme)} for n, c in finished.caches.items()},
-            "cache_records": [asdict(r) for r in finished.cache_records],
         }
         state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
         self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)

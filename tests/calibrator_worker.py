@@ -14,7 +14,6 @@ from compress.observers import Range
 
 CHANNELS = 5
 GRIDS = [Grid(bits=8, granularity="tensor"), Grid(bits=4, granularity="channel", symmetric=False)]
-KEPT = {"percentile", "mse", "kl"}
 
 
 def micro_batches() -> list[torch.Tensor]:
@@ -30,8 +29,7 @@ def calibrated(comm: Comm, batches: list[torch.Tensor]) -> list[Range]:
     found = []
     for grid in GRIDS:
         for name in OPTIONS:
-            options = {"keep_histogram": True} if name in KEPT else {}
-            statistic = calibrator(name, grid, **options)(CHANNELS, torch.device("cpu"))
+            statistic = calibrator(name, grid, keep_histogram=True)(CHANNELS, torch.device("cpu"))
             for batch in batches[comm.rank :: comm.world]:
                 statistic.update(batch, None)
             statistic.sync(comm)

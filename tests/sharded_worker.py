@@ -30,7 +30,7 @@ FOLDING = {
         compress.RTN(scheme="w8a16", group_size=-1),
         compress.KVCache(granularity="head", calibrator="percentile", percentile=99.0),
     ],
-    "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl")],
+    "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl", histograms=True)],
     "w8a8": [
         compress.GPTQ(
             scheme="w8a8",
@@ -38,6 +38,7 @@ FOLDING = {
             activations="static",
             activation_grid="asymmetric",
             calibrator="moving-average",
+            histograms=True,
         )
     ],
 }
@@ -129,6 +130,8 @@ def main(folder: Path) -> None:
         values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:
             torch.save(values, folder / "cnn-2.pt")
+    else:
+        compress.quantize(folder / "model", FOLDING["w8a8"], output=folder / f"w8a8-{comm.world}", **common)
     dist.barrier()
     if comm.rank == 0:
         (folder / f"found-{comm.world}.json").write_text(json.dumps(found))

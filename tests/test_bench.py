@@ -12,6 +12,7 @@ import torch
 from commands import command
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compress import page
 from compress.bench import check, decoder, dense, linears, memory, models, options, plot
 from compress.bench.generation import Generation
 from compress.bench.report import Report
@@ -86,7 +87,7 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
 
 
 def test_a_page_without_plotly_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(page, "find_spec", lambda _: None)
     found = command(*LINEARS, "--html", tmp_path / "speed.html", "--json", tmp_path / "speed.json")
     assert found.code == 2
     assert (

@@ -23,7 +23,7 @@ from compress.comm import Comm
 from compress.entropy import _Prefix
 from compress.errors import CompressError, InputError
 from compress.grid import Grid, decode, encode, quantize
-from compress.histogram import Histogram, folded, in_order, used_bins
+from compress.histogram import Histogram, folded, in_order, merged, merged_edge, pooled, used_bins
 from compress.observers import Range
 
 CPU = torch.device("cpu")
@@ -409,7 +409,7 @@ SPLITS = [[TOKENS], [1, TOKENS - 1], [100, 0, 200, 100], [57] * 7 + [1]]
 def test_three_ranks_in_any_order_are_one_pass(name, granularity):
     x = columns()[:, ::4]
     order = np.random.default_rng(0)
-    options = {"bins": BINS, "keep_histogram": True} if name in SEARCHES else {}
+    options = {"keep_histogram": True, **({"bins": BINS} if name in SEARCHES else {})}
     for kind, split in zip(["symmetric", "unsigned", "asymmetric", "asymmetric"], SPLITS, strict=True):
         grid = make_grid(kind, granularity=granularity)
         one = found_by(name, grid, x, **options)
@@ -427,7 +427,8 @@ def test_three_ranks_in_any_order_are_one_pass(name, granularity):
 def test_moving_average_of_three_ranks_is_that_of_one_process(split, granularity):
     x = columns()[:, ::4]
     for kind in KINDS:
-        make = calibrator("moving-average", make_grid(kind, granularity=granularity), momentum=0.3)
+        grid = make_grid(kind, granularity=granularity)
+        make = calibrator("moving-average", grid, momentum=0.3, keep_histogram=True)
         one = make(x.shape[1], CPU)
         parts = list(x.split(split))
         for part in parts:
@@ -520,6 +521,65 @@ def test_many_values_are_counted_in_pieces(monkeypatch):
     pieces.update(x, x.abs().amax(0))
     assert torch.equal(whole.counts, pieces.counts)
     assert whole.counts.sum() == x.numel()
+
+
+@pytest.mark.parametrize("bins", [512, 2048])
+def test_a_histogram_merges_to_a_sixteenth_of_every_magnitude(bins):
+    values = columns()[:, [5, 0, 52]].flatten()
+    histogram = Histogram(1, CPU, bins)
+    histogram.update(values[:, None], values.abs().max()[None])
+    width = histogram.width.item()
+    edges = [*range(16), *(k << octave for octave in range(bins.bit_length() - 5) for k in range(16, 32)), bins]
+    assert [merged_edge(i) for i in range(len(edges))] == edges
+    for side, x in zip(merged(histogram.counts[0]), (-values[values < 0], values[values >= 0]), strict=True):
+        places = np.searchsorted(np.array(edges) * width, x.double().numpy(), side="right") - 1
+        assert side == np.bincount(places).tolist()
+    assert merged(torch.zeros(2, bins, dtype=torch.int64)) == ([], [])
+
+
+def test_rows_of_different_widths_are_counted_together():
+    x = columns()[:, ::7]
+    rows, one = Histogram(x.shape[1], CPU, BINS), Histogram(1, CPU, BINS)
+    rows.update(x, x.abs().amax(0))
+    one.update(x, x.abs().amax()[None])
+    counts, width = pooled(rows.counts, rows.width)
+    assert torch.equal(counts, one.counts[0])
+    assert width == one.width.item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_kept_histogram_is_of_all_values_and_changes_no_range(name, kind):
+    x = columns()
+    split = [100, 300]
+    kept, plain = (found_by(name, make_grid(kind), x, split, keep_histogram=keep) for keep in (True, False))
+    assert plain.counts is None
+    for field in ("lo", "hi", "lowest", "highest", "tokens", "method"):
+        one, other = getattr(kept, field), getattr(plain, field)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert plain.clipped is None or torch.equal(kept.clipped, plain.clipped)
+    for i, column in enumerate(x.T.numpy()):
+        negative, positive, width = reference_histogram(column, 2048)
+        assert kept.width[i].item() == width
+        assert kept.counts[i].tolist() == [negative.tolist(), positive.tolist()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["minmax", "moving-average"])
+def test_what_a_range_clips_is_counted_in_whole_bins(name, kind):
+    """Exactly where the bounds are the extremes; else at most the two bins that hold the bounds are not counted."""
+    x = columns()
+    found = found_by(name, make_grid(kind), x, [100, 300], keep_histogram=True)
+    outside = ((x < found.lo) | (x > found.hi)).double().mean(0)
+    if name == "minmax":
+        assert torch.allclose(found.clipped.double(), outside, atol=1e-7)
+        assert bool(found.clipped.any()) == (kind == "unsigned")
+        return
+    assert (found.clipped <= outside + 1e-6).all()
+    places = {bound: (value.abs() / found.width).floor() for bound, value in (("lo", found.lo), ("hi", found.hi))}
+    held = [((x.abs() / found.width).floor() == place).double().mean(0) for place in places.values()]
+    assert (found.clipped >= outside - held[0] - held[1] - 1e-6).all()
+    assert (found.clipped > 0).sum() > 10
 
 
 # --- what every range is -------------------------------------------------------------------------------------------
@@ -710,7 +770,7 @@ def test_the_scale_of_the_largest_numbers_is_finite():
     [
         ("percentil", {}, {}, "unknown calibrator 'percentil'; did you mean 'percentile'"),
         ("percentile", {}, {"percentil": 99}, "unknown option of percentile 'percentil'; did you mean"),
-        ("minmax", {}, {"bins": 2048}, "option 'bins' of minmax, which has none; leave it out"),
+        ("minmax", {}, {"bins": 2048}, "unknown option of minmax 'bins'; allowed: keep_histogram"),
         ("mse", {}, {"momentum": 0.1}, "unknown option of mse 'momentum'; allowed: bins, keep_histogram"),
         ("percentile", {}, {"percentile": 0.9999}, r"is 0\.9999; allowed: a number above 50, up to 100"),
         ("percentile", {}, {"percentile": math.nan}, "is nan; allowed"),

@@ -390,7 +390,10 @@ OTHERS: dict[str, Case] = {
         ("prompt is empty", "at least one token"),
     ),
     "verify: not of this tool": (lambda d: command("verify", d.model), ("no compress.json", "of this tool")),
-    "methods: unknown": (lambda d: command("methods", "gtpq"), ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn")),
+    "methods: unknown": (
+        lambda d: command("methods", "gtpq"),
+        ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
+    ),
     "demo: overwrite of nothing": (lambda d: command("demo", "--overwrite"), ("--overwrite needs --output",)),
     "demo: wrong group size": (lambda d: command("demo", "--group-size", 100), ("group size 100", "256")),
 }

@@ -242,6 +242,15 @@ def test_what_is_quantized_already_is_not_folded():
         (lambda: compress.SmoothQuant(rounding="up"), "rounding 'up'; allowed: nearest, none"),
         (lambda: compress.AWQ(statistics="int8"), "statistics 'int8'"),
         (lambda: compress.RTN(scheme="w8a8", calibrator="kl"), "give activations=static"),
+        (
+            lambda: compress.RTN(scheme="w8a8", histograms=True),
+            "histograms are of fixed ranges.*give activations=static",
+        ),
+        (lambda: compress.RTN(histograms=True), "histograms are of fixed ranges.*give activations=static"),
+        (
+            lambda: compress.SmoothQuant(activations="static", histograms=True, rounding="none"),
+            "histograms are of ranges that a pass fixes as it rounds",
+        ),
         (lambda: compress.RTN(scheme="w8a8", activations="static", calibrator="lk"), "unknown calibrator 'lk'"),
         (lambda: compress.RTN(scheme="w8a8", activations="static", percentile=99.0), "percentile is of the calibrator"),
         (

@@ -138,9 +138,10 @@ def test_ranges_are_those_of_real_tokens():
         widest = torch.maximum(widest, kept.abs().amax((0, 2)))
     scale = model.model.layers[0].self_attn.k_scale
     torch.testing.assert_close(scale.flatten(), widest / 127.5, rtol=1e-6, atol=0)
-    figures = result.record.caches[0].figures
-    assert figures["tokens"] == 2 * 16
-    assert figures["keys_high"] == pytest.approx(float(widest.max()))
+    keys, values = result.record.ranges[:2]
+    assert (keys.tensor, keys.role, values.role) == ("model.layers.0.self_attn", "keys", "values")
+    assert (keys.tokens, keys.ranges) == (2 * 16, 2)
+    assert keys.high == pytest.approx(float(widest.max()))
 
 
 def test_calibrators_clip_what_they_clip():
@@ -260,12 +261,19 @@ def test_a_cache_alone(tmp_path):
 
 def test_a_run_that_is_stopped_resumes_with_its_caches(tmp_path):
     source = save(build("llama"), tmp_path / "in")
-    common = {"passes": passes("int8", "head", calibrator="mse"), "calibration": tokens(), "verify": False}
+    common = {
+        "passes": passes("int8", "head", calibrator="mse", histograms=True),
+        "calibration": tokens(),
+        "verify": False,
+    }
     compress.quantize(source, output=tmp_path / "whole", **common)
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(source, output=tmp_path / "out", reporter=StopAfterOne(), **common)
     again = compress.quantize(source, output=tmp_path / "out", resume=True, **common)
     assert len(again.record.caches) == 2
+    assert [r.role for r in again.record.ranges] == ["keys", "values"] * 2
+    counts = again.record.ranges[0].histogram
+    assert sum(counts.negative) + sum(counts.rest) == tokens().numel() * 2 * 8
     same(tmp_path / "whole", tmp_path / "out")
 
 
@@ -308,6 +316,7 @@ def test_on_the_command_line(tmp_path):
         ({"type": "int4"}, "type 'int4'.*allowed: int8, fp8"),
         ({"granularity": "channel"}, "granularity 'channel'.*allowed: tensor, head, token"),
         ({"calibrator": "mse"}, "give granularity=head or tensor"),
+        ({"histograms": True}, "give granularity=head or tensor"),
         ({"granularity": "head", "calibrator": "best"}, "calibrator 'best'"),
         ({"granularity": "head", "percentile": 99.0}, "percentile is of the calibrator"),
         ({"type": "fp8", "granularity": "head", "calibrator": "kl"}, "evenly spaced codes"),

@@ -114,7 +114,7 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.progress", "compress.comm"),
+    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.page"),
     ("compress.kernels.*",),
     (
         "compress.grid",

@@ -91,6 +91,11 @@ def same(first: Path, second: Path) -> None:
     assert compressed == 14
 
 
+def ranges(output: Path) -> list[dict]:
+    """What calibration fixed, with its histograms."""
+    return json.loads((output / "compress.json").read_text())["ranges"]
+
+
 def test_two_ranks_decide_what_one_process_decides(folder, two):
     same(folder / "exact-1", folder / "exact-2")
     same(folder / "rtn-1", folder / "rtn-2")
@@ -100,6 +105,10 @@ def test_two_ranks_decide_what_one_process_decides(folder, two):
 @pytest.mark.parametrize("name", sorted(FOLDING))
 def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
     same(folder / f"{name}-1", folder / f"{name}-2")
+    one, other = (ranges(folder / f"{name}-{n}") for n in (1, 2))
+    assert one == other
+    assert all(found["histogram"] for found in one)
+    assert len(one) == (8 if name in ("smoothquant", "w8a8") else 0)
 
 
 def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
@@ -109,6 +118,8 @@ def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
 def test_three_ranks_decide_what_one_process_decides(folder, two):
     launch(folder, 3)
     same(folder / "exact-1", folder / "exact-3")
+    same(folder / "w8a8-1", folder / "w8a8-3")
+    assert ranges(folder / "w8a8-1") == ranges(folder / "w8a8-3")
 
 
 def test_in_float32_two_ranks_lose_what_one_process_loses(folder, two):

@@ -1,27 +1,19 @@
-"""A report as one page of plots that needs no network: plotly's script is inside it."""
+"""A report as one page of plots (`compress.page`)."""
 
 import html
 import json
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from compress.bench.report import Report
 from compress.bench.table import skipped
-from compress.errors import InputError
+from compress.page import write_page
 
-STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
 HEIGHT = 420
 
 
-def check_plotly() -> None:
-    """Raises InputError where plotly is not installed: before the work whose figures it is to show."""
-    if find_spec("plotly") is None:
-        raise InputError("--html needs plotly; install the report extra: pip install 'compress-models[report]'")
-
-
-def write_page(report: Report, path: Path) -> None:
+def write_plots(report: Report, path: Path) -> None:
     """Write the page; it appears when it is complete."""
     go, io = import_module("plotly.graph_objects"), import_module("plotly.io")
     figures = linear_figures(report) if report.what == "linears" else model_figures(report)
@@ -31,19 +23,9 @@ def write_page(report: Report, path: Path) -> None:
         parts.append(io.to_html(made, full_html=False, include_plotlyjs=i == 0))
     facts = {**report.facts, "settings": report.settings, "ceilings": report.ceilings}
     lines = [f"not measured: {line}" for line in skipped(report.results)] + list(dict.fromkeys(report.notes))
-    heading = html.escape(f"compress bench: {report.facts['device']}")
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}</title><style>{STYLE}</style>'
-        f"</head><body><h1>{heading}</h1>{''.join(parts)}"
-        + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-        + f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre></body></html>\n"
-    )
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    parts += [f"<p>{html.escape(line)}</p>" for line in lines]
+    parts.append(f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>")
+    write_page(path, f"compress bench: {report.facts['device']}", "".join(parts))
 
 
 def linear_figures(report: Report) -> list[tuple[str, dict[str, Any]]]:

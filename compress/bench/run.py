@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from compress.bench import plot
 from compress.bench.linears import bench_linears
 from compress.bench.models import bench_model
 from compress.bench.options import linear_options, model_options
+from compress.bench.plot import write_plots
 from compress.bench.report import Report
+from compress.page import check_plotly
 from compress.progress import Reporter
 
 
@@ -20,7 +21,7 @@ def run_bench(model: str | None, json_file: Path | None, page: Path | None, repo
     Raises InputError before anything is measured.
     """
     if page is not None:
-        plot.check_plotly()
+        check_plotly()
     if model is None:
         linear = linear_options(**given)
         settings = {"shapes": [list(shape) for shape in linear.shapes], "tokens": list(linear.tokens)}
@@ -35,7 +36,7 @@ def run_bench(model: str | None, json_file: Path | None, page: Path | None, repo
         bench_model(whole, report, reporter)
     report.finish()
     if page is not None:
-        plot.write_page(report, page)
+        write_plots(report, page)
     return report
 
 

@@ -164,6 +164,7 @@ class QuantizeWeights(Pass):
     calibration (`static`).
     activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
     `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
+    histograms: keep a histogram of what each static range was chosen from, for `compress inspect OUT --calibration`.
     """
 
     reads: ClassVar[Aspect] = "dense weight"
@@ -178,6 +179,7 @@ class QuantizeWeights(Pass):
     activation_grid: Literal["symmetric", "asymmetric"] = "symmetric"
     calibrator: str = "minmax"
     percentile: float = PERCENTILE
+    histograms: bool = False
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:
@@ -227,6 +229,8 @@ class QuantizeWeights(Pass):
             self._calibrator()
         elif self.calibrator != "minmax":
             raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
+        elif self.histograms:
+            raise InputError("histograms are of fixed ranges, and none is fixed; give activations=static with them")
         if self.calibrator != "percentile" and self.percentile != PERCENTILE:
             raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
 
@@ -234,7 +238,7 @@ class QuantizeWeights(Pass):
         grid = self.input_grid()
         assert grid is not None
         options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
-        return calibrator(self.calibrator, grid, **options)
+        return calibrator(self.calibrator, grid, keep_histogram=self.histograms, **options)
 
     def input_grid(self) -> Grid | None:
         """The 8-bit grid of a layer's input; None where it stays as it is."""
@@ -308,6 +312,8 @@ class FoldThenRound(QuantizeWeights):
         super().__post_init__()
         if self.rounding not in ("nearest", "none"):
             raise InputError(f"rounding {self.rounding!r}; allowed: nearest, none")
+        if self.histograms and not self.rounds:
+            raise InputError("histograms are of ranges that a pass fixes as it rounds; give them to the pass that does")
 
     @property
     def writes(self) -> Aspect:  # type: ignore[override]

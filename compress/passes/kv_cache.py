@@ -1,7 +1,7 @@
 """Key-value caches in 8 bits: int8 or float8, fitted to every token and head, or calibrated per head or tensor.
 
-What attentions keep of a token takes half the bytes that 16 bits take (per token: and four more for each head). Keys and
-values are rounded where they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
+What attentions keep of a token takes half the bytes that 16 bits take (per token: and four more for each head). Keys
+and values are rounded where they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
 
     token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
     head    a scale for every key-value head, calibrated (static)
@@ -32,7 +32,8 @@ class KVCache(Pass):
     """8-bit key-value caches.
 
     type: int8 or fp8 (e4m3). granularity: token, head or tensor. calibrator: of head and tensor: minmax,
-    moving-average, percentile (see `percentile`), mse or kl (int8 only).
+    moving-average, percentile (see `percentile`), mse or kl (int8 only). histograms: keep a histogram of what each
+    range was chosen from, for `compress inspect OUT --calibration`.
     """
 
     name: ClassVar[str] = "kv-cache"
@@ -42,6 +43,7 @@ class KVCache(Pass):
     granularity: CacheGranularity = "token"
     calibrator: str = "minmax"
     percentile: float = PERCENTILE
+    histograms: bool = False
 
     def __post_init__(self) -> None:
         if self.type not in ("int8", "fp8"):
@@ -50,9 +52,10 @@ class KVCache(Pass):
             allowed = ", ".join(get_args(CacheGranularity))
             raise InputError(f"granularity {self.granularity!r} of a key-value cache; allowed: {allowed}")
         one_of("calibrator", self.calibrator, OPTIONS)
-        if self.scheme.dynamic and (self.calibrator != "minmax" or self.percentile != PERCENTILE):
+        chosen = self.calibrator != "minmax" or self.percentile != PERCENTILE or self.histograms
+        if self.scheme.dynamic and chosen:
             raise InputError(
-                "calibrator and percentile are for fixed ranges; give granularity=head or tensor with them"
+                "calibrator, percentile and histograms are of fixed ranges; give granularity=head or tensor with them"
             )
         if self.calibrator != "percentile" and self.percentile != PERCENTILE:
             raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
@@ -67,7 +70,8 @@ class KVCache(Pass):
         if self.scheme.dynamic:
             return {}
         options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
-        return {"range": calibrator(self.calibrator, self.scheme.grid, **options)}
+        make = calibrator(self.calibrator, self.scheme.grid, keep_histogram=self.histograms, **options)
+        return {"range": make}
 
     def decide(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
         """From the ranges of keys and values, [1] or [H], the scales in their stored dtype."""
