@@ -57,8 +57,12 @@ def judged(model, tokenizer, pairs):
         (compress.RTN(scheme="w8a8"), 0.99),
         (compress.SmoothQuant(), 0.99),
         (compress.RTN(scheme="w8a8", activations="static", calibrator="percentile"), 0.98),
+        (compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric"), 0.99),
+        (compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric", calibrator="mse"), 0.99),
     ],
-    ids=lambda m: f"{m.name}-{m.activations}" if isinstance(m, compress.Pass) else "",
+    ids=lambda m: (
+        f"{m.name}-{m.activations}-{m.activation_grid}-{m.calibrator}" if isinstance(m, compress.Pass) else ""
+    ),
 )
 def test_embeddings_of_an_int8_encoder(minilm, method, cosine):
     original, tokenizer, pairs, batches = minilm
