@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from compress.architecture import find_stacks
 from compress.cache import attentions, cache_entry, has_cache_format
+from compress.caching import head_sizes
 from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
@@ -129,10 +130,12 @@ def quantize(
             f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
         ) from None
     sink: Writer | Discard = Discard()
+    cache: dict[str, Any] | None = None
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
-        _check_storable(plan_, network)
+        _check_storable(plan_)
+        cache = _cache_entry(plan_, network)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
     if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
@@ -155,7 +158,7 @@ def quantize(
             run(network, plan_, mine, residency, sink, comm, record, reporter)
     result = Result(record)
     if isinstance(sink, Writer):
-        _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter)
+        _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter, cache)
         result.output = sink.output
         small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
         if verify or small:
@@ -184,9 +187,9 @@ def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
         raise
 
 
-def _check_storable(plan_: Plan, model: nn.Module) -> None:
-    """Refuse layers that round their input, and caches, for which compressed-tensors has no format: a dense weight in
-    the checkpoint would not say so."""
+def _check_storable(plan_: Plan) -> None:
+    """Refuse layers that round their input and for which compressed-tensors has no format: a dense weight in the
+    checkpoint would not say so."""
     for layer in (layer for layers in plan_.layers.values() for layer in layers if not layer.has_format):
         for p in plan_.passes:
             if p.rounds_inputs and p.wants(layer.name):
@@ -194,31 +197,33 @@ def _check_storable(plan_: Plan, model: nn.Module) -> None:
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
                     f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
                 )
-    if plan_.kv is not None:
-        strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
-        if strange is not None:
-            raise InputError(
-                f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
-                "compressed-tensors do not round; leave kv-cache or the output out"
-            )
-        _cache_entry(plan_, model)
 
 
 def _cache_entry(plan_: Plan, model: nn.Module) -> dict[str, Any] | None:
-    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for a configuration that
-    lacks what readers need."""
+    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
+    not round, or not so."""
     if plan_.kv is None:
         return None
+    strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
+    if strange is not None:
+        raise InputError(
+            f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
+            "compressed-tensors do not round; leave kv-cache or the output out"
+        )
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    size = getattr(text, "head_dim", None)
-    if size is None and getattr(text, "num_attention_heads", None):
-        size = text.hidden_size // text.num_attention_heads
-    if not isinstance(size, int) or not isinstance(getattr(text, "num_key_value_heads", None), int):
+    if not isinstance(getattr(text, "num_key_value_heads", None), int):
         raise InputError(
             f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
             "compressed-tensors do not round a cache; leave kv-cache or the output out"
         )
+    sizes = head_sizes(model) if plan_.kv.scheme.dynamic else set()
+    if len(sizes) > 1:
+        raise InputError(
+            f"{type(model).__name__} has keys and values of {' and '.join(map(str, sorted(sizes)))} elements per head; "
+            "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
+        )
+    size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return cache_entry(plan_.kv.scheme, size)
 
 
@@ -349,6 +354,7 @@ def _finish(
     tokens: Tokens | None,
     comm: Comm,
     reporter: Reporter,
+    cache: dict[str, Any] | None,
 ) -> None:
     schemes = sink.schemes()
     if sink.dense_layers():
@@ -380,8 +386,8 @@ def _finish(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             extra["generation_config.json"] = generation.to_json_string()
-    if config is not None and (schemes or plan_.kv is not None):
-        config["quantization_config"] = quantization_config(schemes, model, _cache_entry(plan_, model))
+    if config is not None and (schemes or cache is not None):
+        config["quantization_config"] = quantization_config(schemes, model, cache)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     manifest = {
         "compress": VERSION,

@@ -10,7 +10,7 @@ from compress.cache import attentions, seeing_caches
 from compress.calibrators import Range
 from compress.comm import Comm
 from compress.errors import CompressError
-from compress.forward import Call
+from compress.forward import Call, without_data
 from compress.stats import Statistic, StatisticFactory
 
 
@@ -18,6 +18,24 @@ def cache_names(block: nn.Module, block_name: str) -> dict[str, nn.Module]:
     """The attentions of a block that fill a cache, by full name."""
     prefix = f"{block_name}." if block_name else ""
     return {prefix + name: module for name, module in attentions(block).items()}
+
+
+def head_sizes(model: nn.Module) -> set[int]:
+    """The sizes of heads in the caches of a model of tokens, from one forward on tensors without data, as far as that
+    goes: what depends on data ends it."""
+    sizes: set[int] = set()
+
+    def see(keys: Tensor, values: Tensor) -> None:
+        sizes.update((keys.shape[-1], values.shape[-1]))
+
+    device = next(model.parameters()).device
+    with seeing_caches(dict.fromkeys(attentions(model).values(), see)):
+        try:
+            with without_data() as mode:
+                model(input_ids=mode.from_tensor(torch.zeros(1, 2, dtype=torch.long, device=device)), use_cache=False)
+        except Exception:  # noqa: BLE001 - whatever tracing cannot do: what was seen before it counts
+            pass
+    return sizes
 
 
 class _Watcher:

@@ -11,6 +11,7 @@ installed and the forwards resume. One forward per block and micro-batch, and ev
 prefix of its own block.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -261,7 +262,7 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
     stand_ins = [_Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
     with _swapped(stack.container, stand_ins):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with without_data() as mode:
                 model(**tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, dict(batch)))
         except Exception:  # noqa: BLE001 - a head that cannot be traced says nothing about the blocks before it
             pass
@@ -282,13 +283,26 @@ class Structure:
     traced: bool
 
 
+@contextmanager
+def without_data() -> Iterator[FakeTensorMode]:
+    """Within: tensors have shapes and no data. What cannot be computed so raises, and torch logs no errors about it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        logger.setLevel(level)
+
+
 def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Structure:
     """Which layers share an input, from one forward on tensors without data.
 
     A block whose control flow depends on data is run for real on the micro-batch instead (traced=False).
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_data() as mode:
             fake = tree_map(
                 lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (call.args, dict(call.kwargs))
             )
@@ -332,7 +346,7 @@ def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) 
 def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the block would return, on tensors without data (a plain tensor where that cannot be told)."""
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with without_data() as mode:
             fake = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))
             return block(*fake[0], **fake[1])
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can

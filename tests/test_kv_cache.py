@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 from commands import StopAfterOne, command, make_llama, save
-from models import build, tokens
+from models import GATED, build, tokens
 from safetensors.torch import load_file, save_file
 from test_sharded import same
-from transformers import DynamicCache, StaticCache
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
 
 import compress
 from compress.cache import CacheScheme, attentions, decode_states, encode_states, rounded_cache
@@ -350,6 +350,32 @@ def test_caches_that_readers_would_not_round_are_not_written(family, message, tm
     with pytest.raises(InputError, match=message):
         compress.quantize(build(family), passes("int8", "token"), output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_keys_and_values_of_two_sizes_have_no_dynamic_format(tmp_path, caplog):
+    """Latent attention: its keys carry a rotary part beside what its values have."""
+    config = DeepseekV3Config(
+        **{**GATED, "num_key_value_heads": 4, "head_dim": 8},
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    model = DeepseekV3ForCausalLM(config).eval()
+    with pytest.raises(InputError, match="8 and 16 elements per head.*granularity=head or tensor"):
+        compress.quantize(model, passes("int8", "token"), output=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    compress.quantize(model, passes("int8", "head"), calibration=tokens(), output=tmp_path / "out", verify=False)
+    expected = outputs(model, probe(96))
+    torch.testing.assert_close(outputs(compress.load(tmp_path / "out"), probe(96)), expected, rtol=1e-4, atol=1e-5)
+    assert not [r for r in caplog.records if "fake_tensor" in r.name]  # tracing without data is tried, quietly
 
 
 def test_a_model_is_not_rounded_twice():
