@@ -369,7 +369,7 @@ def test_keys_and_values_of_two_sizes_have_no_dynamic_format(tmp_path, caplog):
         topk_group=1,
     )
     model = DeepseekV3ForCausalLM(config).eval()
-    with pytest.raises(InputError, match="8 and 16 elements per head.*granularity=head or tensor"):
+    with pytest.raises(InputError, match=r"8 and 16 elements per head.*granularity=head or tensor"):
         compress.quantize(model, passes("int8", "token"), output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     compress.quantize(model, passes("int8", "head"), calibration=tokens(), output=tmp_path / "out", verify=False)
