@@ -17,13 +17,13 @@ from torch import Tensor
 from compress.errors import CheckpointError
 from compress.grid import Quantized
 from compress.kernels.pack import pack_rows, unpack_rows
-from compress.scheme import InputCodes, Scheme, scheme_of
+from compress.scheme import ActivationCodes, Scheme, scheme_of
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
 
 
-def tensors_of(layer: str, quantized: Quantized, inputs: InputCodes | None = None) -> dict[str, Tensor]:
+def tensors_of(layer: str, quantized: Quantized, inputs: ActivationCodes | None = None) -> dict[str, Tensor]:
     """The tensors that stand for one compressed layer."""
     scheme = scheme_of(quantized.grid, inputs)
     bits = quantized.grid.bits
@@ -104,12 +104,12 @@ def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     return Quantized(unpack_rows(parts["weight_packed"], bits, columns), scale, zero_point, scheme.weights)
 
 
-def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> InputCodes | None:
+def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> ActivationCodes | None:
     """How the input of a layer is rounded, from its tensors."""
     if scheme.inputs is None or scheme.dynamic:
-        return None if scheme.inputs is None else InputCodes(scheme.inputs)
+        return None if scheme.inputs is None else ActivationCodes(scheme.inputs)
     zero_point = tensors.get(f"{layer}.input_zero_point")
-    return InputCodes(
+    return ActivationCodes(
         scheme.inputs,
         tensors[f"{layer}.input_scale"].reshape(1, 1),
         None if scheme.inputs.symmetric or zero_point is None else zero_point.reshape(1, 1),

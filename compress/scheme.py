@@ -53,7 +53,7 @@ HARMLESS_ORDERS = (None, False, "weight", "static")
 
 
 @dataclass(frozen=True)
-class InputCodes:
+class ActivationCodes:
     """How a layer's input is rounded to 8 bits: by a fixed scale and zero point [1, 1], or (None) for every token anew.
 
     scale is in its stored dtype, zero_point int8 or None where symmetric.
@@ -135,7 +135,7 @@ class Scheme:
         return parts
 
 
-def scheme_of(weights: Grid, inputs: InputCodes | None) -> Scheme:
+def scheme_of(weights: Grid, inputs: ActivationCodes | None) -> Scheme:
     """The scheme under which codes are stored."""
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"

@@ -16,7 +16,7 @@ from compress.grid import Quantized
 from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
 from compress.nn import QuantLinear
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 from compress.source import Source, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -81,7 +81,7 @@ def rounded_product(layer: QuantLinear, x: Tensor) -> Tensor:
     if layer.scheme.inputs is not None:
         fixed = {"scale": getattr(layer, "input_scale", None), "zero_point": getattr(layer, "input_zero", None)}
         given = {key: None if value is None else value.reshape(1, 1) for key, value in fixed.items()}
-        x = InputCodes(layer.scheme.inputs, **given).fake_quantize(x)
+        x = ActivationCodes(layer.scheme.inputs, **given).fake_quantize(x)
     return nn.functional.linear(x, layer.dequantize(), layer.bias)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.convolution import Geometry, samples
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 
 
 class RoundInput:
@@ -16,7 +16,7 @@ class RoundInput:
     What a token is to a linear layer, a sample is to a convolution: a dynamic range is fitted to each.
     """
 
-    def __init__(self, codes: InputCodes, geometry: Geometry | None = None) -> None:
+    def __init__(self, codes: ActivationCodes, geometry: Geometry | None = None) -> None:
         self.codes, self.geometry, self.active = codes, geometry, True
 
     def rounded(self, x: Tensor) -> Tensor:

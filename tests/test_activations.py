@@ -14,7 +14,7 @@ from compress.grid import Grid, quantize
 from compress.kernels import reference
 from compress.lowbit import compressed_layers
 from compress.nn import Int8Linear, PackedLinear
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 from compress.source import find_source
 from compress.verify import load_with_transformers, outputs, probe
 
@@ -34,11 +34,11 @@ def calibration_of(method):
 def test_rounded_inputs_are_what_the_kernels_multiply():
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0)) * 3
     codes, scale, _ = reference.quantize_tokens(x)
-    dynamic = InputCodes(Grid(bits=8, granularity="token"))
+    dynamic = ActivationCodes(Grid(bits=8, granularity="token"))
     assert dynamic.dynamic
     assert torch.equal(dynamic.fake_quantize(x.view(1, 5, 48))[0], codes.float() * scale[:, None])
     fixed, zero = torch.tensor([[0.02]]), torch.tensor([[7]], dtype=torch.int8)
-    static = InputCodes(Grid(bits=8, symmetric=False, granularity="tensor"), fixed, zero)
+    static = ActivationCodes(Grid(bits=8, symmetric=False, granularity="tensor"), fixed, zero)
     codes = reference.quantize_static(x, fixed[0], zero[0].int())
     assert torch.equal(static.fake_quantize(x), (codes.float() - 7) * 0.02)
     assert static.fake_quantize(x.bfloat16()).dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from compress.convolution import elements, geometry_of, patches, patches_in_part
 from compress.errors import CompressError, InputError
 from compress.grid import Grid, quantize
 from compress.integer import integer_layer
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 PLAIN = {"drift": 0.0, "statistics": "float64"}
@@ -393,7 +393,7 @@ def test_a_trained_cnn_in_integers_only():
         logits = model(data.unseen)
     grid = inputs[0].grid
     last = quantize(logits.reshape(1, -1), grid, torch.float32)
-    outputs = [*inputs[1:], InputCodes(grid, last.scale, last.zero_point)]
+    outputs = [*inputs[1:], ActivationCodes(grid, last.scale, last.zero_point)]
     first = quantize(data.unseen.reshape(1, -1), grid, torch.float32, inputs[0].scale, inputs[0].zero_point)
     codes = first.codes.reshape(data.unseen.shape)
     for name, module, weight, inside, outside in zip(names, modules, weights, inputs, outputs, strict=True):

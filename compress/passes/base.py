@@ -19,7 +19,7 @@ from compress.comm import Comm
 from compress.errors import InputError, one_of
 from compress.fold import Merge, reduce_scales
 from compress.grid import Granularity, Grid, NumberType, Quantized, RangeChoice, suggest_groups
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 from compress.stats import StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
@@ -88,7 +88,7 @@ class Decision:
 
     weight: Quantized
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
-    inputs: InputCodes | None = None
+    inputs: ActivationCodes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,17 +256,17 @@ class QuantizeWeights(Pass):
     def needs(self) -> Mapping[str, StatisticFactory]:
         return {"range": self._calibrator()} if self.activations == "static" else {}
 
-    def input_codes(self, site: Site) -> dict[str, InputCodes]:
+    def input_codes(self, site: Site) -> dict[str, ActivationCodes]:
         """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale."""
         grid = self.input_grid()
         if grid is None:
             return {}
         if self.activations == "dynamic":
-            return dict.fromkeys(site.weights, InputCodes(grid))
+            return dict.fromkeys(site.weights, ActivationCodes(grid))
         codes = {}
         for name, dtype in site.scale_dtypes.items():
             scale, zero_point = (t.reshape(1, 1) for t in scale_and_zero_point(site.stats["range"], grid, dtype))
-            codes[name] = InputCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
+            codes[name] = ActivationCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
         return codes
 
     def weight_grid(self) -> Grid:
