@@ -96,7 +96,9 @@ class SmoothQuant(FoldThenRound):
         if self.activations == "dynamic":
             return ActivationCodes(grid)
         lowest, highest = (extreme / s_K for extreme in reader.stats["extremes"])
-        lo, hi = lowest.amin().clamp(max=0).reshape(1, 1), highest.amax().clamp(min=0).reshape(1, 1)
+        if not self.per_channel_inputs:
+            lowest, highest = lowest.amin(), highest.amax()
+        lo, hi = lowest.clamp(max=0).reshape(1, -1), highest.clamp(min=0).reshape(1, -1)
         scale, zero_point = scale_of_range(lo, hi, grid, reader.scale_dtype)
         return ActivationCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
 
