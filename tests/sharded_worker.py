@@ -27,6 +27,9 @@ FOLDING = {
         compress.GPTQ(group_size=16, statistics="float64"),
     ],
     "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl")],
+    "outputs": [
+        compress.SmoothQuant(activations="static", activation_grid="asymmetric", outputs="static", calibrator="mse")
+    ],
     "w8a8": [
         compress.GPTQ(
             scheme="w8a8",

@@ -175,7 +175,7 @@ class QuantizeWeights(Pass):
     activations: 8-bit inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
     calibration (`static`).
     activation_grid: `symmetric`; static only: `asymmetric`, or `unsigned` for inputs that are never negative (after a
-    ReLU; a negative one is an error), whose codes all lie above 0. calibrator: how a static range is chosen: `minmax`,
+    ReLU; a negative one is an error), whose 256 codes begin at 0. calibrator: how a static range is chosen: `minmax`,
     `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
     outputs: `static` also rounds what a layer returns, bias included, to 8 bits by a fixed range per tensor, found by
     the calibrator; as activation_grid says, but asymmetric where that is unsigned.
