@@ -25,7 +25,7 @@ SCHEMES = {
     "w8a8 outputs": {**STATIC, "outputs": "static"},
     "w8a8 asymmetric outputs": {**STATIC, "activation_grid": "asymmetric", "outputs": "static"},
     "w8a8 dynamic outputs": {"outputs": "static"},
-    "w8a8 per channel": {**STATIC, "activation_grid": "asymmetric", "per_channel_inputs": True},
+    "w8a8 per channel": {**STATIC, "per_channel_inputs": True},
     "fp8 dynamic": {},
     "fp8 static": STATIC,
     "fp8 outputs": {**STATIC, "outputs": "static"},
