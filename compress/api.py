@@ -188,8 +188,14 @@ def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
 
 
 def _check_storable(plan_: Plan) -> None:
-    """Refuse layers that round their input and for which compressed-tensors has no format: a dense weight in the
-    checkpoint would not say so."""
+    """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
+    that are stored dense, where the checkpoint would not say so."""
+    for p in plan_.passes:
+        if p.rounds_inputs and getattr(p.innermost, "per_channel_inputs", False):
+            raise InputError(
+                f"per_channel_inputs of {p.innermost.name} cannot be written: no format holds a scale per input "
+                "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
+            )
     for layer in (layer for layers in plan_.layers.values() for layer in layers if not layer.has_format):
         for p in plan_.passes:
             if p.rounds_inputs and p.wants(layer.name):

@@ -39,6 +39,12 @@ class Layer:
         return geometry_of(self.module) if is_convolution(self.module) else None
 
     @property
+    def channels(self) -> int:
+        """Of the input: K, or those of all groups of a convolution."""
+        geometry = self.geometry
+        return self.shape[1] if geometry is None else geometry.groups * self.parameter.shape[1]
+
+    @property
     def has_format(self) -> bool:
         """Whether compressed-tensors can hold it as codes; the others are stored dense."""
         return not self.transposed and self.geometry is None

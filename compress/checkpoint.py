@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.grid import Quantized
+from compress.grid import Grid, Quantized
 from compress.kernels.pack import pack_rows, unpack_rows
-from compress.scheme import InputCodes, Scheme, scheme_of
+from compress.scheme import ActivationCodes, Scheme, scheme_of
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
 
 
-def tensors_of(layer: str, quantized: Quantized, inputs: InputCodes | None = None) -> dict[str, Tensor]:
+def tensors_of(
+    layer: str, quantized: Quantized, inputs: ActivationCodes | None = None, outputs: ActivationCodes | None = None
+) -> dict[str, Tensor]:
     """The tensors that stand for one compressed layer."""
-    scheme = scheme_of(quantized.grid, inputs)
+    scheme = scheme_of(quantized.grid, inputs, outputs)
     bits = quantized.grid.bits
     scale = quantized.scale.expand(quantized.codes.shape[0], -1) if quantized.scale.shape[0] == 1 else quantized.scale
     tensors = {"weight_scale": scale[:1, 0] if scheme.one_scale else scale}
@@ -37,10 +39,11 @@ def tensors_of(layer: str, quantized: Quantized, inputs: InputCodes | None = Non
     if quantized.zero_point is not None:
         zero_point = quantized.zero_point.expand(scale.shape)
         tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
-    if inputs is not None and inputs.scale is not None:
-        tensors["input_scale"] = inputs.scale.reshape(1)
-        if inputs.zero_point is not None:
-            tensors["input_zero_point"] = inputs.zero_point.reshape(1)
+    for side, codes in (("input", inputs), ("output", outputs)):
+        if codes is not None and codes.scale is not None:
+            tensors[f"{side}_scale"] = codes.scale.reshape(1)
+            if codes.zero_point is not None:
+                tensors[f"{side}_zero_point"] = codes.zero_point.reshape(1)
     return {f"{layer}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
@@ -104,15 +107,22 @@ def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
     return Quantized(unpack_rows(parts["weight_packed"], bits, columns), scale, zero_point, scheme.weights)
 
 
-def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> InputCodes | None:
+def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> ActivationCodes | None:
     """How the input of a layer is rounded, from its tensors."""
     if scheme.inputs is None or scheme.dynamic:
-        return None if scheme.inputs is None else InputCodes(scheme.inputs)
-    zero_point = tensors.get(f"{layer}.input_zero_point")
-    return InputCodes(
-        scheme.inputs,
-        tensors[f"{layer}.input_scale"].reshape(1, 1),
-        None if scheme.inputs.symmetric or zero_point is None else zero_point.reshape(1, 1),
+        return None if scheme.inputs is None else ActivationCodes(scheme.inputs)
+    return _fixed(f"{layer}.input", tensors, scheme.inputs)
+
+
+def outputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> ActivationCodes | None:
+    """How the output of a layer is rounded, from its tensors."""
+    return None if scheme.outputs is None else _fixed(f"{layer}.output", tensors, scheme.outputs)
+
+
+def _fixed(what: str, tensors: Mapping[str, Tensor], grid: Grid) -> ActivationCodes:
+    zero_point = None if grid.symmetric else tensors.get(f"{what}_zero_point")
+    return ActivationCodes(
+        grid, tensors[f"{what}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)
     )
 
 

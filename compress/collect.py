@@ -2,18 +2,19 @@
 
 A linear layer has one set of statistics. So has a convolution, of its patches [M, K], which are the rows that its
 weight [N, K] multiplies; a grouped one has a set for each group, and the pass that decides sees each group as a layer
-of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups.
+of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups. So do those of an
+output, which is computed from what arrives once the layer is decided.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.architecture import Layer
 from compress.comm import Comm
-from compress.convolution import patches_in_parts
+from compress.convolution import elements, patches_in_parts
 from compress.forward import Arrival
 from compress.grid import Quantized
 from compress.passes.base import Decision
@@ -25,8 +26,8 @@ class Collector:
 
     def __init__(self, needs: Mapping[str, StatisticFactory], layer: Layer) -> None:
         columns, device = layer.shape[1], layer.weight.device
-        self.geometry, self.columns, self.device = layer.geometry, columns, device
-        made = {key: make(columns, device) for key, make in needs.items()}
+        self.geometry, self.channels, self.device = layer.geometry, layer.channels, device
+        made = {key: make(layer.channels, device) for key, make in needs.items()}
         if self.geometry is None:
             self.rows, self.parts = made, [dict[str, Statistic]()]
             return
@@ -38,7 +39,7 @@ class Collector:
     def update(self, arrival: Arrival | None) -> None:
         """Count a micro-batch; None is one that did not come by, which those that go by the order count, too."""
         if arrival is None:
-            nothing = torch.empty(0, self.columns, device=self.device)
+            nothing = torch.empty(0, self.channels, device=self.device)
             for statistic in self.rows.values():
                 statistic.update(nothing, nothing)
             return
@@ -92,6 +93,46 @@ def collected(
     collector.sync(comm)
     total = comm.all_reduce(torch.tensor(seen, device=layer.weight.device))
     return collector.results() if int(total) else None
+
+
+def collected_outputs(
+    needs: Mapping[str, StatisticFactory],
+    layers: Sequence[Layer],
+    arrivals: Iterable[Arrival | None],
+    entering: Callable[[nn.Module, Tensor], Tensor],
+    comm: Comm,
+) -> list[dict[str, Any]]:
+    """The finished statistics of what each layer of a site returns with its weight as it is now, over all micro-batches
+    and ranks. entering(layer, x): what it multiplies in place of x. A collective.
+
+    Raises CompressError, on every rank, where an output is not finite.
+    """
+    made = [{key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers]
+    problem = None
+    for arrival in arrivals:
+        for layer, statistics in zip(layers, made, strict=True):
+            y_MN = returned(layer, arrival, entering)
+            if not bool(torch.isfinite(y_MN).all()):
+                problem = problem or (
+                    f"the output of {layer.name} has non-finite values during calibration; the model overflows in this "
+                    "dtype"
+                )
+            for statistic in statistics.values():
+                statistic.update(y_MN, None)
+    comm.fail_together(problem)
+    for statistics in made:
+        for statistic in statistics.values():
+            statistic.sync(comm)
+    return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
+
+
+def returned(layer: Layer, arrival: Arrival | None, entering: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    """[M, N] what a layer makes of a micro-batch, bias included; of a convolution, rows of channels."""
+    if arrival is None:
+        return torch.empty(0, layer.shape[0], device=layer.weight.device)
+    x = arrival.x_MK if arrival.samples is None else arrival.samples
+    y = layer.module.forward(entering(layer.module, x))  # not called: its hooks belong to the forwards that wait
+    return y if layer.geometry is None else elements(y, layer.geometry)
 
 
 def _problem(layer: str, arrival: Arrival | None) -> str | None:

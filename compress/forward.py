@@ -12,7 +12,7 @@ prefix of its own block.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -405,6 +405,17 @@ class Arrival:
     reference_samples: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """What arrives at a site, one micro-batch after the other (None where one does not come by). All of them wait
+    there, so they can be walked again."""
+
+    walk: Callable[[], Iterator[Arrival | None]]
+
+    def __iter__(self) -> Iterator[Arrival | None]:
+        return self.walk()
+
+
 def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None) -> Arrival:
     """What arrives before a layer (and before the same layer of the original model).
 
@@ -429,17 +440,19 @@ def suspended_forward(
     calls: Sequence[Call],
     layers: Mapping[str, Layer],
     sites: Sequence[Sequence[str]],
-    visit: Callable[[int, Iterator[Arrival | None]], None],
+    visit: Callable[[int, Iterable[Arrival | None]], None],
     reference: Sequence[Call] | None,
     use_original: Callable[[bool], None],
     entering: Callable[[nn.Module, Tensor], Tensor] = lambda _, x: x,
+    leaving: Callable[[nn.Module, Tensor], Tensor] = lambda _, y: y,
 ) -> tuple[list[Any], list[Any]]:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
-    `visit` consumes the arrivals (None for a micro-batch that does not come by), then changes the weights of the site's
-    layers. `reference` are the same calls on the original model's hidden states; `use_original(True)` puts the original
-    weights of the layers changed so far in place, `use_original(False)` the new ones. `entering(layer, x)` is what a
-    layer multiplies in place of x once its site is done. Returns the block's outputs for calls and for reference.
+    `visit` walks the arrivals (None for a micro-batch that does not come by), changes the weights of the site's layers,
+    and may walk them again. `reference` are the same calls on the original model's hidden states; `use_original(True)`
+    puts the original weights of the layers changed so far in place, `use_original(False)` the new ones.
+    `entering(layer, x)` is what a layer multiplies in place of x once its site is done, `leaving(layer, y)` what it
+    returns in place of y. Returns the block's outputs for calls and for reference.
     """
     site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
     done: set[int] = set()
@@ -465,11 +478,15 @@ def suspended_forward(
         current[0].reach(module, args[0])
         return (entering(module, args[0]), *args[1:])
 
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return leaving(module, output)
+
     hooks = [m.register_forward_pre_hook(enter) for m in site_of]
+    hooks += [m.register_forward_hook(leave) for m in site_of]
     try:
         with torch.no_grad():
             for site in range(len(sites)):
-                visit(site, arrivals(site))
+                visit(site, Arrivals(partial(arrivals, site)))
                 done.add(site)
             if shadows:
                 use_original(True)

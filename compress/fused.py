@@ -133,6 +133,8 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
             zeros = [torch.zeros(1) if z is None else z.cpu() for z in given]
             if not same or not torch.equal(zeros[0].int(), zeros[1].int()):
                 reasons.append("scales of the input differ")
+        if (getattr(layer, "output_zero", None) is None) != (getattr(first, "output_zero", None) is None):
+            reasons.append("only some have a zero point of the output")
     return reasons
 
 

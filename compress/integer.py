@@ -29,7 +29,7 @@ from compress.architecture import Layer
 from compress.convolution import Geometry, output_sizes, patches, samples
 from compress.errors import InputError
 from compress.grid import Quantized
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 
 INT32 = torch.iinfo(torch.int32)
 FRACTION = 31  # bits of a mantissa behind the binary point
@@ -126,7 +126,7 @@ class IntegerLayer:
 
 
 def integer_layer(
-    module: nn.Module, weight: Quantized, inputs: InputCodes, outputs: InputCodes, *, relu: bool = False
+    module: nn.Module, weight: Quantized, inputs: ActivationCodes, outputs: ActivationCodes, *, relu: bool = False
 ) -> IntegerLayer:
     """The integer form of a Conv1d, Conv2d or Linear, whose bias is taken from `module`.
 
@@ -164,6 +164,6 @@ def integer_layer(
     )
 
 
-def zero_of(inputs: InputCodes) -> int:
+def zero_of(inputs: ActivationCodes) -> int:
     """The zero point of a fixed grid."""
     return 0 if inputs.zero_point is None else int(inputs.zero_point)

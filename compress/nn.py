@@ -25,6 +25,7 @@ from compress.kernels.pack import (
     rows_from_planar,
     unpack_rows,
 )
+from compress.kernels.rounding import round_output
 from compress.scheme import Scheme
 
 NARROW, WIDE = 4, 8
@@ -91,6 +92,8 @@ class QuantLinear(nn.Module):
         scheme = Scheme(weights=weight.grid) if scheme is None else scheme
         if scheme.inputs is not None and not scheme.dynamic:
             raise InputError("a static input has a scale of its own; give it with the others to QuantLinear.from_parts")
+        if scheme.outputs is not None:
+            raise InputError("an output has a scale of its own; give it with the others to QuantLinear.from_parts")
         if scheme.layout == "pack-quantized":
             parts = {name.removeprefix("."): part for name, part in tensors_of("", weight).items()}
         else:
@@ -281,18 +284,21 @@ class PackedLinear(QuantLinear):
 
 
 class RowLinear(QuantLinear):
-    """Rows of 8-bit codes, one scale each; the input rounded alike, per token or by a fixed scale."""
+    """Rows of 8-bit codes, one scale each; the input rounded alike, per token or by a fixed scale, and perhaps the
+    output, by a scale that is held once per row."""
 
     codes: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
+    output_scale: Tensor | None
+    output_zero: Tensor | None
     # fp32, whatever the model is converted to: the epilogue multiplies in it.
-    SCALES = ("weight_scale", "input_scale")
+    SCALES = ("weight_scale", "input_scale", "output_scale")
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self._dtype = torch.float32
-        for name in ("codes", "weight_scale", "input_scale"):
+        for name in ("codes", "weight_scale", "input_scale", "output_scale", "output_zero"):
             self.register_buffer(name, None)
 
     @property
@@ -307,13 +313,29 @@ class RowLinear(QuantLinear):
     def dequantize(self) -> Tensor:
         return (self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rounded(self.product(self._own(x)))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b of the rounded x, before the output is rounded."""
+        raise NotImplementedError
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """What the layer returns of its product."""
+        if self.output_scale is None:
+            return y
+        return round_output(y, self.output_scale, self.output_zero, self.scheme.weights.floating)
+
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         """What the layer holds of a checkpoint's tensors, by name."""
-        fixed = parts.get("input_scale")
+        count = rows.stop - rows.start
+        fixed, returned, zero = (parts.get(part) for part in ("input_scale", "output_scale", "output_zero_point"))
         return {
             "codes": parts["weight"],
-            "weight_scale": parts["weight_scale"].flatten().to(torch.float32).expand(rows.stop - rows.start),
+            "weight_scale": parts["weight_scale"].flatten().to(torch.float32).expand(count),
             "input_scale": None if fixed is None else fixed.reshape(1).to(torch.float32),
+            "output_scale": None if returned is None else returned.reshape(1).to(torch.float32).expand(count),
+            "output_zero": None if zero is None else zero.reshape(1).to(torch.int32).expand(count),
         }
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
@@ -336,6 +358,10 @@ class RowLinear(QuantLinear):
         parts["weight_scale"] = scale[:1] if self.scheme.one_scale else scale.unsqueeze(-1)
         if self.input_scale is not None:
             parts["input_scale"] = self.input_scale.to(self.dtype)
+        if self.output_scale is not None:
+            parts["output_scale"] = self.output_scale[rows][:1].to(self.dtype)
+        if self.output_zero is not None:
+            parts["output_zero_point"] = self.output_zero[rows][:1].to(torch.int8)
         return parts
 
     def _apply(self, fn: Any, recurse: bool = True) -> "RowLinear":
@@ -359,8 +385,7 @@ class Int8Linear(RowLinear):
         for name in ("row_sum", "input_zero"):
             self.register_buffer(name, None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._own(x)
+    def product(self, x: Tensor) -> Tensor:
         inputs = self.scheme.inputs
         assert inputs is not None
         scales = (self.input_scale, self.input_zero, inputs.symmetric)
@@ -388,8 +413,7 @@ class Fp8Linear(RowLinear):
     def weight_codes(self) -> Tensor:
         return self.codes.view(torch.float8_e4m3fn)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self._own(x)
+    def product(self, x: Tensor) -> Tensor:
         return fp8_linear(x, self.codes, self.weight_scale, self.bias, self.input_scale)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:

@@ -8,7 +8,7 @@ what is on disk, which is how a run resumes.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from compress.architecture import (
 from compress.cache import CacheCodes
 from compress.caching import cache_names, cache_ranges
 from compress.calibrators import Range
-from compress.collect import collected, joined
+from compress.collect import collected, collected_outputs, joined
 from compress.comm import Comm
 from compress.errors import CompressError
 from compress.forward import (
@@ -45,7 +45,7 @@ from compress.progress import Reporter
 from compress.record import Finished, RunRecord, Sink, layer_record, range_figures, range_record
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
-from compress.versions import RoundInput, Versions
+from compress.versions import RoundInput, RoundOutput, Versions
 
 
 @dataclass
@@ -64,8 +64,11 @@ class _Run:
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
-        if isinstance(decided, Decision) and decided.inputs is not None:
-            versions.hooks[layer.module] = RoundInput(decided.inputs, layer.geometry)
+        if isinstance(decided, Decision):
+            if decided.inputs is not None:
+                versions.inputs[layer.module] = RoundInput(decided.inputs, layer.geometry)
+            if decided.outputs is not None:
+                versions.outputs[layer.module] = RoundOutput(decided.outputs)
 
     def apply(
         self,
@@ -80,8 +83,7 @@ class _Run:
         for name, weight in weights.items():
             if not bool(torch.isfinite(weight).all()):
                 raise CompressError(f"{name} has non-finite weights; the model is damaged")
-        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
-        scale_dtypes = {n: dtypes[id(layers[n].parameter)] for n in names}
+        scale_dtypes = self.scale_dtypes(names, layers, opened)
         parts = []
         for i, part in enumerate(stats):
             rows = {n: w.unflatten(0, (len(stats), -1))[i] for n, w in weights.items()}
@@ -92,6 +94,38 @@ class _Run:
             return decisions
         seen = range_figures(found)
         return {n: replace(d, figures={**d.figures, **seen}) if d.inputs else d for n, d in decisions.items()}
+
+    @staticmethod
+    def scale_dtypes(names: Sequence[str], layers: Mapping[str, Layer], opened: Opened) -> dict[str, torch.dtype]:
+        """The dtype in which each layer's scales are stored: that of its weight."""
+        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
+        return {n: dtypes[id(layers[n].parameter)] for n in names}
+
+    def fix_outputs(
+        self,
+        p: Pass,
+        made: Mapping[str, Decision],
+        layers: Mapping[str, Layer],
+        opened: Opened,
+        arrivals: Iterable[Arrival | None],
+        versions: Versions,
+    ) -> dict[str, Decision]:
+        """The decisions about a site's layers, which are installed, with how each of them rounds what it returns."""
+        if not p.output_needs():
+            return dict(made)
+        treated = [layers[n] for n in made]
+        found = collected_outputs(p.output_needs(), treated, arrivals, versions.entering, self.comm)
+        dtypes = self.scale_dtypes(list(made), layers, opened)
+        decisions = {}
+        for (name, decision), stats in zip(made.items(), found, strict=True):
+            outputs = p.output_codes(stats, dtypes[name])
+            versions.outputs[layers[name].module] = RoundOutput(outputs)
+            seen: dict[str, float | int | str] = {}
+            if isinstance(stats.get("range"), Range):
+                seen = range_figures(stats["range"], "output")
+                self.record.ranges.append(range_record(stats["range"], name, "output"))
+            decisions[name] = replace(decision, figures={**decision.figures, **seen}, outputs=outputs)
+        return decisions
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
@@ -134,7 +168,7 @@ class _Run:
                 if not p.rounds:
                     continue
                 made: dict[str, Decision] = {}
-                if structure is None or not p.needs():
+                if structure is None or not (p.needs() or p.output_needs()):
                     for layer_name in wanted:
                         made.update(self.apply(p, [layer_name], layers, opened))
                         self.install(layers[layer_name], made[layer_name], versions)
@@ -227,7 +261,7 @@ class _Run:
             )
         made: dict[str, Decision] = {}
 
-        def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
+        def visit(index: int, arrivals: Iterable[Arrival | None]) -> None:
             names = sites[index]
             results = collected(p.needs(), layers[names[0]], arrivals, self.comm)
             if results is None:
@@ -237,14 +271,22 @@ class _Run:
             decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
-            made.update(decisions)
             rounded = [n for n, decision in decisions.items() if decision.inputs is not None]
             if rounded and isinstance(results[0].get("range"), Range):
                 self.record.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
+            made.update(self.fix_outputs(p, decisions, layers, opened, arrivals, versions))
 
         shadow = reference if self.reference else None
         outputs = suspended_forward(
-            opened.block, calls, wanted, sites, visit, shadow, versions.use_original, versions.entering
+            opened.block,
+            calls,
+            wanted,
+            sites,
+            visit,
+            shadow,
+            versions.use_original,
+            versions.entering,
+            versions.leaving,
         )
         self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
         return made, outputs

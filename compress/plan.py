@@ -19,7 +19,7 @@ from compress.cache import attentions, rounded_cache
 from compress.errors import InputError
 from compress.passes.base import Only, Pass
 from compress.passes.kv_cache import KVCache
-from compress.versions import RoundInput
+from compress.versions import RoundInput, RoundOutput
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,15 @@ def plan(
     for name, module in model.named_modules():
         if rounded_cache(module) is not None:
             raise InputError(f"{name} keeps an 8-bit cache already, from an earlier run on this model; load it again")
-        if any(isinstance(hook, RoundInput) for hook in module._forward_pre_hooks.values()):
+        rounded = [
+            side
+            for side, hooks in (("input", module._forward_pre_hooks), ("output", module._forward_hooks))
+            if any(isinstance(hook, RoundInput | RoundOutput) for hook in hooks.values())
+        ]
+        if rounded:
             raise InputError(
-                f"{name} rounds its input already, from an earlier run on this model; give all passes to one run, or "
-                "load the model again"
+                f"{name} rounds its {rounded[0]} already, from an earlier run on this model; give all passes to one "
+                "run, or load the model again"
             )
     if convolutions is None:
         convolutions = treats_convolutions(model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -134,16 +134,16 @@ class Sink(Protocol):
         ...
 
 
-def range_figures(found: Range) -> dict[str, float | int | str]:
-    """What the report says about the fixed range of an input, which is one for the whole tensor."""
+def range_figures(found: Range, side: Literal["input", "output"] = "input") -> dict[str, float | int | str]:
+    """What the report says about the fixed range of an input or output; of several, one per channel, about them all."""
     figures: dict[str, float | int | str] = {
-        "input_low": float(found.lo),
-        "input_high": float(found.hi),
-        "input_lowest": float(found.lowest),
-        "input_highest": float(found.highest),
+        f"{side}_low": float(found.lo.amin()),
+        f"{side}_high": float(found.hi.amax()),
+        f"{side}_lowest": float(found.lowest.amin()),
+        f"{side}_highest": float(found.highest.amax()),
         "calibrator": found.method,
     }
-    return figures if found.clipped is None else {**figures, "input_clipped": float(found.clipped)}
+    return figures if found.clipped is None else {**figures, f"{side}_clipped": float(found.clipped.mean())}
 
 
 def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:

@@ -4,7 +4,7 @@ One suspended forward collects a pass's statistics without changing a weight; th
 gets the scale that the pass finds for it, and is applied. The function of the block stays what it was.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,11 +120,11 @@ def collecting(
     sites: Sequence[Sequence[str]],
     layers: Mapping[str, Layer],
     comm: Comm,
-) -> tuple[Callable[[int, Iterator[Arrival | None]], None], dict[str, dict[str, Any]]]:
+) -> tuple[Callable[[int, Iterable[Arrival | None]], None], dict[str, dict[str, Any]]]:
     """(a visitor of suspended forwards that changes nothing, the statistics by layer that it fills)."""
     found: dict[str, dict[str, Any]] = {}
 
-    def visit(index: int, arrivals: Iterator[Arrival | None]) -> None:
+    def visit(index: int, arrivals: Iterable[Arrival | None]) -> None:
         names = sites[index]
         results = collected(p.fold_needs(), layers[names[0]], arrivals, comm)
         if results is not None:

@@ -11,9 +11,12 @@ are its path plus
                      weight_scale       model dtype [N, 1]
                      input_scale        model dtype [1]              static input only
                      input_zero_point   int8 [1]                     asymmetric static input; may be absent otherwise
+                     output_scale       model dtype [1]              where the output is rounded, too
+                     output_zero_point  int8 [1]                     asymmetric output; may be absent otherwise
     float-quantized  weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
                      weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
                      input_scale        model dtype [1]              static input only
+                     output_scale       model dtype [1]              where the output is rounded, too
 """
 
 import re
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.grid import Granularity, Grid, NumberType, quantize
+from compress.grid import Granularity, Grid, NumberType, decode, encode, quantize, working_dtype
 from compress.kernels.pack import words_of
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
@@ -44,6 +47,8 @@ PARTS = (
     "weight_shape",
     "input_scale",
     "input_zero_point",
+    "output_scale",
+    "output_zero_point",
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # How the numbers were found, not what they are.
@@ -53,8 +58,9 @@ HARMLESS_ORDERS = (None, False, "weight", "static")
 
 
 @dataclass(frozen=True)
-class InputCodes:
-    """How a layer's input is rounded to 8 bits: by a fixed scale and zero point [1, 1], or (None) for every token anew.
+class ActivationCodes:
+    """How a layer's input or output is rounded to 8 bits: by fixed scales and zero points, [1, 1] or per channel
+    [1, K], or (None) for every token anew.
 
     scale is in its stored dtype, zero_point int8 or None where symmetric.
     """
@@ -69,14 +75,14 @@ class InputCodes:
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """x [..., K] rounded, in its own dtype: what the kernels multiply, up to that dtype's rounding."""
-        rows = x.reshape(-1, x.shape[-1])
         if self.scale is None:
-            found = quantize(rows, self.grid, torch.float32)
-        else:
-            scale = self.scale.to(x.device, torch.float32)
-            zero_point = None if self.zero_point is None else self.zero_point.to(x.device)
-            found = quantize(rows, self.grid, torch.float32, scale, zero_point)
-        return found.dequantize(x.dtype).reshape(x.shape)
+            rows = x.reshape(-1, x.shape[-1])
+            return quantize(rows, self.grid, torch.float32).dequantize(x.dtype).reshape(x.shape)
+        work = x.to(working_dtype(x))
+        scale = self.scale.flatten().to(work)
+        zero_point = torch.zeros_like(scale) if self.zero_point is None else self.zero_point.flatten().to(work)
+        codes = encode(work, scale, zero_point, self.grid)
+        return decode(codes, scale, zero_point, torch.float32).to(x.dtype)
 
 
 class Part(NamedTuple):
@@ -90,23 +96,29 @@ class Part(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """weights: their grid. inputs: the 8-bit grid of what the layer multiplies, or None. dynamic: inputs are fitted to
-    every token as it comes, rather than by calibration."""
+    every token as it comes, rather than by calibration. outputs: the 8-bit grid of what the layer returns, bias
+    included, by a fixed range, or None."""
 
     weights: Grid
     inputs: Grid | None = None
+    outputs: Grid | None = None
     dynamic: bool = True
     layout: Layout = "pack-quantized"
 
     def __str__(self) -> str:
         if self.weights.floating:
-            return f"fp8 {self.weights.granularity}, input {'dynamic' if self.dynamic else 'static'}"
+            returned = "" if self.outputs is None else ", output static"
+            return f"fp8 {self.weights.granularity}, input {'dynamic' if self.dynamic else 'static'}{returned}"
         group = "channel" if self.weights.group_size is None else f"g{self.weights.group_size}"
         kind = "symmetric" if self.weights.symmetric else "asymmetric"
         if self.inputs is None:
             return f"w{self.weights.bits}a16 {group} {kind}"
         how = "dynamic" if self.dynamic else "static"
         sign = "symmetric" if self.inputs.symmetric else "asymmetric"
-        return f"w{self.weights.bits}a{self.inputs.bits} {group} {kind}, input {how} {sign}"
+        returned = ""
+        if self.outputs is not None:
+            returned = f", output static {'symmetric' if self.outputs.symmetric else 'asymmetric'}"
+        return f"w{self.weights.bits}a{self.inputs.bits} {group} {kind}, input {how} {sign}{returned}"
 
     @property
     def one_scale(self) -> bool:
@@ -128,41 +140,45 @@ class Scheme:
                 parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
         else:
             parts["weight"] = Part((rows, columns), (self.weights.storage,))
-        if self.inputs is not None and not self.dynamic:
-            parts["input_scale"] = Part((1,), FLOATS)
-            if not self.inputs.floating:
-                parts["input_zero_point"] = Part((1,), (torch.int8,), optional=self.inputs.symmetric)
+        for side, grid in (("input", None if self.dynamic else self.inputs), ("output", self.outputs)):
+            if grid is not None:
+                parts[f"{side}_scale"] = Part((1,), FLOATS)
+                if not grid.floating:
+                    parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric)
         return parts
 
 
-def scheme_of(weights: Grid, inputs: InputCodes | None) -> Scheme:
+def scheme_of(weights: Grid, inputs: ActivationCodes | None, outputs: ActivationCodes | None = None) -> Scheme:
     """The scheme under which codes are stored."""
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
+        assert outputs is None, "rounded outputs come with rounded inputs"
         return Scheme(weights=weights)
-    if weights.floating:
-        return Scheme(weights=weights, inputs=inputs.grid, dynamic=inputs.dynamic, layout="float-quantized")
     whole = weights.bits == 8 and weights.symmetric and weights.granularity in ("channel", "tensor")
-    layout: Layout = "int-quantized" if whole else "pack-quantized"
-    return Scheme(weights=weights, inputs=inputs.grid, dynamic=inputs.dynamic, layout=layout)
+    layout: Layout = "float-quantized" if weights.floating else "int-quantized" if whole else "pack-quantized"
+    returned = None if outputs is None else outputs.grid
+    return Scheme(weights=weights, inputs=inputs.grid, outputs=returned, dynamic=inputs.dynamic, layout=layout)
 
 
 def group_entry(scheme: Scheme) -> dict[str, Any]:
     """A scheme as a `config_groups` entry has it, without its targets."""
-    inputs = None
-    if scheme.inputs is not None:
-        inputs = {
-            "num_bits": scheme.inputs.bits,
-            "type": scheme.inputs.type,
-            "symmetric": scheme.inputs.symmetric,
-            "dynamic": scheme.dynamic,
-            "strategy": "token" if scheme.dynamic else "tensor",
-        }
     return {
         "format": scheme.layout,
         "weights": _weights_entry(scheme.weights),
-        "input_activations": inputs,
-        "output_activations": None,
+        "input_activations": _activations_entry(scheme.inputs, scheme.dynamic),
+        "output_activations": _activations_entry(scheme.outputs, dynamic=False),
+    }
+
+
+def _activations_entry(grid: Grid | None, dynamic: bool) -> dict[str, Any] | None:
+    if grid is None:
+        return None
+    return {
+        "num_bits": grid.bits,
+        "type": grid.type,
+        "symmetric": grid.symmetric,
+        "dynamic": dynamic,
+        "strategy": "token" if dynamic else "tensor",
     }
 
 
@@ -184,33 +200,38 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
     layout = group.get("format") or layout
     if layout not in LAYOUTS:
         raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
-    if group.get("output_activations"):
-        raise CheckpointError(f"{layer} quantizes its output, which cannot be read")
     floating = (group.get("weights") or {}).get("type") == "float"
     if layout == "float-quantized" or (layout == "naive-quantized" and floating):
         return _float_scheme(group, layer)
     weights = _weight_grid(group.get("weights") or {}, layer)
-    given = group.get("input_activations")
+    given, returned = group.get("input_activations"), group.get("output_activations")
+    if returned and (not given or LAYOUTS[layout] != "int-quantized"):
+        raise CheckpointError(
+            f"{layer} quantizes its output and is stored as {layout} with input {given}; readable: int8 or float8 "
+            "weights and inputs"
+        )
     if given is None:
         if LAYOUTS[layout] == "int-quantized":
             raise CheckpointError(f"{layer} is stored as {layout} without an int8 input; readable: pack-quantized")
         return Scheme(weights=weights)
-    inputs, dynamic = _input_grid(given, layer)
+    inputs, dynamic = _activation_grid(given, layer, "input")
+    outputs = _activation_grid(returned, layer, "output")[0] if returned else None
     if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
         raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
     if LAYOUTS[layout] == "pack-quantized" and not (dynamic and inputs.symmetric):
         raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
-    return Scheme(weights=weights, inputs=inputs, dynamic=dynamic, layout=LAYOUTS[layout])
+    return Scheme(weights=weights, inputs=inputs, outputs=outputs, dynamic=dynamic, layout=LAYOUTS[layout])
 
 
 def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
-    """Of float8 weights with a float8 input."""
+    """Of float8 weights with a float8 input, and perhaps a float8 output."""
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    outputs = group.get("output_activations") or None
     dynamic = inputs.get("dynamic", False)
     expected: Granularity = "token" if dynamic else "tensor"
     per: Granularity = weights.get("strategy") or "tensor"
-    for what, entry, fits, readable in (
+    kinds = [
         ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), "per channel or tensor"),
         (
             "input",
@@ -218,7 +239,11 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
             (inputs.get("strategy") or expected) == expected and dynamic in (True, False),
             "dynamic per token or static per tensor",
         ),
-    ):
+    ]
+    if outputs is not None:
+        fits = (outputs.get("strategy") or "tensor") == "tensor" and not outputs.get("dynamic")
+        kinds.append(("output", outputs, fits, "static per tensor"))
+    for what, entry, fits, readable in kinds:
         if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
             raise CheckpointError(
                 f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
@@ -226,6 +251,7 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
     return Scheme(
         weights=Grid(bits=8, type="float", granularity=per),
         inputs=Grid(bits=8, type="float", granularity=expected),
+        outputs=None if outputs is None else Grid(bits=8, type="float", granularity="tensor"),
         dynamic=dynamic,
         layout="float-quantized",
     )
@@ -257,16 +283,16 @@ def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
     return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
 
 
-def _input_grid(entry: Mapping[str, Any], layer: str) -> tuple[Grid, bool]:
-    """(grid, dynamic): int8, per token when dynamic, per tensor when static."""
+def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input", "output"]) -> tuple[Grid, bool]:
+    """(grid, dynamic): int8, per token when dynamic (an input only), per tensor when static."""
     dynamic = entry.get("dynamic", False)
     expected: Granularity = "token" if dynamic else "tensor"
     strategy = entry.get("strategy") or expected
     known = ("num_bits", "symmetric", "dynamic", "strategy")
-    if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or dynamic not in (True, False):
-        raise CheckpointError(
-            f"{layer}: input {dict(entry)} cannot be read; readable: int8, dynamic per token or static per tensor"
-        )
+    fits = dynamic in (True, False) and (what == "input" or not dynamic)
+    if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or not fits:
+        readable = "dynamic per token or static per tensor" if what == "input" else "static per tensor"
+        raise CheckpointError(f"{layer}: {what} {dict(entry)} cannot be read; readable: int8, {readable}")
     return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
 
 

@@ -356,12 +356,14 @@ def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
 def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
     """The model of a compressed checkpoint with dense weights: exactly what its codes stand for.
 
-    Raises InputError where a layer also quantizes its input, which dense weights would not show.
+    Raises InputError where a layer also quantizes its input or output, which dense weights would not show.
     """
-    active = [layer for layer, stored in layers_of(source).items() if stored.scheme.inputs is not None]
+    layers = layers_of(source)
+    active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
     if active:
+        both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
         raise InputError(
-            f"{source.name} quantizes the input of {active[0]} ({len(active)} layers in all), which dense weights "
+            f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "
             "would leave out; load it without dequantize"
         )
     tensors = {

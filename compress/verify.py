@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
 from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
-from compress.nn import QuantLinear
-from compress.scheme import InputCodes
+from compress.nn import QuantLinear, RowLinear
+from compress.scheme import ActivationCodes
 from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -77,19 +77,26 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
     return result.logits if "logits" in result else result[0]
 
 
+def activation_codes(layer: QuantLinear, side: Literal["input", "output"]) -> ActivationCodes | None:
+    """How the input or the output of a layer is rounded."""
+    grid = layer.scheme.inputs if side == "input" else layer.scheme.outputs
+    if grid is None:
+        return None
+    fixed = (getattr(layer, f"{side}_{part}", None) for part in ("scale", "zero"))
+    return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
+
+
 def rounded_product(layer: QuantLinear, x: Tensor) -> Tensor:
-    """What the codes of a layer and of its input stand for, by torch's own product."""
-    if layer.scheme.inputs is not None:
-        fixed = {"scale": getattr(layer, "input_scale", None), "zero_point": getattr(layer, "input_zero", None)}
-        given = {key: None if value is None else value.reshape(1, 1) for key, value in fixed.items()}
-        x = InputCodes(layer.scheme.inputs, **given).fake_quantize(x)
-    return nn.functional.linear(x, layer.dequantize(), layer.bias)
+    """What the codes of a layer and of its input stand for, by torch's own product; its output is not rounded yet."""
+    codes = activation_codes(layer, "input")
+    return nn.functional.linear(x if codes is None else codes.fake_quantize(x), layer.dequantize(), layer.bias)
 
 
 @contextmanager
 def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within: compressed layers return `rounded_product`. Yields how far off their kernels are on the same input, by
-    name: the largest difference over the standard deviation of the output.
+    """Within: compressed layers return `rounded_product`, rounded where they round their output. Yields how far off
+    their kernels are on the same input, by name: the largest difference over the standard deviation of the output,
+    before it is rounded and of what rounding makes of it.
 
     Whole models cannot be compared where inputs are rounded: a difference in the last place makes another code of a
     tie, a whole step then makes more of them in the layers that follow, and few blocks make it as large as what
@@ -99,9 +106,16 @@ def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
 
     def forward(name: str, layer: QuantLinear, x: Tensor) -> Tensor:
         expected = rounded_product(layer, x)
-        difference = (type(layer).forward(layer, x) - expected).abs().max()
+        codes = activation_codes(layer, "output")
+        if codes is None:
+            difference = (type(layer).forward(layer, x) - expected).abs().max()
+        else:
+            assert isinstance(layer, RowLinear)
+            returned = codes.fake_quantize(expected)
+            apart = (layer.product(x) - expected, layer.rounded(expected) - returned)
+            difference = torch.stack([each.abs().max() for each in apart]).max()
         worst[name] = max(worst.get(name, 0.0), float(difference / expected.std().clamp(min=1e-30)))
-        return expected
+        return expected if codes is None else returned
 
     layers = dict(compressed_layers(model))
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""What a block's layers were and what they are now: weights that can be swapped, inputs and caches that are rounded."""
+"""What a block's layers were and what they are now: weights to swap, inputs, outputs and caches to be rounded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from compress.cache import CacheCodes, RoundCache, hold_scales, round_cache
 from compress.convolution import Geometry, samples
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 
 
 class RoundInput:
@@ -17,21 +17,38 @@ class RoundInput:
     What a token is to a linear layer, a sample is to a convolution: a dynamic range is fitted to each.
     """
 
-    def __init__(self, codes: InputCodes, geometry: Geometry | None = None) -> None:
+    def __init__(self, codes: ActivationCodes, geometry: Geometry | None = None) -> None:
         self.codes, self.geometry, self.active = codes, geometry, True
 
     def rounded(self, x: Tensor) -> Tensor:
         """What the layer multiplies in place of x."""
         if self.geometry is None:
             return self.codes.fake_quantize(x)
+        if not self.codes.dynamic:
+            channel = -1 - len(self.geometry.kernel)
+            return self.codes.fake_quantize(x.movedim(channel, -1)).movedim(-1, channel)
         return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_StraightThrough.apply(args[0], self.rounded), *args[1:]) if self.active else args
 
 
+class RoundOutput:
+    """A hook that rounds what a layer returns, by a range fixed for the whole tensor."""
+
+    def __init__(self, codes: ActivationCodes) -> None:
+        self.codes, self.active = codes, True
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """What the layer hands on in place of y."""
+        return self.codes.fake_quantize(y)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return _StraightThrough.apply(output, self.rounded) if self.active else output
+
+
 class _StraightThrough(torch.autograd.Function):
-    """Rounded inputs whose gradient is that of the inputs, as the kernels have it."""
+    """Rounded values whose gradient is that of the values, as the kernels have it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
@@ -47,7 +64,8 @@ class Versions:
 
     def __init__(self) -> None:
         self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
-        self.hooks: dict[nn.Module, RoundInput] = {}
+        self.inputs: dict[nn.Module, RoundInput] = {}
+        self.outputs: dict[nn.Module, RoundOutput] = {}
         self.installed: set[nn.Module] = set()
         self.caches: list[RoundCache] = []
 
@@ -64,19 +82,29 @@ class Versions:
     def use_original(self, original: bool) -> None:
         for parameter, old, new in self.pairs:
             parameter.data = old if original else new
-        for hook in self.hooks.values():
+        hooks: list[RoundInput | RoundOutput] = [*self.inputs.values(), *self.outputs.values()]
+        for hook in hooks:
             hook.active = not original
         for cache in self.caches:
             cache.active = not original
 
     def entering(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
-        hook = self.hooks.get(module)
+        hook = self.inputs.get(module)
         return x if hook is None or not hook.active or module in self.installed else hook.rounded(x)
 
+    def leaving(self, module: nn.Module, y: Tensor) -> Tensor:
+        """What a layer hands on while forwards are suspended."""
+        hook = self.outputs.get(module)
+        return y if hook is None or not hook.active or module in self.installed else hook.rounded(y)
+
     def install_hooks(self) -> None:
-        """From now on the layers round their own inputs."""
-        for module, hook in self.hooks.items():
-            if module not in self.installed:
-                module.register_forward_pre_hook(hook)
-                self.installed.add(module)
+        """From now on the layers round their own inputs and outputs."""
+        for module in {**self.inputs, **self.outputs}:
+            if module in self.installed:
+                continue
+            if module in self.inputs:
+                module.register_forward_pre_hook(self.inputs[module])
+            if module in self.outputs:
+                module.register_forward_hook(self.outputs[module])
+            self.installed.add(module)

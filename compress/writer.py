@@ -23,6 +23,7 @@ from compress.checkpoint import (
     RECORD,
     checksum,
     inputs_from,
+    outputs_from,
     quantized_from,
     read_json,
     tensors_of,
@@ -165,8 +166,8 @@ class Writer:
                     f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
                     "with --overwrite"
                 ) from None
-            inputs = inputs_from(name, tensors, scheme)
-            decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs)
+            inputs, outputs = inputs_from(name, tensors, scheme), outputs_from(name, tensors, scheme)
+            decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs, outputs)
         try:
             folded = self._read_folds(entry["folds"])
         except (OSError, SafetensorError) as error:
@@ -213,7 +214,7 @@ class Writer:
         mine: dict[str, Tensor] = {}
         for name, decision in packed.items():
             if owner[name] == self.comm.rank:
-                mine.update(tensors_of(name, decision.weight, decision.inputs))
+                mine.update(tensors_of(name, decision.weight, decision.inputs, decision.outputs))
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
@@ -225,8 +226,9 @@ class Writer:
             record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
         file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
+        schemes = {name: asdict(scheme_of(d.weight.grid, d.inputs, d.outputs)) for name, d in packed.items()}
         layer_files = {
-            name: {"file": file, "scheme": asdict(scheme_of(d.weight.grid, d.inputs)) if name in packed else None}
+            name: {"file": file, "scheme": schemes.get(name)}
             for name, d in decided.items()
             if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
         }
@@ -386,7 +388,8 @@ class Writer:
 
 def _scheme(noted: Mapping[str, Any]) -> Scheme:
     """A scheme from `progress.json`."""
-    grids = {key: None if noted[key] is None else Grid(**noted[key]) for key in ("weights", "inputs")}
+    keys = ("weights", "inputs", "outputs")
+    grids = {key: None if noted[key] is None else Grid(**noted[key]) for key in keys}
     return Scheme(**{**noted, **grids})
 
 

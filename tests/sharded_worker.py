@@ -31,6 +31,9 @@ FOLDING = {
         compress.KVCache(granularity="head", calibrator="percentile", percentile=99.0),
     ],
     "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl", histograms=True)],
+    "outputs": [
+        compress.SmoothQuant(activations="static", activation_grid="asymmetric", outputs="static", calibrator="mse")
+    ],
     "w8a8": [
         compress.GPTQ(
             scheme="w8a8",

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import command
+from models import build, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compress import page
+from compress import RTN, load, page, quantize
 from compress.bench import check, decoder, dense, linears, memory, models, options, plot
 from compress.bench.generation import Generation
 from compress.bench.report import Report
@@ -313,6 +314,21 @@ def test_a_right_model_passes_and_a_wrong_one_does_not(scheme: str, dtype: torch
         model(ids)
         assert min(errors.values()) > 1
         assert check.logits_error(model, ids) > allowed
+
+
+@pytest.mark.parametrize("options", [{"scheme": "w8a8", "activation_grid": "asymmetric"}, {"scheme": "fp8"}])
+def test_rounded_outputs_are_right_up_to_a_step(options: dict[str, str], tmp_path: Path) -> None:
+    method = RTN(activations="static", outputs="static", **options)
+    quantize(build("llama"), method, calibration=tokens(), output=tmp_path / "out", verify=False)
+    model, ids = load(tmp_path / "out"), tokens(2, 7)
+    with torch.no_grad(), check.watched_layers(model) as errors:
+        model(ids)
+    assert len(errors) == 14
+    assert max(errors.values()) <= 1
+    assert check.logits_error(model, ids) <= check.logits_allowed(model, 2, torch.float32)
+    layer = next(layer for _, layer in compressed_layers(model))
+    x = torch.randn(3, layer.in_features)
+    assert check.layer_error(layer, x, layer(x) * 1.5) > 1
 
 
 def test_what_is_not_a_number_is_wrong() -> None:

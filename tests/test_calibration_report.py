@@ -319,3 +319,26 @@ def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, writ
         (damaged / "compress.json").write_text(text)
         with pytest.raises(CheckpointError, match="does not hold the ranges of a run"):
             calibration.calibrated_ranges(str(damaged))
+
+
+def test_outputs_and_caches_are_reported_beside_inputs():
+    """Of each, where it fixes a range; outputs also of layers whose inputs are fitted to every token."""
+    model = build("llama")
+    dynamic = compress.RTN(scheme="w8a8", outputs="static", histograms=True)
+    cache = compress.KVCache(granularity="head", histograms=True)
+    ranges = compress.quantize(model, [dynamic, cache], calibration=tokens()).record.ranges
+    first = [(r.tensor.removeprefix("model.layers.0."), r.role) for r in ranges[: len(ranges) // 2]]
+    layers = [name for site, also in SITES for name in (site, *also)]
+    assert sorted(first) == sorted(
+        [("self_attn", "keys"), ("self_attn", "values"), *((name, "output") for name in layers)]
+    )
+    count = tokens().numel()
+    channels = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32, "gate_proj": 64, "up_proj": 64, "down_proj": 32}
+    for each in ranges:
+        counted = sum(each.histogram.negative) + sum(each.histogram.rest)
+        assert counted == count * channels.get(each.tensor.rpartition(".")[2], 2 * 8)
+        assert each.tokens == count
+    static = compress.RTN(scheme="w8a8", activations="static", outputs="static")
+    roles = [r.role for r in compress.quantize(build("llama"), static, calibration=tokens()).record.ranges]
+    assert roles.count("input") == 2 * len(SITES)
+    assert roles.count("output") == 2 * len(layers)

@@ -1,6 +1,7 @@
 """Convolutions are linear maps of patches: every pass treats them so, and CNNs and image transformers go through."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import compress
 from compress.architecture import Layer, find_stacks
 from compress.convolution import elements, geometry_of, patches, patches_in_parts
 from compress.errors import CompressError, InputError
-from compress.grid import Grid, quantize
-from compress.integer import integer_layer
-from compress.scheme import InputCodes
+from compress.grid import Grid, encode, quantize
+from compress.integer import integer_layer, zero_of
+from compress.scheme import ActivationCodes
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 PLAIN = {"drift": 0.0, "statistics": "float64"}
@@ -169,6 +170,50 @@ def test_static_ranges_count_every_element_of_the_input(method, symmetric):
             expected.dequantize().reshape(x.shape), model.stem.weight, model.stem.bias, padding=1
         )
         torch.testing.assert_close(model.stem(x), rounded)
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "dynamic"}, {"activation_grid": "asymmetric"}])
+@pytest.mark.parametrize("method", [compress.RTN, compress.GPTQ])
+def test_ranges_of_outputs_are_those_of_the_compressed_layers(method, options):
+    """What each layer, grouped or not, returns before it is rounded when the model reads the calibration data again."""
+    model, method = net(), method(**{**STATIC, **options}, outputs="static")
+    compress.quantize(model, method, calibration=calibration())
+    seen = {name: [] for name in LAYERS}
+    for name, found in seen.items():
+        model.get_submodule(name).register_forward_hook(lambda _, a, y, found=found: found.append(y), prepend=True)
+    with torch.no_grad():
+        for batch in calibration():
+            model(**batch)
+    for name, found in seen.items():
+        (hook,) = (h for h in model.get_submodule(name)._forward_hooks.values() if hasattr(h, "codes"))
+        expected = quantize(torch.cat(found).reshape(1, -1), method.output_grid())
+        torch.testing.assert_close(hook.codes.scale, expected.scale)
+        assert hook.codes.zero_point is None or torch.equal(hook.codes.zero_point, expected.zero_point)
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+@pytest.mark.parametrize("make", CONVOLUTIONS[:3] + CONVOLUTIONS[6:8])
+def test_each_channel_of_an_image_has_its_own_range(make, calibrator):
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = images_for(model[0], 8) * torch.logspace(-1, 1, model[0].in_channels).view(-1, *[1] * len(model[0].kernel_size))
+    method = compress.RTN(**STATIC, activation_grid="asymmetric", calibrator=calibrator, per_channel_inputs=True)
+    compress.quantize(model, method, calibration=[{"input": part} for part in x.split(2)])
+    (hook,) = model[0]._forward_pre_hooks.values()
+    assert hook.codes.scale.shape == (1, model[0].in_channels)
+    rounded = torch.empty_like(x)
+    for channel in range(x.shape[1]):
+        alone = nn.Sequential(nn.Conv1d(1, 1, 1))
+        one = replace(method, per_channel_inputs=False)
+        data = x[:, channel].flatten(1)[:, None]
+        compress.quantize(alone, one, calibration=[{"input": part} for part in data.split(2)])
+        (single,) = alone[0]._forward_pre_hooks.values()
+        assert torch.equal(hook.codes.scale[:, channel], single.codes.scale[0])
+        rounded[:, channel] = single.rounded(data).view_as(x[:, channel])
+    assert torch.equal(hook.rounded(x), rounded)
+    assert torch.equal(hook.rounded(x[0]), rounded[0])
+    with torch.no_grad():
+        assert torch.equal(model(x), type(model[0]).forward(model[0], rounded))
 
 
 @pytest.mark.parametrize("options", [{"scheme": "w8a8"}, {"scheme": "w4a8", "group_size": -1}])
@@ -379,6 +424,30 @@ def test_int8_keeps_the_accuracy_of_a_trained_cnn(kind, task):
     assert found["gptq"] > found["rtn"]
 
 
+@pytest.mark.parametrize("grid", ["symmetric", "asymmetric", "unsigned"])
+@pytest.mark.parametrize("make", [*CONVOLUTIONS[:3], CONVOLUTIONS[6], lambda: nn.Linear(40, 6)])
+def test_integers_compute_what_a_model_with_rounded_outputs_does(make, grid):
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    layer = Layer("0", model[0])
+    method = compress.RTN(**STATIC, activation_grid=grid, outputs="static")
+    weight = quantize(layer.weight, method.weight_grid())
+    x = torch.randn(12, 40) if layer.geometry is None else images_for(model[0], 12)
+    x = x.abs() if grid == "unsigned" else x
+    compress.quantize(model, method, calibration=[{"input": part} for part in x[:8].split(4)])
+    (inside,) = (hook.codes for hook in model[0]._forward_pre_hooks.values())
+    (outside,) = (hook.codes for hook in model[0]._forward_hooks.values())
+    codes = encode(x, inside.scale.flatten(), torch.tensor(float(zero_of(inside))), inside.grid).to(torch.int8)
+    with torch.no_grad():
+        expected = model(x) / outside.scale.flatten() + zero_of(outside)
+    found = integer_layer(model[0], weight, inside, outside)(codes)
+    assert found.dtype == torch.int8
+    assert (expected - expected.round()).abs().max() < 1e-3  # codes
+    steps = (found - expected.round()).abs()
+    assert steps.max() <= 1
+    assert steps.mean() < 0.05
+
+
 def test_a_trained_cnn_in_integers_only():
     """Every layer on the codes that the one before it returned: images are rounded once, at the start."""
     model, data = trained("plain", "patterns")
@@ -393,7 +462,7 @@ def test_a_trained_cnn_in_integers_only():
         logits = model(data.unseen)
     grid = inputs[0].grid
     last = quantize(logits.reshape(1, -1), grid, torch.float32)
-    outputs = [*inputs[1:], InputCodes(grid, last.scale, last.zero_point)]
+    outputs = [*inputs[1:], ActivationCodes(grid, last.scale, last.zero_point)]
     first = quantize(data.unseen.reshape(1, -1), grid, torch.float32, inputs[0].scale, inputs[0].zero_point)
     codes = first.codes.reshape(data.unseen.shape)
     for name, module, weight, inside, outside in zip(names, modules, weights, inputs, outputs, strict=True):

@@ -21,7 +21,7 @@ from compress.kernels import fp8, reference
 from compress.kernels.routes import fp8_route
 from compress.lowbit import compressed_layers
 from compress.nn import Fp8Linear, QuantLinear
-from compress.scheme import InputCodes, Scheme
+from compress.scheme import ActivationCodes, Scheme
 from compress.source import find_source
 from compress.verify import load_with_transformers, outputs, probe, verify
 
@@ -153,9 +153,9 @@ def test_inputs_are_rounded_as_the_grid_rounds_them(dtype):
     found = quantize(x, TOKENS, torch.float32)
     assert torch.equal(bits(codes), bits(found.codes))
     assert torch.equal(scale, found.scale[:, 0])
-    assert torch.equal(InputCodes(TOKENS).fake_quantize(x), (codes.float() * scale[:, None]).to(dtype))
+    assert torch.equal(ActivationCodes(TOKENS).fake_quantize(x), (codes.float() * scale[:, None]).to(dtype))
     fixed = torch.tensor([[0.01]])
-    static = InputCodes(TENSOR, fixed).fake_quantize(x)
+    static = ActivationCodes(TENSOR, fixed).fake_quantize(x)
     codes = fp8.quantize_static(x, fixed[0])
     assert codes.float().abs().max() == 448  # something saturates
     assert torch.equal(static, (codes.float() * fixed).to(dtype))

@@ -12,7 +12,7 @@ from compress.convolution import geometry_of, output_sizes
 from compress.errors import InputError
 from compress.grid import Grid, Quantized, encode, quantize
 from compress.integer import fixed_point, integer_layer, multiply_high, requantize, shift_right, zero_of
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 
 INT32 = torch.iinfo(torch.int32)
 int32s = st.integers(INT32.min, INT32.max)
@@ -35,7 +35,7 @@ def grid_codes(x, symmetric):
     """The static int8 grid that covers x."""
     grid = Grid(bits=8, symmetric=symmetric, granularity="tensor")
     found = quantize(x.reshape(1, -1), grid, torch.float32)
-    return InputCodes(grid, found.scale, found.zero_point)
+    return ActivationCodes(grid, found.scale, found.zero_point)
 
 
 def codes_of(x, inputs):
@@ -185,7 +185,7 @@ def test_what_integers_cannot_compute_is_refused():
     module = nn.Linear(8, 2)
     good = quantize(module.weight.data, Grid(bits=8), torch.float32)
     fixed = grid_codes(torch.randn(10), False)
-    dynamic = InputCodes(Grid(bits=8, granularity="token"))
+    dynamic = ActivationCodes(Grid(bits=8, granularity="token"))
     with pytest.raises(InputError, match="activations=static"):
         integer_layer(module, good, dynamic, fixed)
     for grid in (Grid(bits=8, symmetric=False), Grid(bits=8, granularity="group", group_size=4)):

@@ -6,6 +6,7 @@ import torch
 from compress.errors import InputError
 from compress.grid import Grid, quantize
 from compress.kernels import ops, pack, reference, workspace
+from compress.kernels.rounding import round_output
 
 
 def planar_of(bits=4, N=48, K=256, group=64, symmetric=False, dtype=torch.bfloat16):
@@ -66,6 +67,36 @@ def test_static_quantization_is_the_grids():
     scale, zero = torch.tensor([[0.02]]), torch.tensor([[7.0]])
     expected = quantize(x, grid, scale=scale, zero_point=zero)
     assert torch.equal(reference.quantize_static(x, scale[0], zero[0].int()), expected.codes)
+
+
+def rounding_arguments(kind="int", symmetric=False, gradient=False, dtype=torch.bfloat16):
+    y = (torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(4)) * 3).to(dtype).requires_grad_(gradient)
+    scale = torch.tensor([0.02]).repeat(40)
+    return y, scale, None if symmetric else torch.tensor([7], dtype=torch.int32).repeat(40), kind == "float"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("kind", "symmetric"), [("int", True), ("int", False), ("float", True)])
+def test_rounded_outputs_are_the_grids(kind, symmetric, dtype):
+    y, scale, zero, floating = rounding_arguments(kind, symmetric, dtype=dtype)
+    y[0, 0, 0], y[0, 0, 1] = 50, -50  # beyond what int8 codes reach
+    grid = Grid(bits=8, symmetric=symmetric, granularity="tensor", type=kind)
+    given = None if zero is None else zero[:1, None]
+    expected = quantize(y.flatten(0, 1), grid, torch.float32, scale[:1, None], given).dequantize(dtype)
+    assert torch.equal(round_output(y, scale, zero, floating), expected.view_as(y))
+    assert not torch.equal(expected.view_as(y), y)
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize(("kind", "symmetric"), [("int", True), ("int", False), ("float", True)])
+def test_contract_of_rounding(kind, symmetric, gradient):
+    torch.library.opcheck(round_output, rounding_arguments(kind, symmetric, gradient))
+    y, *fixed = rounding_arguments(kind, symmetric, gradient=True)
+    grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    round_output(y, *fixed).backward(grad)
+    assert torch.equal(y.grad, grad)
+    with pytest.raises(InputError, match="y has 39 columns, there are 40 scales"):
+        round_output(y[..., :39], *fixed)
 
 
 @pytest.mark.parametrize("gradient", [True, False])

@@ -217,6 +217,24 @@ def test_memory_checkpoint_and_transformers_agree(kind, per, family, tmp_path):
     torch.testing.assert_close(outputs(again, probe(96)), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_cache_beside_rounded_inputs_and_outputs(tmp_path):
+    """Keys are those that the rounded projections return."""
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    every = [
+        compress.RTN(scheme="w8a8", activations="static", outputs="static"),
+        compress.KVCache(granularity="tensor", calibrator="percentile"),
+    ]
+    source = save(build("llama"), tmp_path / "in")
+    compress.quantize(source, every, calibration=tokens(), output=tmp_path / "out", verify=False)
+    memory = build("llama")
+    compress.quantize(memory, every, calibration=tokens())
+    expected = outputs(memory, probe(96))
+    theirs, _ = load_with_transformers(find_source(str(tmp_path / "out")), torch.float32)
+    for other in (compress.load(tmp_path / "out"), theirs):
+        assert (outputs(other, probe(96)) - expected).abs().max() <= 0.05 * expected.std()
+    assert compress.verify(tmp_path / "out")["cache"] == "compared"
+
+
 @pytest.mark.parametrize("grid", ["signed-scale", "asymmetric"])
 def test_a_written_cache_is_verified(grid, tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs the hf extra")

@@ -28,9 +28,11 @@ from compress.loading import transformers_alone
 from compress.lowbit import compressed_layers
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import scheme_for
-from compress.verify import outputs, probe
+from compress.source import find_source
+from compress.verify import load_with_transformers, outputs, probe
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
+OUTPUT = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": "tensor"}
 WRITTEN = [
     {"scheme": "w4a16", "group_size": 16},
     {"scheme": "w4a16", "group_size": 32, "grid": "asymmetric"},
@@ -148,6 +150,43 @@ def test_dense_weights_cannot_stand_for_int8_inputs():
         compress.load(FIXTURES / "w8a8_dynamic", dequantize=True)
     found = compress.evaluate(FIXTURES / "w8a8_dynamic", text=torch.randint(24, (2, 16)))
     assert found.perplexity > 1
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kind", "zero"),
+    [
+        ("w8a8_dynamic", "int", None),
+        ("w8a8_static", "int", -9),
+        ("w8a8_static_asym", "int", 12),
+        ("fp8_static", "float", 0),
+    ],
+)
+def test_checkpoints_with_rounded_outputs(name, kind, zero, fuse, changed):
+    """As llm-compressor describes them. A symmetric one may hold a zero point, as its loader makes one."""
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    entry = {**OUTPUT, "type": kind, "symmetric": kind == "float" or zero is None}
+
+    def tensors(held):
+        for i, key in enumerate([key for key in held if key.endswith("_proj.weight")]):
+            held[key.replace("weight", "output_scale")] = torch.tensor([0.02 + 0.001 * i], dtype=torch.bfloat16)
+            if kind == "int" and zero is not None:
+                held[key.replace("weight", "output_zero_point")] = torch.tensor([zero], dtype=torch.int8)
+
+    config = setting("quantization_config", "config_groups", "group_0", "output_activations", entry)
+    path = changed(name, tensors, config, reads=True)
+    ids = load_file(FIXTURES / name / "expected.safetensors")["input_ids"]
+    model, plain = compress.load(path, torch.float32, fuse=fuse), compress.load(FIXTURES / name, torch.float32)
+    expected = outputs(load_with_transformers(find_source(str(path)), torch.float32)[0], ids)
+    found = outputs(model, ids)
+    assert (found - expected).abs().max() <= 0.05 * expected.std()
+    assert (outputs(plain, ids) - expected).abs().max() > 0.05 * expected.std()
+    assert any(isinstance(m, FusedLinear) for m in model.modules()) == fuse
+    state, stored = model.state_dict(), load_file(path / "model.safetensors")
+    assert set(state) == set(stored)
+    assert all(torch.equal(state[key].to(value.dtype), value) for key, value in stored.items())
+    with pytest.raises(InputError, match=r"quantizes the input and output of model\.layers\.0"):
+        compress.load(path, dequantize=True)
 
 
 # --- through transformers ------------------------------------------------------------------------------------------
@@ -380,7 +419,10 @@ def test_a_layer_of_another_shape_than_the_models_is_named(changed):
         (setting(*WEIGHTS, "group_size", 48), "groups of 48 do not fit"),
         (setting(*WEIGHTS, "strategy", "block"), "strategy 'block'"),
         (lambda c: c.pop("quantization_config"), "config.json has no quantization_config"),
-        (setting("quantization_config", "config_groups", "group_0", "output_activations", {"num_bits": 8}), "output"),
+        (
+            setting("quantization_config", "config_groups", "group_0", "output_activations", OUTPUT),
+            "quantizes its output",
+        ),
     ],
 )
 def test_unknown_formats_are_named_before_weights_are_read(edit, message, changed):
@@ -414,6 +456,31 @@ def test_what_only_the_whole_shows_is_named_too(name, edit, message, changed):
 def test_malformed_int8_layers_are_named(edit, message, changed):
     with pytest.raises(CheckpointError, match=message):
         compress.load(changed("w8a8_static_asym", tensors=edit))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("w8a8_static", {"dynamic": True, "strategy": "token"}, "readable: int8, static per tensor"),
+        ("w8a8_static", {"strategy": "channel"}, "readable: int8, static per tensor"),
+        ("w8a8_static", {"num_bits": 4}, "readable: int8, static per tensor"),
+        ("w8a8_static", {"type": "float"}, "readable: int8, static per tensor"),
+        ("fp8_static", {}, "readable: float8, symmetric, static per tensor"),
+        ("fp8_static", {"type": "float", "dynamic": True}, "readable: float8, symmetric, static per tensor"),
+        ("w8a8_static", {}, r"down_proj\.output_scale is missing"),
+        ("w8a8_static_asym", {"symmetric": False}, r"down_proj\.output_zero_point is missing"),
+        ("w8a16_channel", {}, "quantizes its output and is stored as pack-quantized with input None"),
+    ],
+)
+def test_outputs_that_cannot_be_read_are_named(name, entry, message, changed):
+    def tensors(held):
+        if "symmetric" in entry:
+            layers = [key for key in held if key.endswith("_proj.weight")]
+            held.update({key.replace("weight", "output_scale"): torch.ones(1) for key in layers})
+
+    config = setting("quantization_config", "config_groups", "group_0", "output_activations", {**OUTPUT, **entry})
+    with pytest.raises(CheckpointError, match=message):
+        compress.load(changed(name, tensors, config))
 
 
 def test_a_layers_own_name_goes_before_patterns():

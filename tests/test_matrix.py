@@ -7,7 +7,7 @@ from vision import calibration, net
 
 import compress
 from compress.calibrators import OPTIONS as CALIBRATORS
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.verify import outputs, probe
 
 METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
@@ -21,9 +21,17 @@ SCHEMES = {
     "w8a8 dynamic": {},
     "w8a8 static": STATIC,
     "w8a8 asymmetric": {**STATIC, "activation_grid": "asymmetric"},
+    "w8a8 unsigned": {**STATIC, "activation_grid": "unsigned"},
+    "w8a8 outputs": {**STATIC, "outputs": "static"},
+    "w8a8 asymmetric outputs": {**STATIC, "activation_grid": "asymmetric", "outputs": "static"},
+    "w8a8 dynamic outputs": {"outputs": "static"},
+    "w8a8 per channel": {**STATIC, "per_channel_inputs": True},
     "fp8 dynamic": {},
     "fp8 static": STATIC,
+    "fp8 outputs": {**STATIC, "outputs": "static"},
+    "fp8 per channel": {**STATIC, "per_channel_inputs": True},
 }
+FIXED = [name for name, options in SCHEMES.items() if "static" in options.values()]
 # What the table calls no.
 REFUSED = {("smoothquant", scheme) for scheme in SCHEMES if "a16" in scheme}
 
@@ -63,16 +71,24 @@ def test_methods_and_schemes(method, scheme, kind):
         with pytest.raises(InputError, match="groups of depthwise one by one"):
             run(kind, one)
         return
+    if "unsigned" in scheme:
+        if kind != "cnn":
+            with pytest.raises(CompressError, match="unsigned codes begin at 0"):
+                run(kind, one)
+            return
+        with pytest.raises(CompressError, match="the input of stem goes down to -"):
+            run(kind, one)
+        one = compress.but(one, "stem")
     before, after = run(kind, one)
     assert after.isfinite().all()
     assert not torch.equal(before, after)
-    least = 0.5 if one.scheme in ("w2a16", "w3a16", "w4a16", "w4a8") else 0.9
+    least = 0.5 if scheme.split()[0] in ("w2a16", "w3a16", "w4a16", "w4a8") else 0.9
     assert torch.nn.functional.cosine_similarity(before.flatten(), after.flatten(), 0) > least
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert", "cnn"])
 @pytest.mark.parametrize("calibrator", CALIBRATORS)
-@pytest.mark.parametrize("scheme", ["w8a8 static", "w8a8 asymmetric", "fp8 static"])
+@pytest.mark.parametrize("scheme", [name for name in FIXED if "unsigned" not in name])
 def test_calibrators(scheme, calibrator, kind):
     if scheme.startswith("fp8") and calibrator == "kl":
         with pytest.raises(InputError, match="kl"):
@@ -82,7 +98,7 @@ def test_calibrators(scheme, calibrator, kind):
     assert torch.nn.functional.cosine_similarity(before.flatten(), after.flatten(), 0) > 0.9
 
 
-@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - {"w8a8 static", "w8a8 asymmetric", "fp8 static"}))
+@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - set(FIXED)))
 @pytest.mark.parametrize("calibrator", sorted(set(CALIBRATORS) - {"minmax"}))
 def test_calibrators_of_nothing_are_refused(scheme, calibrator):
     with pytest.raises(InputError, match="fixed ranges"):
@@ -97,6 +113,9 @@ def test_calibrators_of_nothing_are_refused(scheme, calibrator):
         ({"scheme": "fp8", "group_size": 16}, "fp8"),
         ({"scheme": "fp8", "activations": "static", "activation_grid": "asymmetric"}, "fp8"),
         ({"scheme": "w4a8", "activations": "static"}, "w4a8"),
+        ({"scheme": "w4a8", "outputs": "static"}, "w4a8"),
+        ({"scheme": "w8a8", "activation_grid": "unsigned"}, "static"),
+        ({"scheme": "w8a8", "per_channel_inputs": True}, "static"),
         ({"scheme": "w4a16", "activations": "static"}, "w4a16"),
         ({"scheme": "w3a8"}, "allowed"),
     ],

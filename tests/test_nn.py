@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from compress.fused import FusedLinear, why_not_fuse
 from compress.grid import Grid, fake_quantize, quantize
 from compress.kernels import reference
 from compress.nn import Int8Linear, PackedLinear, QuantLinear, scheme_named
-from compress.scheme import Scheme
+from compress.scheme import ActivationCodes, Scheme
 
 TOKENS = Grid(bits=8, granularity="token")
 W8A8 = Scheme(weights=Grid(bits=8), inputs=TOKENS, layout="int-quantized")
@@ -110,6 +111,67 @@ def test_w8a8_static_uses_the_stored_scale(symmetric):
     expected = reference.w8a8(codes, parts["input_scale"], zero, weight.codes, weight.scale[:, 0])
     assert torch.equal(layer(x), expected)
     assert {k: v.tolist() for k, v in layer.state_dict().items()} == {k: v.tolist() for k, v in parts.items()}
+
+
+def returning(kind="int", symmetric=True, seed=0, N=24, bias=True, dtype=torch.float32):
+    """(a layer that rounds its output, the same layer without)"""
+    dense = linear(N, bias=bias, seed=seed, dtype=dtype)
+    grid = Grid(bits=8, type=kind)
+    weight = quantize(dense.weight, grid)
+    parts = {"weight": weight.codes, "weight_scale": weight.scale}
+    tokens = Grid(bits=8, granularity="token", type=kind)
+    layout = "int-quantized" if kind == "int" else "float-quantized"
+    plain = Scheme(weights=grid, inputs=tokens, layout=layout)
+    scheme = replace(plain, outputs=Grid(bits=8, symmetric=symmetric, granularity="tensor", type=kind))
+    more = {"output_scale": torch.tensor([0.0101 + 0.003 * seed]).to(dtype)}
+    if not symmetric:
+        more["output_zero_point"] = torch.tensor([seed - 5], dtype=torch.int8)
+    made = [QuantLinear.from_parts(p, s, (N, 64), dense.bias) for p, s in (({**parts, **more}, scheme), (parts, plain))]
+    return made[0], made[1], more
+
+
+RETURNING = [("int", True), ("int", False), ("float", True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "symmetric"), RETURNING)
+def test_the_output_is_rounded_by_the_stored_scale(kind, symmetric, dtype):
+    layer, plain, more = returning(kind, symmetric, dtype=dtype)
+    x = torch.randn(2, 5, 64).to(dtype).requires_grad_()
+    codes = ActivationCodes(layer.scheme.outputs, *(t[:, None] for t in more.values()))
+    expected = codes.fake_quantize(plain(x))
+    assert not torch.equal(expected, plain(x))
+    assert torch.equal(layer(x), expected)
+    assert layer(x).dtype == dtype
+    grads = [torch.autograd.grad(m(x).sum(), x)[0] for m in (layer, plain)]
+    assert torch.equal(*grads)
+    state = layer.state_dict()
+    assert {k: (v.dtype, v.tolist()) for k, v in more.items()} == {k: (state[k].dtype, state[k].tolist()) for k in more}
+    assert set(state) == {*plain.state_dict(), *more}
+    other = returning(kind, symmetric, seed=1, dtype=dtype)[0]
+    other.load_state_dict(state)
+    assert torch.equal(other(x), expected)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x), expected)
+    converted = copy.deepcopy(layer).to(torch.bfloat16)
+    assert converted.output_scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kind", "symmetric"), RETURNING)
+def test_fused_layers_round_their_outputs_by_their_own_scales(kind, symmetric):
+    singles = [returning(kind, symmetric, seed, rows)[0] for seed, rows in enumerate((32, 16, 8))]
+    fused = FusedLinear.fuse(singles)
+    x = torch.randn(3, 64)
+    for one, part in zip(singles, fused, strict=True):
+        assert torch.equal(part(x), one(x))
+        state = part.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in one.state_dict().items())
+    plain = returning(kind, symmetric)[1]
+    assert any("schemes differ" in reason for reason in why_not_fuse([singles[0], plain]))
+    assert fused[1].scheme == singles[1].scheme
+    with_zero = returning("int", True)[0]
+    with_zero.output_zero = torch.zeros(24, dtype=torch.int32)
+    assert "only some have a zero point of the output" in why_not_fuse([returning("int", True)[0], with_zero])
 
 
 @pytest.mark.parametrize("scheme", [packed(), packed(3, 16, False), packed(8, -1), W8A8], ids=str)
@@ -266,6 +328,8 @@ def test_what_cannot_be_a_layer_is_refused():
     )
     with pytest.raises(InputError, match="a static input has a scale of its own"):
         QuantLinear.from_linear(linear(), static)
+    with pytest.raises(InputError, match="an output has a scale of its own"):
+        QuantLinear.from_linear(linear(), replace(W8A8, outputs=Grid(bits=8, granularity="tensor")))
 
 
 def test_fused_layers_load_copy_and_compile():

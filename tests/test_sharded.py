@@ -69,7 +69,7 @@ def same(first: Path, second: Path) -> None:
     sources = [find_source(str(path)) for path in (first, second)]
     assert set(sources[0].weights) == set(sources[1].weights)
     for name in sources[0].weights:
-        if name.rpartition(".")[2].startswith("input_"):
+        if name.rpartition(".")[2].startswith(("input_", "output_")):
             held = []
             for source in sources:
                 with safe_open(source.weights[name], framework="pt") as file:

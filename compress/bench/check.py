@@ -6,6 +6,7 @@ the exact product of its dequantized weight with the very input that it got. All
     sums and result rounded      `reference.tolerance`
     weights rounded or not       `reference.weight_rounding`
     8-bit input, w8a8 and fp8    one code of one input: a tie may round either way
+    8-bit output                 one code of it, as well
     int8 input, weight-only      2 step |W|, step of the token's grid: seven standard deviations of what rounding does
 
 Logits: those of the model against its dequantized twin, the same model with every compressed layer replaced by the
@@ -76,6 +77,9 @@ def layer_error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     if bias is not None:
         truth = truth + bias.double()
         allowed += torch.finfo(layer.dtype).eps * truth.abs()
+    if isinstance(layer, RowLinear) and layer.output_scale is not None:
+        truth = layer.rounded(truth.float()).double()
+        allowed += layer.output_scale * (FLOAT8_LARGEST_STEP if isinstance(layer, Fp8Linear) else 1)
     error = ((flat[rows].double() - truth).abs() / allowed).max().item()
     return error if error == error else float("inf")
 
@@ -111,7 +115,7 @@ def plain(layer: QuantLinear, x: Tensor) -> Tensor:
         out = reference.rescale(sums, scale, layer.weight_scale, zero, layer.row_sum, bias, x.dtype)
     else:
         out = fp8.reference(codes, scale, layer.weight_codes, layer.weight_scale, bias).to(x.dtype)
-    return out.view(*x.shape[:-1], -1)
+    return layer.rounded(out.view(*x.shape[:-1], -1))
 
 
 @contextmanager

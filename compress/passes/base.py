@@ -6,7 +6,7 @@ there are, it cannot tell. To add a pass: one file beside this one, one line in 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
 
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from compress.calibrators import OPTIONS as CALIBRATORS
-from compress.calibrators import calibrator, scale_and_zero_point
+from compress.calibrators import Range, calibrator, scale_and_zero_point
 from compress.comm import Comm
-from compress.errors import InputError, one_of
+from compress.errors import CompressError, InputError, one_of
 from compress.fold import Merge, reduce_scales
 from compress.grid import Granularity, Grid, NumberType, Quantized, RangeChoice, suggest_groups
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 from compress.stats import StatisticFactory
 
 Aspect = Literal["dense weight", "quantized weight"]
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
+ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
 Activations = Literal["dynamic", "static"]
+Outputs = Literal["none", "static"]
 # What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
 Treats = Literal["layers", "embeddings", "caches"]
 SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8, "fp8": 8}
@@ -83,12 +85,13 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass decided for one layer, as data: the codes of its weight, how its input is rounded (None: it is not),
-    and the figures that its report shows."""
+    """What a pass decided for one layer, as data: the codes of its weight, how its input and its output are rounded
+    (None: they are not), and the figures that its report shows."""
 
     weight: Quantized
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
-    inputs: InputCodes | None = None
+    inputs: ActivationCodes | None = None
+    outputs: ActivationCodes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,15 @@ class Pass:
         rank."""
         raise NotImplementedError
 
+    def output_needs(self) -> Mapping[str, StatisticFactory]:
+        """The statistics to collect, by name, of what a layer returns once `apply` has decided about it, bias included.
+        None: the output stays as it is."""
+        return {}
+
+    def output_codes(self, stats: Mapping[str, Any], scale_dtype: torch.dtype) -> ActivationCodes:
+        """How a layer's output is rounded, from its finished statistics. The same on every rank."""
+        raise NotImplementedError
+
     @property
     def rounds(self) -> bool:
         """Whether the pass decides about layers (`apply`), after it has folded scales or without."""
@@ -130,7 +142,7 @@ class Pass:
     @property
     def calibrated(self) -> bool:
         """Whether the pass needs calibration data."""
-        return bool(self.needs() or self.fold_needs())
+        return bool(self.needs() or self.fold_needs() or self.output_needs())
 
     @property
     def needs_reference(self) -> bool:
@@ -162,8 +174,13 @@ class QuantizeWeights(Pass):
     model's own dtype.
     activations: 8-bit inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
     calibration (`static`).
-    activation_grid: `symmetric` or `asymmetric` (static only). calibrator: how a static range is chosen: `minmax`,
+    activation_grid: `symmetric`; static only: `asymmetric`, or `unsigned` for inputs that are never negative (after a
+    ReLU; a negative one is an error), whose 256 codes begin at 0. calibrator: how a static range is chosen: `minmax`,
     `moving-average`, `percentile` (see `percentile`), `mse` or `kl` (`compress.calibrators`).
+    outputs: `static` also rounds what a layer returns, bias included, to 8 bits by a fixed range per tensor, found by
+    the calibrator; as activation_grid says, but asymmetric where that is unsigned.
+    per_channel_inputs: a fixed range for each input channel instead of one per tensor. For research: no format and no
+    kernel holds it, so the model stays in memory.
     histograms: keep a histogram of what each static range was chosen from, for `compress inspect OUT --calibration`.
     """
 
@@ -176,7 +193,9 @@ class QuantizeWeights(Pass):
     per_tensor: bool = False
     clip: bool = False
     activations: Activations = "dynamic"
-    activation_grid: Literal["symmetric", "asymmetric"] = "symmetric"
+    activation_grid: ActivationGrid = "symmetric"
+    outputs: Outputs = "none"
+    per_channel_inputs: bool = False
     calibrator: str = "minmax"
     percentile: float = PERCENTILE
     histograms: bool = False
@@ -203,11 +222,14 @@ class QuantizeWeights(Pass):
         self.weight_grid()
 
     def _check_activations(self) -> None:
-        if self.activations not in get_args(Activations):
-            raise InputError(f"activations {self.activations!r}; allowed: {', '.join(get_args(Activations))}")
-        if self.activation_grid not in ("symmetric", "asymmetric"):
-            raise InputError(f"activation_grid {self.activation_grid!r}; allowed: symmetric, asymmetric")
-        if self.scheme == "fp8" and (self.grid in ("asymmetric", "narrow") or self.activation_grid == "asymmetric"):
+        for option, allowed in (
+            ("activations", Activations),
+            ("activation_grid", ActivationGrid),
+            ("outputs", Outputs),
+        ):
+            if getattr(self, option) not in get_args(allowed):
+                raise InputError(f"{option} {getattr(self, option)!r}; allowed: {', '.join(get_args(allowed))}")
+        if self.scheme == "fp8" and (self.grid in ("asymmetric", "narrow") or self.activation_grid != "symmetric"):
             raise InputError("fp8 is symmetric: a float has no zero point; leave grid and activation_grid out")
         if self.scheme in WHOLE:
             if self.group_size != -1 or self.grid == "asymmetric":
@@ -215,39 +237,55 @@ class QuantizeWeights(Pass):
                     f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
                     "groups; leave group_size and grid out"
                 )
-            if self.activation_grid == "asymmetric" and self.activations == "dynamic":
+            if self.activations == "dynamic" and self.activation_grid != "symmetric":
                 raise InputError(
-                    "activations fitted to every token are symmetric; give activations=static with asymmetric"
+                    "activations fitted to every token are symmetric; give activations=static with "
+                    f"{self.activation_grid}"
                 )
-        elif self.activations != "dynamic" or self.activation_grid != "symmetric":
+            if self.activations == "dynamic" and self.per_channel_inputs:
+                raise InputError(
+                    "per_channel_inputs are fixed ranges, and activations are fitted to every token; give "
+                    "activations=static with it"
+                )
+            return
+        asked = self.activations != "dynamic" or self.outputs != "none" or self.per_channel_inputs
+        if asked or self.activation_grid != "symmetric":
             hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
-            raise InputError(f"activations and activation_grid are for {' and '.join(WHOLE)}; {self.scheme}: {hint}")
+            raise InputError(
+                "activations, activation_grid, outputs and per_channel_inputs are for "
+                f"{' and '.join(WHOLE)}; {self.scheme}: {hint}"
+            )
 
     def _check_calibrator(self) -> None:
         one_of("calibrator", self.calibrator, CALIBRATORS)
-        if self.activations == "static":
-            self._calibrator()
+        if self.activations == "static" or self.outputs == "static":
+            self._calibrator(self._activation_grid("tensor"))
         elif self.calibrator != "minmax":
             raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
         elif self.histograms:
-            raise InputError("histograms are of fixed ranges, and none is fixed; give activations=static with them")
+            raise InputError("histograms are of fixed ranges; give activations=static or outputs=static with them")
         if self.calibrator != "percentile" and self.percentile != PERCENTILE:
             raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
 
-    def _calibrator(self) -> StatisticFactory:
-        grid = self.input_grid()
-        assert grid is not None
+    def _calibrator(self, grid: Grid) -> StatisticFactory:
         options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
         return calibrator(self.calibrator, grid, keep_histogram=self.histograms, **options)
 
     def input_grid(self) -> Grid | None:
-        """The 8-bit grid of a layer's input; None where it stays as it is."""
+        """The 8-bit grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
+        asymmetric grid whose zero point is -128."""
         if self.scheme.endswith("a16"):
             return None
-        granularity: Granularity = "token" if self.activations == "dynamic" else "tensor"
-        return Grid(
-            bits=8, symmetric=self.activation_grid == "symmetric", granularity=granularity, type=self._number_type
-        )
+        granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
+        return self._activation_grid("token" if self.activations == "dynamic" else granularity)
+
+    def output_grid(self) -> Grid | None:
+        """The 8-bit grid of a layer's output; None where it stays as it is."""
+        return self._activation_grid("tensor") if self.outputs == "static" else None
+
+    def _activation_grid(self, granularity: Granularity) -> Grid:
+        symmetric = self.activation_grid == "symmetric"
+        return Grid(bits=8, symmetric=symmetric, granularity=granularity, type=self._number_type)
 
     @property
     def _number_type(self) -> NumberType:
@@ -258,20 +296,38 @@ class QuantizeWeights(Pass):
         return self.rounds and self.input_grid() is not None
 
     def needs(self) -> Mapping[str, StatisticFactory]:
-        return {"range": self._calibrator()} if self.activations == "static" else {}
+        grid = self.input_grid()
+        if grid is None or self.activations == "dynamic":
+            return {}
+        unsigned = self.activation_grid == "unsigned"
+        return {"range": self._calibrator(replace(grid, symmetric=True, signed=False) if unsigned else grid)}
 
-    def input_codes(self, site: Site) -> dict[str, InputCodes]:
-        """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale."""
+    def output_needs(self) -> Mapping[str, StatisticFactory]:
+        grid = self.output_grid() if self.rounds else None
+        return {} if grid is None else {"range": self._calibrator(grid)}
+
+    def output_codes(self, stats: Mapping[str, Any], scale_dtype: torch.dtype) -> ActivationCodes:
+        grid = self.output_grid()
+        assert grid is not None
+        return fixed_codes(stats["range"], grid, scale_dtype)
+
+    def input_codes(self, site: Site) -> dict[str, ActivationCodes]:
+        """{layer: how its input is rounded}; empty where it is not. Layers of one site have one input, so one scale.
+
+        Raises CompressError for negative inputs where they are to be unsigned.
+        """
         grid = self.input_grid()
         if grid is None:
             return {}
         if self.activations == "dynamic":
-            return dict.fromkeys(site.weights, InputCodes(grid))
-        codes = {}
-        for name, dtype in site.scale_dtypes.items():
-            scale, zero_point = (t.reshape(1, 1) for t in scale_and_zero_point(site.stats["range"], grid, dtype))
-            codes[name] = InputCodes(grid, scale.to(dtype), None if grid.symmetric else zero_point.to(torch.int8))
-        return codes
+            return dict.fromkeys(site.weights, ActivationCodes(grid))
+        found: Range = site.stats["range"]
+        if self.activation_grid == "unsigned" and bool((found.lowest < 0).any()):
+            raise CompressError(
+                f"the input of {next(iter(site.weights))} goes down to {float(found.lowest.amin()):.4g}, and unsigned "
+                "codes begin at 0; give activation_grid=asymmetric, or this pass only to layers behind a ReLU (`only`)"
+            )
+        return {name: fixed_codes(found, grid, dtype) for name, dtype in site.scale_dtypes.items()}
 
     def weight_grid(self) -> Grid:
         """The grid that these options describe."""
@@ -302,6 +358,12 @@ class QuantizeWeights(Pass):
             )
 
 
+def fixed_codes(found: Range, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:
+    """How values are rounded by a range that calibration has found, one per tensor or per channel."""
+    scale, zero_point = (t.reshape(1, -1) for t in scale_and_zero_point(found, grid, scale_dtype))
+    return ActivationCodes(grid, scale.to(scale_dtype), None if grid.symmetric else zero_point.to(torch.int8))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoldThenRound(QuantizeWeights):
     """A method that folds scales and then rounds. rounding: `nearest`, or `none` to leave it to a later pass."""
@@ -314,6 +376,8 @@ class FoldThenRound(QuantizeWeights):
             raise InputError(f"rounding {self.rounding!r}; allowed: nearest, none")
         if self.histograms and not self.rounds:
             raise InputError("histograms are of ranges that a pass fixes as it rounds; give them to the pass that does")
+        if not self.rounds and self.outputs != "none":
+            raise InputError("rounding=none leaves outputs to the pass that rounds; give outputs there")
 
     @property
     def writes(self) -> Aspect:  # type: ignore[override]
@@ -361,6 +425,12 @@ class Only(Pass):
 
     def scaling(self, site: FoldSite) -> Scaling:
         return self.inner.scaling(site)
+
+    def output_needs(self) -> Mapping[str, StatisticFactory]:
+        return self.inner.output_needs()
+
+    def output_codes(self, stats: Mapping[str, Any], scale_dtype: torch.dtype) -> ActivationCodes:
+        return self.inner.output_codes(stats, scale_dtype)
 
     @property
     def rounds(self) -> bool:

@@ -1,6 +1,7 @@
 """RTN: round every weight to the nearest point of its grid; the baseline of every other pass.
 
-Needs no calibration data, unless the range of the inputs is to be fixed beforehand (activations=static).
+Needs no calibration data, unless the range of inputs or outputs is to be fixed beforehand (activations=static,
+outputs=static).
 """
 
 from dataclasses import dataclass

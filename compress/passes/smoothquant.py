@@ -29,7 +29,7 @@ from compress.fold import spread_scales
 from compress.grid import fake_quantize, scale_of_range
 from compress.passes.base import Decision, FoldSite, FoldThenRound, Reader, Scaling, Site
 from compress.passes.rtn import round_to_nearest
-from compress.scheme import InputCodes
+from compress.scheme import ActivationCodes
 from compress.stats import MinMax, StatisticFactory, TokenSample
 
 # Strengths that are tried: from little to nearly all of the input's range.
@@ -89,16 +89,18 @@ class SmoothQuant(FoldThenRound):
         values = fake_quantize(weight_NK * s_K, self.weight_grid(), torch.float32)
         return (rounded @ values.t() - x_MK @ weight_NK.t()).double().square().sum()
 
-    def _inputs(self, reader: Reader, s_K: Tensor) -> InputCodes:
+    def _inputs(self, reader: Reader, s_K: Tensor) -> ActivationCodes:
         """How x / s is rounded; a fixed range is the whole one, of all ranks, whatever a calibrator makes of it."""
         grid = self.input_grid()
         assert grid is not None
         if self.activations == "dynamic":
-            return InputCodes(grid)
+            return ActivationCodes(grid)
         lowest, highest = (extreme / s_K for extreme in reader.stats["extremes"])
-        lo, hi = lowest.amin().clamp(max=0).reshape(1, 1), highest.amax().clamp(min=0).reshape(1, 1)
+        if not self.per_channel_inputs:
+            lowest, highest = lowest.amin(), highest.amax()
+        lo, hi = lowest.clamp(max=0).reshape(1, -1), highest.clamp(min=0).reshape(1, -1)
         scale, zero_point = scale_of_range(lo, hi, grid, reader.scale_dtype)
-        return InputCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
+        return ActivationCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self)
