@@ -28,11 +28,17 @@ FOLDING = {
     ],
     "kv-cache": [
         compress.RTN(scheme="w8a16", group_size=-1),
-        compress.KVCache(granularity="head", calibrator="percentile", percentile=99.0),
+        compress.KVCache(granularity="head", calibrator="percentile", percentile=99.0, histograms=True),
     ],
     "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl", histograms=True)],
     "outputs": [
-        compress.SmoothQuant(activations="static", activation_grid="asymmetric", outputs="static", calibrator="mse")
+        compress.SmoothQuant(
+            activations="static",
+            activation_grid="asymmetric",
+            outputs="static",
+            calibrator="mse",
+            histograms=True,
+        )
     ],
     "w8a8": [
         compress.GPTQ(
