@@ -108,7 +108,7 @@ def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
     one, other = (ranges(folder / f"{name}-{n}") for n in (1, 2))
     assert one == other
     assert all(found["histogram"] for found in one)
-    assert len(one) == (8 if name in ("smoothquant", "w8a8") else 0)
+    assert len(one) == {"smoothquant": 8, "w8a8": 8, "outputs": 8 + 14, "kv-cache": 4}.get(name, 0)
 
 
 def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
