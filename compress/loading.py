@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.errors import InputError
-from compress.lowbit import compressed_layers, finish, fuse, prepare
+from compress.lowbit import compressed_layers, device_of, finish, fuse, prepare
 from compress.nn import PackedLinear
 from compress.scheme import scheme_for
 from compress.source import (
@@ -87,8 +87,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         options = self.quantization_config
         target = None if options.device is None else torch.device(options.device)
         finish(model, target)
-        layer = next(layer for _, layer in compressed_layers(model))
-        if options.fuse or (options.fuse is None and layer.device.type == "cuda"):
+        if options.fuse or (options.fuse is None and device_of(model).type == "cuda"):
             if target is not None:
                 model.to(target)
             self.notes += fuse(model)

@@ -19,11 +19,18 @@ import yaml
 from compress.errors import InputError, one_of
 from compress.passes.awq import AWQ
 from compress.passes.base import Only, Pass
+from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant
 
-PASSES: dict[str, type[Pass]] = {"rtn": RTN, "gptq": GPTQ, "awq": AWQ, "smoothquant": SmoothQuant}
+PASSES: dict[str, type[Pass]] = {
+    "rtn": RTN,
+    "gptq": GPTQ,
+    "awq": AWQ,
+    "smoothquant": SmoothQuant,
+    "embeddings": Embeddings,
+}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
