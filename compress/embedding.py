@@ -31,8 +31,8 @@ def shown(table: PackedLinear) -> dict[str, Tensor]:
 class QuantEmbedding(nn.Embedding):
     """Rows of a table of codes: token ids [...] -> [..., width], in the dtype of the scales.
 
-    Make one with `from_quantized` or `take_over`, which keeps what a subclass of nn.Embedding does with the rows. `twin`:
-    another module speaks for the table in the state_dict.
+    Make one with `from_quantized` or `take_over`, which keeps what a subclass of nn.Embedding does with the rows.
+    `twin`: another module speaks for the table in the state_dict.
     """
 
     table: PackedLinear
@@ -139,8 +139,8 @@ class TiedLinear(PackedLinear):
 
 
 def take_over(module: nn.Embedding, table: PackedLinear, twin: bool = False) -> QuantEmbedding:
-    """Turn an embedding without a weight into one that looks up rows of a table, in place: a subclass goes on doing what
-    it does with the rows (Gemma scales them).
+    """Turn an embedding without a weight into one that looks up rows of a table, in place: a subclass goes on doing
+    what it does with the rows (Gemma scales them).
 
     Raises CheckpointError for a subclass that wants more of its weight than the rows it looks up.
     """
@@ -163,9 +163,14 @@ def _on_codes(kind: type[nn.Embedding]) -> type[nn.Embedding]:
     """The class of `kind` on codes: its `super().forward` is that of QuantEmbedding."""
     if kind.forward is nn.Embedding.forward:
         return QuantEmbedding
-    # What a subclass asks its weight for is the dtype; a whole table for that would be made for every token.
-    stand_in = property(lambda self: self.table.scale.new_full((), torch.nan).expand(self.num_embeddings, -1))
-    return type(f"Quant{kind.__name__}", (kind, QuantEmbedding), {"weight": stand_in})
+
+    def weight(self: QuantEmbedding) -> Tensor:
+        """A stand-in without values: what subclasses ask their weight for is its dtype, and for that a whole table would
+        be made at every call."""
+        nothing = self.table.scale.new_full((), torch.nan)
+        return nothing.expand(self.num_embeddings, self.embedding_dim)
+
+    return type(f"Quant{kind.__name__}", (kind, QuantEmbedding), {"weight": property(weight)})
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """THE loop. For every block: open it, let each pass see its statistics and decide, install, write, go on.
 
-    embeddings -> capture -> for block: open -> for pass: (suspended forward: observe -> sync -> apply -> install) -> write -> next
+    capture -> for block: open -> for pass: (suspended forward: observe -> sync -> apply -> install) -> write -> next
 
-State is what flows from block to block: the calls (the compressed model's hidden states), the reference calls (the
+A token embedding is rounded before the capture. State is what flows from block to block: the calls (the compressed model's hidden states), the reference calls (the
 original model's, where a pass compares with them) and the layers decided so far. All of it can be recomputed from
 what is on disk, which is how a run resumes.
 """

@@ -236,6 +236,11 @@ def unstored(source: Source) -> set[str]:
     return {f"{name}.{buffer}" for name, module in modules for buffer in module._non_persistent_buffers_set}
 
 
+def embeddings_of(source: Source) -> set[str]:
+    """Names of the model's embeddings."""
+    return {name for name, module in empty_model(source).named_modules() if isinstance(module, nn.Embedding)}
+
+
 def headers(source: Source) -> dict[str, tuple[tuple[int, ...], str]]:
     """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files."""
     found = {}
