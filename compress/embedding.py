@@ -51,11 +51,9 @@ class QuantEmbedding(nn.Embedding):
         ids, table = input.reshape(-1), self.table
         if not len(ids):
             return table.scale.new_empty(*input.shape, self.embedding_dim)
+        words, scale = table.words.index_select(0, ids), table.scale.index_select(1, ids)
         zero = None if table.zero is None else table.zero.index_select(1, ids)
-        planar = table.planar
-        found = Planar(
-            planar.words.index_select(0, ids), planar.scale.index_select(1, ids), zero, planar.group_size, planar.bits
-        )
+        found = Planar(words, scale, zero, table.planar.group_size, table.container)
         return planar_weight(found, self.embedding_dim).reshape(*input.shape, self.embedding_dim)
 
     def dequantize(self) -> Tensor:
@@ -165,8 +163,8 @@ def _on_codes(kind: type[nn.Embedding]) -> type[nn.Embedding]:
         return QuantEmbedding
 
     def weight(self: QuantEmbedding) -> Tensor:
-        """A stand-in without values: what subclasses ask their weight for is its dtype, and for that a whole table would
-        be made at every call."""
+        """A stand-in without values: what subclasses ask their weight for is its dtype, and for that a whole table
+        would be made at every call."""
         nothing = self.table.scale.new_full((), torch.nan)
         return nothing.expand(self.num_embeddings, self.embedding_dim)
 

@@ -42,9 +42,8 @@ class Unread(nn.Module):
         self.complete = True
 
     def __getattr__(self, name: str) -> Any:
-        # Some models initialize `weight` of layers they know by name (T5); there is nothing to initialize here.
         if name == "weight" and "complete" in self.__dict__ and "weight" not in self._buffers:
-            return torch.empty(0)
+            return _nothing(self.stored)
         return super().__getattr__(name)
 
 
@@ -57,10 +56,16 @@ class UnreadEmbedding(nn.Embedding):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "kind" in self.__dict__ and "weight" not in self._buffers:
-            nothing = torch.empty(0)
-            nothing._is_hf_initialized = True  # type: ignore[attr-defined]
-            return nothing
+            return _nothing(self.stored)
         return super().__getattr__(name)
+
+
+def _nothing(stored: StoredLayer) -> Tensor:
+    """What is seen by code that looks at a weight too early: models initialize some by name (T5), and fit the bias of
+    a head to its weight's shape."""
+    nothing = torch.empty(stored.shape, device="meta")
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
 
 
 def _hold(module: nn.Module, stored: StoredLayer, dtype: torch.dtype) -> None:

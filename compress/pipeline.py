@@ -2,9 +2,9 @@
 
     capture -> for block: open -> for pass: (suspended forward: observe -> sync -> apply -> install) -> write -> next
 
-A token embedding is rounded before the capture. State is what flows from block to block: the calls (the compressed model's hidden states), the reference calls (the
-original model's, where a pass compares with them) and the layers decided so far. All of it can be recomputed from
-what is on disk, which is how a run resumes.
+The token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block: the
+calls (the compressed model's hidden states), the reference calls (the original model's, where a pass compares with
+them) and the layers decided so far. All of it can be recomputed from what is on disk, which is how a run resumes.
 """
 
 import time
