@@ -97,11 +97,10 @@ class _Run:
         p, blocks = self.plan.embeddings, {block for stack in self.plan.stacks for _, block in stack.blocks}
         done = {layer.name for layer in self.record.layers}  # by a first try, whose blocks were no chain
         tables = [table for table in self.plan.tables if table.name not in done]
+        for name in (n for table in self.plan.tables for n in (table.name, *table.shared)):
+            self.record.left_alone.pop(name, None)
         if p is None or not tables:
             return
-        for table in self.plan.tables:
-            for name in (table.name, *table.shared):
-                self.record.left_alone.pop(name, None)
         # What is not in a block is the root's; the blocks' calibration reads it again, so the edits have to stay.
         with self.residency.open(model, blocks - {model}, self.residency.keep or self.plan.calibrated) as opened:
             for table in tables:

@@ -10,7 +10,7 @@ from commands import Largest, StopAfterOne, command
 from models import build, tokens
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM
+from transformers import AlbertConfig, AlbertModel, AutoModel, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 import compress
 from compress.embedding import QuantEmbedding, TiedLinear, take_over
@@ -185,6 +185,29 @@ def test_a_stopped_run_resumes(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert {r.name for r in again.record.layers} == {r.name for r in whole.record.layers}
     assert again.record.left_alone == whole.record.left_alone
+
+
+def test_blocks_that_form_no_chain_get_the_same_embedding():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = AlbertModel(AlbertConfig(vocab_size=96, embedding_size=16, num_hidden_layers=2, **sizes)).eval()
+    table = quantize(model.get_input_embeddings().weight.detach(), compress.Embeddings(**PACKED).weight_grid())
+    record = compress.quantize(model, [GPTQ, compress.Embeddings(**PACKED)], calibration=tokens()).record
+    assert any("not a simple chain" in note for note in record.notes)
+    assert torch.equal(model.get_input_embeddings().weight, table.dequantize())
+    assert [r.name for r in record.layers].count("embeddings.word_embeddings") == 1
+    assert "embeddings.word_embeddings" not in record.left_alone
+
+
+@pytest.mark.parametrize("options", [{}, PACKED], ids=str)
+def test_transformers_loads_our_layers_with_the_head_and_without(options, tmp_path):
+    model, _ = run("gemma", tmp_path / "out", compress.Embeddings(**options))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(outputs(whole, probe(96)), outputs(model, probe(96)), rtol=1e-4, atol=1e-5)
+    assert isinstance(whole.get_output_embeddings(), TiedLinear)
+    base = AutoModel.from_pretrained(tmp_path / "out")
+    assert isinstance(base.get_input_embeddings(), QuantEmbedding)
+    torch.testing.assert_close(outputs(base, probe(96)), outputs(model.model, probe(96)), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("one_block", [False, True])
