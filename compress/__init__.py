@@ -14,6 +14,7 @@ from compress.loading import load, register
 from compress.nn import QuantLinear
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass, but, only
+from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.kv_cache import KVCache
 from compress.passes.rtn import RTN
@@ -32,6 +33,7 @@ __all__ = [
     "BatchNormFolds",
     "CheckpointError",
     "CompressError",
+    "Embeddings",
     "Evaluation",
     "Grid",
     "InputError",

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from compress.architecture import find_stacks
+from compress.architecture import Table, find_stacks
 from compress.cache import attentions, cache_entry, has_cache_format
 from compress.caching import head_sizes
 from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
@@ -142,7 +142,7 @@ def quantize(
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
-    if plan_.kv is None and not any(p.rounds for p in plan_.passes):
+    if plan_.kv is None and not any(p.rounds for p in passes):
         notes.append("no pass rounds: the model is prepared, not compressed; add a pass, or leave out rounding=none")
     for note in notes:
         reporter.note(note)
@@ -314,9 +314,11 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
-    """Tensors outside the blocks, each gathered when its turn comes."""
-    inside = {id(p) for stack in plan_.stacks for _, b in stack.blocks for p in b.parameters()}
-    prefixes = tuple(f"{name}." if name else "" for stack in plan_.stacks for name, _ in stack.blocks)
+    """Tensors outside what was written as blocks, each gathered when its turn comes."""
+    blocks = [block for stack in plan_.stacks for block in stack.blocks]
+    blocks += [(table.name, table.module) for table in plan_.tables]
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    prefixes = tuple(f"{name}." if name else "" for name, _ in blocks)
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
@@ -328,17 +330,26 @@ def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
 
 
 def quantization_config(
-    layers: Mapping[str, Scheme], model: nn.Module, cache: Mapping[str, Any] | None = None
+    layers: Mapping[str, Scheme],
+    model: nn.Module,
+    tables: Sequence[Table] = (),
+    cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors for layers with their schemes and the entry of the caches."""
+    """The `quantization_config` of compressed-tensors for layers with their schemes, some of them `tables`, and the
+    entry of the caches."""
+    # What shares int8 rows is targeted, too: its weight is decompressed under its own name.
+    shared = {n: layers[t.name] for t in tables if layers[t.name].layout == "int-quantized" for n in t.shared}
+    layers = {**layers, **shared}
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
         by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     groups = {}
     for i, (entry, names) in enumerate(sorted(by_entry.items())):
-        targets = ["Linear"] if len(by_entry) == 1 else sorted(names)
+        targets = sorted(names)
+        if len(by_entry) == 1 and set(names) & set(linears):
+            targets = ["Linear", *sorted(set(names) - set(linears))]
         groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     layouts = {scheme.layout for scheme in layers.values()}
     config = {
         "quant_method": "compressed-tensors",
@@ -370,12 +381,23 @@ def _finish(
             f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
             f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk",
         )
-    if any(not scheme.weights.symmetric for scheme in schemes.values()):
+    odd = None
+    if any(not s.weights.symmetric and s.layout == "pack-quantized" for s in schemes.values()):
+        odd = "asymmetric weights"
+    if any(schemes[table.name].layout == "pack-quantized" for table in plan_.tables):
+        odd = "a packed embedding"
+    if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
         record.note(
             reporter,
-            "asymmetric weights: load in transformers with "
+            f"{odd}: load in transformers with "
             "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails"
             + (", and this one leaves the key-value cache as it is" if plan_.kv is not None else ""),
+        )
+    elif odd is not None:
+        record.note(
+            reporter,
+            f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
+            "dequantize=True reads all layers by one scheme); run it with compress.load",
         )
     if plan_.kv is not None and (plan_.kv.type == "int8" or plan_.kv.granularity == "token"):
         record.note(
@@ -393,7 +415,7 @@ def _finish(
         if generation is not None:
             extra["generation_config.json"] = generation.to_json_string()
     if config is not None and (schemes or cache is not None):
-        config["quantization_config"] = quantization_config(schemes, model, cache)
+        config["quantization_config"] = quantization_config(schemes, model, plan_.tables, cache)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     manifest = {
         "compress": VERSION,

@@ -72,6 +72,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Table(Layer):
+    """A token embedding [vocabulary, width] as a layer, or an output head with a weight of its own. shared: the other
+    modules that have the same weight (a tied head)."""
+
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Stack:
     """Blocks that run one after the other: the list that holds them (None: the model itself is the only block)."""
 
@@ -147,6 +155,42 @@ def output_head(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     return head if isinstance(head, nn.Module) else None
+
+
+def token_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The table that turns token ids into hidden states."""
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        found = get() if callable(get) else None
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def token_tables(model: nn.Module) -> list[Table]:
+    """The token embedding, then the output head where it is a linear layer with a weight of its own; nothing for a
+    model without a token embedding. Raises InputError for one whose weight is more than a table."""
+    embedding, head = token_embedding(model), output_head(model)
+    if embedding is None:
+        return []
+    tables = []
+    names = {module: name for name, module in model.named_modules()}
+    for module in (embedding, head):
+        weight = None if module is None or module not in names else module._parameters.get("weight")
+        if module is None or weight is None or (module is head and not isinstance(head, nn.Linear)):
+            continue
+        others = [(n, m) for m, n in names.items() if m is not module and m._parameters.get("weight") is weight]
+        if module is head and any(m is embedding for _, m in others):
+            continue
+        if odd := [(n, m) for n, m in others if not isinstance(m, nn.Linear | nn.Embedding)]:
+            raise InputError(
+                f"{odd[0][0]} ({type(odd[0][1]).__name__}) shares the weight of {names[module]} and is neither an "
+                "embedding nor a linear layer; leave the embeddings pass out"
+            )
+        if module is embedding and embedding.max_norm is not None:
+            raise InputError(f"{names[module]} renormalizes its rows (max_norm); leave the embeddings pass out")
+        tables.append(Table(names[module], module, tuple(n for n, _ in others)))
+    return tables
 
 
 def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[str, str]:

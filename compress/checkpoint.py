@@ -24,10 +24,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensors_of(
-    layer: str, quantized: Quantized, inputs: ActivationCodes | None = None, outputs: ActivationCodes | None = None
+    layer: str,
+    quantized: Quantized,
+    inputs: ActivationCodes | None = None,
+    outputs: ActivationCodes | None = None,
+    table: bool = False,
 ) -> dict[str, Tensor]:
-    """The tensors that stand for one compressed layer."""
-    scheme = scheme_of(quantized.grid, inputs, outputs)
+    """The tensors that stand for one compressed layer. table: as `scheme_of` has it."""
+    scheme = scheme_of(quantized.grid, inputs, outputs, table=table)
     bits = quantized.grid.bits
     scale = quantized.scale.expand(quantized.codes.shape[0], -1) if quantized.scale.shape[0] == 1 else quantized.scale
     tensors = {"weight_scale": scale[:1, 0] if scheme.one_scale else scale}
@@ -38,7 +42,8 @@ def tensors_of(
         tensors["weight_shape"] = torch.tensor(quantized.codes.shape)
     if quantized.zero_point is not None:
         zero_point = quantized.zero_point.expand(scale.shape)
-        tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
+        packed = scheme.layout == "pack-quantized"
+        tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t() if packed else zero_point
     for side, codes in (("input", inputs), ("output", outputs)):
         if codes is not None and codes.scale is not None:
             tensors[f"{side}_scale"] = codes.scale.reshape(1)
@@ -100,7 +105,8 @@ def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
         raise CheckpointError(f"{layer}.weight_scale holds values that are not finite numbers")
     if scheme.layout != "pack-quantized":
         check_codes(layer, parts["weight"])
-        return Quantized(parts["weight"], scale.reshape(1, 1) if scheme.one_scale else scale, None, scheme.weights)
+        scale = scale.reshape(1, 1) if scheme.one_scale else scale
+        return Quantized(parts["weight"], scale, parts.get("weight_zero_point"), scheme.weights)
     bits, zero_point = scheme.weights.bits, None
     if not scheme.weights.symmetric:
         zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()

@@ -157,6 +157,11 @@ def cli() -> None:
     metavar="NAME=VALUE",
     help="Any option of the method, like --set damp=0.05. Repeat for more.",
 )
+@click.option(
+    "--embeddings",
+    metavar="SCHEME",
+    help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
+)
 @click.option("--calibration", metavar="TEXT", help="What the model is shown. Needed by every method but rtn.")
 @click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
@@ -187,6 +192,7 @@ def quantize(
     model: str,
     method: str,
     recipe: str | None,
+    embeddings: str | None,
     output: str,
     kv_cache: str | None,
     settings: tuple[str, ...],
@@ -216,10 +222,12 @@ def quantize(
         if name in chosen:
             raise InputError(f"option {name} is given twice ({chosen[name]!r} and {value!r}); give it once")
         chosen[name] = value
-    if recipe is not None and (chosen or given("method") or given("kv_cache")):
-        dropped = [*(name for name in ("method", "kv_cache") if given(name)), *chosen]
+    if recipe is not None and (chosen or any(map(given, ("method", "embeddings", "kv_cache")))):
+        dropped = [name for name in ("method", "embeddings", "kv_cache") if given(name)] + [*chosen]
         raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
     passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
+    if embeddings is not None:
+        passes = (*passes, make_pass("embeddings", {"scheme": embeddings}))
     if kv_cache is not None:
         passes = (*passes, cache_pass(kv_cache))
     calibration = options.pop("calibration")

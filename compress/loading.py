@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.cache import read_cache_scheme
 from compress.errors import InputError
-from compress.lowbit import compressed_layers, finish, fuse, prepare
+from compress.lowbit import compressed_layers, device_of, finish, fuse, prepare
 from compress.nn import PackedLinear
 from compress.scheme import scheme_for
 from compress.source import (
@@ -89,8 +89,8 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         target = None if options.device is None else torch.device(options.device)
         cache = options.quantization.get("kv_cache_scheme")
         finish(model, target, read_cache_scheme(cache) if cache else None)
-        device = next((layer.device.type for _, layer in compressed_layers(model)), None)
-        if device is not None and (options.fuse or (options.fuse is None and device == "cuda")):
+        compressed = next(compressed_layers(model), None) is not None
+        if compressed and (options.fuse or (options.fuse is None and device_of(model).type == "cuda")):
             if target is not None:
                 model.to(target)
             self.notes += fuse(model)

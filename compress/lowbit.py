@@ -7,6 +7,7 @@ copy of a compressed weight: the most that is held is the checkpoint and one lay
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from compress.cache import SIDES, CacheScheme, attentions, cache_argument, hold_scales, round_cache
 from compress.checkpoint import check_codes
+from compress.embedding import QuantEmbedding, TiedLinear, take_over
 from compress.errors import CheckpointError
 from compress.fused import FusedLinear, why_not_fuse
-from compress.nn import QuantLinear
+from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import FLOATS
 from compress.source import Source, StoredLayer, caches_of, headers, layers_of
 
@@ -26,24 +28,83 @@ if TYPE_CHECKING:
 
 
 class Unread(nn.Module):
-    """A linear layer between `prepare` and `finish`: empty tensors under the names that the checkpoint has."""
+    """A linear layer between `prepare` and `finish`: empty tensors under the names that the checkpoint has.
 
-    def __init__(self, stored: StoredLayer, bias: nn.Parameter | None, dtype: torch.dtype, held: Sequence[str]) -> None:
+    shares: the embedding whose codes are this layer's.
+    """
+
+    def __init__(
+        self, stored: StoredLayer, bias: nn.Parameter | None, dtype: torch.dtype, shares: str | None = None
+    ) -> None:
         super().__init__()
-        self.stored = stored
-        rows, columns = stored.shape
-        for name, part in stored.scheme.parts(rows, columns).items():
-            if name in held:
-                kind = dtype if part.dtypes is FLOATS else part.dtypes[0]
-                self.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
+        self.stored, self.shares = stored, shares
+        _hold(self, stored, dtype)
         self.register_parameter("bias", bias)
         self.complete = True
 
     def __getattr__(self, name: str) -> Any:
-        # Some models initialize `weight` of layers they know by name (T5); there is nothing to initialize here.
         if name == "weight" and "complete" in self.__dict__ and "weight" not in self._buffers:
-            return torch.empty(0)
+            return _nothing(self.stored)
         return super().__getattr__(name)
+
+
+class UnreadEmbedding(nn.Embedding):
+    """The same of a token embedding, which keeps its class and whatever else its class holds."""
+
+    stored: StoredLayer
+    shares: str | None
+    kind: type[nn.Embedding]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "kind" in self.__dict__ and "weight" not in self._buffers:
+            return _nothing(self.stored)
+        return super().__getattr__(name)
+
+
+def _nothing(stored: StoredLayer) -> Tensor:
+    """What is seen by code that looks at a weight too early: models initialize some by name (T5), and fit the bias of
+    a head to its weight's shape."""
+    nothing = torch.empty(stored.shape, device="meta")
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
+
+
+def _hold(module: nn.Module, stored: StoredLayer, dtype: torch.dtype) -> None:
+    """Empty tensors for what a checkpoint has of a layer."""
+    for name, part in stored.scheme.parts(*stored.shape).items():
+        if name in stored.parts:
+            kind = dtype if part.dtypes is FLOATS else part.dtypes[0]
+            module.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
+
+
+def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, shares: str | None) -> None:
+    """Turn an embedding into an `UnreadEmbedding`."""
+    kind = type(module)
+    del module._parameters["weight"]
+    _hold(module, stored, dtype)
+    bases = (UnreadEmbedding,) if kind is nn.Embedding else (kind, UnreadEmbedding)
+    module.__class__ = type(f"Unread{kind.__name__}", bases, {})
+    unread = cast(UnreadEmbedding, module)
+    unread.stored, unread.shares, unread.kind = stored, shares, kind
+
+
+def _untie(model: nn.Module, name: str) -> list[str]:
+    """Names of the other modules that transformers would tie to an embedding's weight; it will not any more."""
+    mapping: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    own = f"{name}.weight"
+    first = mapping.get(own, own)
+    tied = {target for target, source in mapping.items() if source == first} | {first}
+    if own not in tied or len(tied) == 1:
+        return []
+    for target in tied & set(mapping):
+        del mapping[target]
+    # A later tie_weights() asks every model in it anew.
+    for prefix, part in model.named_modules():
+        if getattr(part, "_tied_weights_keys", None) and hasattr(part, "get_expanded_tied_weights_keys"):
+            full = f"{prefix}." if prefix else ""
+            expanded = cast(Any, part).get_expanded_tied_weights_keys()
+            cast(Any, part)._tied_weights_keys = {k: v for k, v in expanded.items() if full + k not in tied}
+    return sorted(key.removesuffix(".weight") for key in tied - {own})
 
 
 def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
@@ -56,18 +117,34 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     own: Any = model
     foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
     place = partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
-    for stored_name, stored in layers.items():
-        name = place(modules, stored_name)
+    placed = {place(modules, stored_name): stored for stored_name, stored in layers.items()}
+    sharing: dict[str, str] = {}
+    for name, stored in placed.items():
         module = modules.get(name)
         if module is None and foreign:
             continue  # transformers reports its tensors as unexpected
+        if stored.shares is not None and name not in sharing:
+            raise CheckpointError(f"{name}.weight is missing from the checkpoint")
+        if name in sharing:
+            continue
+        if isinstance(module, nn.Embedding):
+            _check_shape(model, name, stored, (module.num_embeddings, module.embedding_dim))
+            sharing |= {n: name for n in _untie(model, name) if n not in placed or placed[n].shares is not None}
+            _vacate(module, stored, dtype, None)
+            continue
         if not isinstance(module, nn.Linear):
             what = "has no such layer" if module is None else f"has a {type(module).__name__} there"
             raise CheckpointError(f"{source.path} holds a compressed {name}; {type(model).__name__} {what}")
-        expected = (module.out_features, module.in_features)
-        if stored.shape != expected:
-            raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
-        model.set_submodule(name, Unread(stored, module.bias, dtype, list(stored.parts)))
+        _check_shape(model, name, stored, (module.out_features, module.in_features))
+        model.set_submodule(name, Unread(stored, module.bias, dtype))
+    for name, owner in sharing.items():
+        module, stored = modules[name], placed.get(name, replace(placed[owner], parts={}))
+        if isinstance(module, nn.Embedding):
+            _vacate(module, stored, dtype, owner)
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(name, Unread(stored, module.bias, dtype, owner))
+        else:
+            raise CheckpointError(f"{name} shares the compressed weight of {owner}; it is a {type(module).__name__}")
     caches = caches_of(source)
     for stored_name, scales in ({} if caches is None else caches.scales).items():
         name = place(modules, stored_name)
@@ -82,6 +159,11 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
         name = place(expected_shapes, stored_name)
         if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
             raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
+
+
+def _check_shape(model: nn.Module, name: str, stored: StoredLayer, expected: tuple[int, int]) -> None:
+    if stored.shape != expected:
+        raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
 
 
 def _renamings(model: nn.Module) -> "list[WeightRenaming]":
@@ -109,27 +191,49 @@ def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[s
 def finish(model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None) -> None:
     """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default), and
     attentions into such that keep codes."""
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, Unread):
+    tables: dict[str, PackedLinear] = {}
+    unread = [(n, m) for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding)]
+    # Those that share a table come after those that hold one.
+    for name, module in sorted(unread, key=lambda item: item[1].shares is not None):
+        parts = {part: module._buffers.pop(part) for part in module.stored.parts}
+        if module.shares is not None:
+            table = tables[module.shares]
+        else:
+            found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+            target = found["weight_scale"].device if device is None else device
+            found = {part: tensor.to(target) for part, tensor in found.items()}
+            if not bool(torch.isfinite(found["weight_scale"]).all()):
+                raise CheckpointError(f"{name}.weight_scale holds values that are not finite numbers")
+            if "weight" in found:
+                check_codes(name, found["weight"])
+            bias = module.bias if isinstance(module, Unread) else None
+            layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias).to(target)
+            if isinstance(module, Unread):
+                model.set_submodule(name, layer)
+                continue
+            if not isinstance(layer, PackedLinear):
+                raise CheckpointError(f"{name} is an embedding stored as {module.stored.scheme}, which rounds an input")
+            table = tables[name] = layer
+        if isinstance(module, Unread):
+            model.set_submodule(name, TiedLinear(table, module.bias).to(table.device))
             continue
-        parts = dict(module.named_buffers(recurse=False))
-        target = next(iter(parts.values())).device if device is None else device
-        parts = {part: tensor.to(target) for part, tensor in parts.items()}
-        if not bool(torch.isfinite(parts["weight_scale"]).all()):
-            raise CheckpointError(f"{name}.weight_scale holds values that are not finite numbers")
-        if "weight" in parts:
-            check_codes(name, parts["weight"])
-        bias = module.bias
-        layer = QuantLinear.from_parts(parts, module.stored.scheme, module.stored.shape, bias)
-        model.set_submodule(name, layer.to(target))
-    if caches is None:
-        return
+        twin = module.shares is not None
+        embedding = cast(nn.Embedding, module)
+        embedding.__class__ = module.kind
+        for attribute in ("stored", "kind", "shares"):
+            delattr(embedding, attribute)
+        take_over(embedding.to(table.device), table, twin)
+    if caches is not None:
+        _finish_caches(model, caches)
+
+
+def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
     for name, attention in attentions(model).items():
         for side in SIDES:
             scale = getattr(attention, f"{side}_scale", None)
             if scale is not None and not bool((torch.isfinite(scale) & (scale != 0)).all()):
                 raise CheckpointError(f"{name}.{side}_scale holds values that are not finite numbers above 0")
-        round_cache(attention, caches)
+        round_cache(attention, scheme)
 
 
 def readers(model: nn.Module) -> list[list[str]]:
@@ -152,7 +256,7 @@ def readers(model: nn.Module) -> list[list[str]]:
 
     layers = dict(compressed_layers(model))
     handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
-    device = next(iter(layers.values())).device
+    device = device_of(model)
     own: Any = model
     try:
         with torch.no_grad():
@@ -186,8 +290,14 @@ def fuse(model: nn.Module) -> list[str]:
     return refused
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the codes of a model are."""
+    return next(module.device for module in model.modules() if isinstance(module, QuantLinear))
+
+
 def compressed_layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
-    """The layers of a model that compute on codes; fused ones once, under the name of the first."""
+    """The layers of a model that multiply by codes; fused ones once, under the name of the first."""
+    tables = {module.table for module in model.modules() if isinstance(module, QuantEmbedding)}
     for name, module in model.named_modules():
-        if isinstance(module, QuantLinear):
+        if isinstance(module, QuantLinear) and module not in tables:
             yield name.removesuffix(".stacked"), module

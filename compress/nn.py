@@ -19,10 +19,12 @@ from compress.kernels import ops, reference
 from compress.kernels.fp8 import fp8_linear
 from compress.kernels.pack import (
     Planar,
+    pack_planar,
     pack_rows,
     planar_from_rows,
     planar_weight,
     rows_from_planar,
+    unpack_planar,
     unpack_rows,
 )
 from compress.kernels.rounding import round_output
@@ -109,7 +111,8 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """The layer that a checkpoint's tensors stand for, on their device, in the dtype of their scale."""
         rows, columns = shape
-        layer = KINDS[scheme.layout](scheme, columns, rows, bias)
+        kind = KINDS[scheme.layout] if scheme.inputs is not None else PackedLinear
+        layer = kind(scheme, columns, rows, bias)
         layer.fill(parts, slice(0, rows))
         return layer
 
@@ -212,7 +215,8 @@ class QuantLinear(nn.Module):
 
 
 class PackedLinear(QuantLinear):
-    """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`); the input as it is, or int8 per token.
+    """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`), stored packed or as rows of int8; the input as it
+    is, or int8 per token.
 
     input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
     one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
@@ -251,12 +255,15 @@ class PackedLinear(QuantLinear):
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         bits = self.scheme.weights.bits
         scale_GN = parts["weight_scale"].t().contiguous()
-        words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
+        given_GN = None if self.scheme.weights.symmetric else parts["weight_zero_point"].t().contiguous()
         zero_GN = None
-        if not self.scheme.weights.symmetric:
-            count = rows.stop - rows.start
-            raised = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, count, signed=False)
-            zero_GN = raised + self._lift
+        if self.scheme.layout == "pack-quantized":
+            words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
+            if given_GN is not None:
+                zero_GN = unpack_rows(given_GN, bits, rows.stop - rows.start, signed=False) + self._lift
+        else:
+            words = pack_planar(_from_signed(parts["weight"]), bits)
+            zero_GN = None if given_GN is None else _from_signed(given_GN)
         if self.words is None:
             self.words, self.scale, self.zero = words, scale_GN, zero_GN
             return
@@ -272,15 +279,29 @@ class PackedLinear(QuantLinear):
         return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        bits = self.scheme.weights.bits
-        parts = {
-            "weight_packed": rows_from_planar(self.words[rows], bits, self.in_features, self.container),
-            "weight_scale": self.scale[:, rows].t().contiguous(),
-            "weight_shape": torch.tensor([rows.stop - rows.start, self.in_features], device=self.words.device),
-        }
-        if self.zero is not None:
-            parts["weight_zero_point"] = pack_rows(self.zero[:, rows] - self._lift, bits, signed=False).t().contiguous()
+        bits, words = self.scheme.weights.bits, self.words[rows]
+        zero_GN = None if self.zero is None else self.zero[:, rows]
+        parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
+        if self.scheme.layout != "pack-quantized":
+            parts["weight"] = _to_signed(unpack_planar(words, bits, self.in_features))
+            if zero_GN is not None:
+                parts["weight_zero_point"] = _to_signed(zero_GN).t().contiguous()
+            return parts
+        parts["weight_packed"] = rows_from_planar(words, bits, self.in_features, self.container)
+        parts["weight_shape"] = torch.tensor([rows.stop - rows.start, self.in_features], device=words.device)
+        if zero_GN is not None:
+            parts["weight_zero_point"] = pack_rows(zero_GN - self._lift, bits, signed=False).t().contiguous()
         return parts
+
+
+def _from_signed(codes: Tensor) -> Tensor:
+    """int8 codes as unsigned ones, the middle at 128."""
+    return codes.contiguous().view(torch.uint8) ^ 128
+
+
+def _to_signed(codes: Tensor) -> Tensor:
+    """Inverse of `_from_signed`."""
+    return (codes ^ 128).view(torch.int8)
 
 
 class RowLinear(QuantLinear):

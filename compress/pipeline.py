@@ -2,9 +2,9 @@
 
     capture -> for block: open -> for pass: (suspended forward: observe -> sync -> apply -> install) -> write -> next
 
-State is what flows from block to block: the calls (the compressed model's hidden states), the reference calls (the
-original model's, where a pass compares with them) and the layers decided so far. All of it can be recomputed from
-what is on disk, which is how a run resumes.
+The token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block: the
+calls (the compressed model's hidden states), the reference calls (the original model's, where a pass compares with
+them) and the layers decided so far. All of it can be recomputed from what is on disk, which is how a run resumes.
 """
 
 import time
@@ -126,6 +126,34 @@ class _Run:
                 self.record.ranges.append(range_record(stats["range"], name, "output"))
             decisions[name] = replace(decision, figures={**decision.figures, **seen}, outputs=outputs)
         return decisions
+
+    def run_tables(self, model: nn.Module, total: int) -> None:
+        """Round the token embedding and the output head, for which no data is needed: before the blocks run, so that
+        they are calibrated on what they will be given."""
+        p, blocks = self.plan.embeddings, {block for stack in self.plan.stacks for _, block in stack.blocks}
+        done = {layer.name for layer in self.record.layers}  # by a first try, whose blocks were no chain
+        tables = [table for table in self.plan.tables if table.name not in done]
+        for name in (n for table in self.plan.tables for n in (table.name, *table.shared)):
+            self.record.left_alone.pop(name, None)
+        if p is None or not tables:
+            return
+        # What is not in a block is the root's; the blocks' calibration reads it again, so the edits have to stay.
+        with self.residency.open(model, blocks - {model}, self.residency.keep or self.plan.calibrated) as opened:
+            for table in tables:
+                versions, part = Versions(), opened.inside(table.module)
+                finished = self.sink.finished(table.name)
+                if finished is None:
+                    made = self.apply(p, [table.name], {table.name: table}, part)[table.name]
+                    self.install(table, made, versions)
+                    described = layer_record(p, table, made)
+                    if table.shared:
+                        described.figures["shared_with"] = ", ".join(table.shared)
+                    finished = Finished({table.name: made}, [described], {})
+                    self.sink.write(table.name, part, {table.name: table}, finished)
+                else:
+                    self.install(table, finished.decided[table.name], versions)
+                self.record.layers.extend(finished.records)
+                self.reporter.step(self.plan.tables.index(table) + 1, total, table.name)
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
@@ -361,16 +389,22 @@ def run(
     record.left_alone.update(plan_.ignored)
     reference = any(p.needs_reference for p in plan_.passes)
     state = _Run(plan_, residency, sink, comm, reporter, record, reference, Rescaler(comm, shared_weights(model)))
-    total = sum(len(stack.blocks) for stack in plan_.stacks)
-    finished = 0
+    total = sum(len(stack.blocks) for stack in plan_.stacks) + len(plan_.tables)
+    finished = len(plan_.tables)
     reporter.step(0, total, "")
     with without_cache(model):
-        for stack in plan_.stacks:
+        captures = [
+            partial(capture, model, s, batches, residency, partial(_first_output, residency, s)) for s in plan_.stacks
+        ]
+        # The original model's hidden states come from the original embedding.
+        originals = [each()[0] if reference and plan_.tables else None for each in captures]
+        state.run_tables(model, total)
+        for stack, capture_stack, original in zip(plan_.stacks, captures, originals, strict=True):
             captured: list[list[Call]] = [[] for _ in stack.blocks]
             if plan_.calibrated:
-                captured = capture(model, stack, batches, residency, partial(_first_output, residency, stack))
+                captured = capture_stack()
             calls = list(captured[0])
-            shadow = list(calls) if reference else []
+            shadow = list(calls if original is None else original) if reference else []
             for i, (name, block) in enumerate(stack.blocks):
                 if i > 0 and plan_.calibrated:
                     calls = [own.with_hidden(c.hidden) for own, c in zip(captured[i], calls, strict=True)]

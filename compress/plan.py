@@ -9,9 +9,11 @@ from torch import nn
 from compress.architecture import (
     Layer,
     Stack,
+    Table,
     find_stacks,
     layers_of,
     output_head,
+    token_tables,
     treats_convolutions,
     whole_model,
 )
@@ -26,7 +28,8 @@ from compress.versions import RoundInput, RoundOutput
 class Plan:
     """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
 
-    passes: those that treat layers inside the blocks, in their order. kv: the one that treats key-value caches.
+    passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
+    the one that treats key-value caches.
     """
 
     stacks: tuple[Stack, ...]
@@ -34,6 +37,8 @@ class Plan:
     passes: tuple[Pass, ...]
     ignored: Mapping[str, str]
     convolutions: bool = False
+    embeddings: Pass | None = None
+    tables: tuple[Table, ...] = ()
     kv: KVCache | None = None
 
     @property
@@ -69,6 +74,7 @@ def plan(
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
     kv = _cache_pass(model, passes)
+    embeddings = [p for p in passes if p.treats == "embeddings"]
     passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
         if rounded_cache(module) is not None:
@@ -93,10 +99,14 @@ def plan(
     ignored: dict[str, str] = {}
     layers: dict[str, tuple[Layer, ...]] = {}
     matched: set[str] = set()
+    tables = _tables(model, embeddings, ignore, ignored, matched)
+    tied = {name for table in tables for name in (table.name, *table.shared)}
     for stack in stacks:
         for block_name, block in stack.blocks:
             kept = []
             for layer in layers_of(block, block_name, convolutions):
+                if layer.name in tied:
+                    continue
                 hits = [p for p in ignore if fnmatchcase(layer.name, p)]
                 matched.update(hits)
                 if hits:
@@ -112,7 +122,16 @@ def plan(
     if unmatched:
         example = next((layer.name for found in layers.values() for layer in found), "")
         raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
-    result = Plan(tuple(stacks), layers, tuple(passes), ignored, convolutions, kv)
+    result = Plan(
+        tuple(stacks),
+        layers,
+        tuple(passes),
+        ignored,
+        convolutions,
+        embeddings[0] if embeddings else None,
+        tables,
+        kv,
+    )
     _check(result)
     return result
 
@@ -135,6 +154,37 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
         raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
     assert isinstance(found[0], KVCache)
     return found[0]
+
+
+def _tables(
+    model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str], ignored: dict[str, str], matched: set[str]
+) -> tuple[Table, ...]:
+    """What the pass about embeddings treats; enters what it does not into `ignored`, ignore patterns into `matched`.
+
+    A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
+    """
+    if not passes:
+        return ()
+    if len(passes) > 1:
+        raise InputError(f"{len(passes)} passes are about the embeddings; give one")
+    (p,) = passes
+    found = token_tables(model)
+    if not found:
+        raise InputError(f"{type(model).__name__} has no token embedding; leave the embeddings pass out")
+    kept = []
+    for table in found:
+        hits = [pattern for pattern in ignore for n in (table.name, *table.shared) if fnmatchcase(n, pattern)]
+        matched.update(hits)
+        if hits:
+            ignored |= dict.fromkeys((table.name, *table.shared), f"ignored by {hits[0]!r}")
+        elif (table is found[0] or getattr(p.innermost, "head", True)) and p.wants(table.name):
+            kept.append(table)
+    if not kept:
+        raise InputError(
+            f"pass {p.innermost.name!r} is left without a table; the embedding is called {found[0].name!r}"
+        )
+    p.check({table.name: table.shape for table in kept})
+    return tuple(kept)
 
 
 def shared_weights(model: nn.Module) -> set[int]:

@@ -19,6 +19,7 @@ import yaml
 from compress.errors import InputError, one_of
 from compress.passes.awq import AWQ
 from compress.passes.base import Only, Pass
+from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.kv_cache import KVCache
 from compress.passes.rtn import RTN
@@ -29,6 +30,7 @@ PASSES: dict[str, type[Pass]] = {
     "gptq": GPTQ,
     "awq": AWQ,
     "smoothquant": SmoothQuant,
+    "embeddings": Embeddings,
     "kv-cache": KVCache,
 }
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}

@@ -42,6 +42,11 @@ class Opened:
             return before  # not rounded through the compute dtype
         return parameter.data.to(before.dtype)
 
+    def inside(self, module: nn.Module) -> "Opened":
+        """The same for a module inside the block."""
+        names = {id(parameter): name for name, parameter in self.block.named_parameters()}
+        return Opened(module, {name: self.home[names[id(p)]] for name, p in module.named_parameters()})
+
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""
         # Not state_dict(): FSDP2 reshards in a hook of it.
@@ -60,8 +65,13 @@ class Residency(Protocol):
     device: torch.device
     keep: bool
 
-    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> AbstractContextManager[Opened]:
-        """Working copies of the block, without what lies in the `excluded` modules inside it (then read-only)."""
+    def open(
+        self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
+    ) -> AbstractContextManager[Opened]:
+        """Working copies of the block, without what lies in the `excluded` modules inside it (then read-only).
+
+        keep: whether edits are kept, where that is not as said above.
+        """
         ...
 
 
@@ -109,14 +119,17 @@ class Local:
         self.device, self.dtype, self.keep = device, dtype, keep
 
     @contextmanager
-    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:
+    def open(
+        self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
+    ) -> Iterator[Opened]:
         """Working copies of the block's parameters, without those of the `excluded` modules inside it."""
+        keep = self.keep and excluded is None if keep is None else keep
         named = _parameters(block, excluded or set())
         kept: dict[str, Tensor] = {}
         with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
             opened = Opened(block, home)
             yield opened
-            if self.keep and excluded is None:
+            if keep:
                 kept = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
         for name, value in kept.items():
             named[name].data = value
@@ -140,8 +153,11 @@ class Sharded:
             raise InputError(f"sharded runs need torch >= 2.13; this is {torch.__version__}: run without --fsdp")
 
     @contextmanager
-    def open(self, block: nn.Module, excluded: set[nn.Module] | None = None) -> Iterator[Opened]:
+    def open(
+        self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
+    ) -> Iterator[Opened]:
         """Gather the block's units, yield working copies, write this rank's slice of every edit back, reshard."""
+        keep = excluded is None if keep is None else keep
         skipped = {m for module in excluded or set() for m in module.modules()}
         units = [m for m in block.modules() if isinstance(m, FSDPModule) and m not in skipped]
         if not units:
@@ -160,7 +176,7 @@ class Sharded:
             with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype) as home:
                 opened = Opened(block, home)
                 yield opened
-                if excluded is None:
+                if keep:
                     with torch.no_grad():
                         for name, shard in shards.items():
                             value = opened.value(name, named[name]).to(shard.device)

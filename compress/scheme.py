@@ -8,7 +8,8 @@ are its path plus
                      weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
                      weight_shape       int64 [2]                    (N, K)
     int-quantized    weight             int8 [N, K]                  symmetric, for layers with an int8 input
-                     weight_scale       model dtype [N, 1]
+                     weight_scale       model dtype [N, 1]           and, with groups [N, G] and zero points, for token
+                     weight_zero_point  int8 [N, G]                  embeddings of 8 bits: asymmetric only
                      input_scale        model dtype [1]              static input only
                      input_zero_point   int8 [1]                     asymmetric static input; may be absent otherwise
                      output_scale       model dtype [1]              where the output is rounded, too
@@ -140,6 +141,8 @@ class Scheme:
                 parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
         else:
             parts["weight"] = Part((rows, columns), (self.weights.storage,))
+            if not self.weights.symmetric:
+                parts["weight_zero_point"] = Part((rows, groups), (torch.int8,))
         for side, grid in (("input", None if self.dynamic else self.inputs), ("output", self.outputs)):
             if grid is not None:
                 parts[f"{side}_scale"] = Part((1,), FLOATS)
@@ -148,12 +151,15 @@ class Scheme:
         return parts
 
 
-def scheme_of(weights: Grid, inputs: ActivationCodes | None, outputs: ActivationCodes | None = None) -> Scheme:
-    """The scheme under which codes are stored."""
+def scheme_of(
+    weights: Grid, inputs: ActivationCodes | None, outputs: ActivationCodes | None = None, table: bool = False
+) -> Scheme:
+    """The scheme under which codes are stored. table: of a token embedding or with it, which transformers loads without
+    further ado only where its weight is called `weight`: 8 bits are not packed."""
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
         assert outputs is None, "rounded outputs come with rounded inputs"
-        return Scheme(weights=weights)
+        return Scheme(weights=weights, layout="int-quantized" if table and weights.bits == 8 else "pack-quantized")
     whole = weights.bits == 8 and weights.symmetric and weights.granularity in ("channel", "tensor")
     layout: Layout = "float-quantized" if weights.floating else "int-quantized" if whole else "pack-quantized"
     returned = None if outputs is None else outputs.grid
@@ -211,9 +217,9 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
             "weights and inputs"
         )
     if given is None:
-        if LAYOUTS[layout] == "int-quantized":
-            raise CheckpointError(f"{layer} is stored as {layout} without an int8 input; readable: pack-quantized")
-        return Scheme(weights=weights)
+        if LAYOUTS[layout] == "int-quantized" and weights.bits != 8:
+            raise CheckpointError(f"{layer} is stored as {layout} with {weights.bits} bits; readable: pack-quantized")
+        return Scheme(weights=weights, layout=LAYOUTS[layout])
     inputs, dynamic = _activation_grid(given, layer, "input")
     outputs = _activation_grid(returned, layer, "output")[0] if returned else None
     if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):

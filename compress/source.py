@@ -195,6 +195,9 @@ def from_pretrained(
     except Exception as error:
         raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
     missing = sorted(info["missing_keys"])
+    if missing and source.quantization is not None:
+        # compressed-tensors turns what a module does not store into what it does.
+        missing = sorted(set(missing) - unstored(source))
     if missing:
         raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
     mismatched = sorted((name, list(found), list(expected)) for name, found, expected in info["mismatched_keys"])
@@ -217,6 +220,28 @@ def from_pretrained(
     return model.eval()
 
 
+def empty_model(source: Source) -> nn.Module:
+    """The model that a checkpoint's configuration describes, without memory."""
+    config = read_config(source)
+    config.__dict__.pop("quantization_config", None)
+    kind = _model_class(source, None)
+    with torch.device("meta"):
+        model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def unstored(source: Source) -> set[str]:
+    """Names of the model's buffers that are no part of a checkpoint."""
+    modules = empty_model(source).named_modules()
+    return {f"{name}.{buffer}" for name, module in modules for buffer in module._non_persistent_buffers_set}
+
+
+def embeddings_of(source: Source) -> set[str]:
+    """Names of the model's embeddings."""
+    return {name for name, module in empty_model(source).named_modules() if isinstance(module, nn.Embedding)}
+
+
 def headers(source: Source) -> dict[str, tuple[tuple[int, ...], str]]:
     """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files."""
     found = {}
@@ -230,11 +255,15 @@ def headers(source: Source) -> dict[str, tuple[tuple[int, ...], str]]:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors by the names that `Scheme.parts` uses."""
+    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors by the names that `Scheme.parts` uses.
+
+    shares: the layer whose int8 rows are this one's, too; it has scales of its own, which are the same.
+    """
 
     scheme: Scheme
     shape: tuple[int, int]
     parts: Mapping[str, str]
+    shares: str | None = None
 
 
 def layers_of(source: Source) -> dict[str, StoredLayer]:
@@ -276,9 +305,13 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         if layer in by_layer:
             by_layer[layer][part] = name
     shapes = _read(source, [name for name in found if name.endswith(".weight_shape")])
-    layers = {}
-    for layer, parts in by_layer.items():
+    layers: dict[str, StoredLayer] = {}
+    # Last, those without codes of their own.
+    for layer, parts in sorted(by_layer.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
         scheme = scheme_for(layer, quantization)
+        if scheme.layout == "int-quantized" and scheme.inputs is None and "weight" not in parts:
+            layers[layer] = _sharing(source, layer, scheme, parts, layers)
+            continue
         held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
         if scheme.layout != "pack-quantized":
             shape = held.get("weight", ((0, 0), None))[0]
@@ -330,6 +363,21 @@ def caches_of(source: Source) -> StoredCaches | None:
     return StoredCaches(scheme, scales)
 
 
+def _sharing(
+    source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str], layers: Mapping[str, StoredLayer]
+) -> StoredLayer:
+    """A layer that has scales and no codes: those of the layer with the very same scales (a tied head)."""
+    own = {part: name for part, name in parts.items() if part != "bias"}
+    scales = _read(source, own.values())
+    for other, stored in layers.items():
+        if stored.scheme != scheme or set(stored.parts) != {*own, "weight"}:
+            continue
+        theirs = _read(source, [stored.parts[part] for part in own])
+        if all(torch.equal(scales[name], theirs[stored.parts[part]]) for part, name in own.items()):
+            return StoredLayer(scheme, stored.shape, own, other)
+    raise CheckpointError(f"{layer}.weight is missing from the checkpoint")
+
+
 def _read(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
     """Tensors by name, each file opened once."""
     by_file: dict[Path, list[str]] = {}
@@ -349,6 +397,8 @@ def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
     result: dict[str, Tensor | Quantized] = {}
     result |= _read(source, [name for name in source.weights if name not in compressed])
     for layer, stored in layers.items():
+        if stored.shares is not None:
+            continue
         result[f"{layer}.weight"] = quantized_from(layer, _read(source, stored.parts.values()), stored.scheme)
     return result
 

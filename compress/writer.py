@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress.architecture import Layer
+from compress.architecture import Layer, Table
 from compress.cache import SIDES, CacheCodes, CacheScheme
 from compress.checkpoint import (
     INDEX,
@@ -206,7 +206,9 @@ class Writer:
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         packed = {name: d for name, d in decided.items() if layers[name].has_format}
         replaced = {id(layers[name].parameter) for name in packed}
-        plain = {prefix + name: value for name, value in opened.stored()}
+        written = {key for entry in self.blocks.values() for keys in entry["files"].values() for key in keys}
+        written |= {f"{name}.weight" for entry in self.blocks.values() for name in entry["layers"]}  # embeddings
+        plain = {prefix + n: value for n, value in opened.stored() if prefix + n not in written}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
         costs = {name: float(d.weight.codes.numel()) for name, d in packed.items()}
         costs |= {name: float(t.numel()) for name, t in plain.items() if name not in dense}
@@ -214,7 +216,7 @@ class Writer:
         mine: dict[str, Tensor] = {}
         for name, decision in packed.items():
             if owner[name] == self.comm.rank:
-                mine.update(tensors_of(name, decision.weight, decision.inputs, decision.outputs))
+                mine.update(self._tensors(layers[name], decision))
         for name, tensor in plain.items():
             if name not in dense and owner[name] == self.comm.rank:
                 mine[name] = tensor
@@ -226,7 +228,10 @@ class Writer:
             record.figures["sha256"] = checksum(decided[record.name].weight.dequantize())
         name_of_block = self._name(f"block-{len(self.blocks):05d}")
         file = self._together(name_of_block, lambda: self._save(name_of_block, mine))
-        schemes = {name: asdict(scheme_of(d.weight.grid, d.inputs, d.outputs)) for name, d in packed.items()}
+        schemes = {
+            name: asdict(scheme_of(d.weight.grid, d.inputs, d.outputs, isinstance(layers[name], Table)))
+            for name, d in packed.items()
+        }
         layer_files = {
             name: {"file": file, "scheme": schemes.get(name)}
             for name, d in decided.items()
@@ -253,6 +258,17 @@ class Writer:
         state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
         self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)
         self.blocks[block] = entry
+
+    @staticmethod
+    def _tensors(layer: Layer, decision: Decision) -> dict[str, Tensor]:
+        """What a layer is stored as. Modules that share the weight of a table have, in `weight`, its codes, and need
+        their scales beside them, which are small; packed codes are the table's alone."""
+        table = isinstance(layer, Table)
+        tensors = tensors_of(layer.name, decision.weight, decision.inputs, decision.outputs, table)
+        if isinstance(layer, Table) and f"{layer.name}.weight" in tensors:
+            small = {n.removeprefix(layer.name): t for n, t in tensors.items() if not n.endswith(".weight")}
+            tensors |= {other + part: tensor.clone() for other in layer.shared for part, tensor in small.items()}
+        return tensors
 
     def _save_folds(self, folded: Sequence[Folded]) -> dict[str, Any] | None:
         """Keep what a resumed run needs to fold again, until the run is finished; None where nothing was folded."""

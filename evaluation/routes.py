@@ -7,7 +7,7 @@ import torch
 from compress.errors import InputError
 from compress.kernels.routes import fp8_route, planar_route, w8a8_route
 from compress.nn import NARROW, WIDE
-from compress.source import find_source, layers_of, read_config
+from compress.source import embeddings_of, find_source, layers_of, read_config
 
 TOKENS = (1, 16, 512)
 
@@ -32,13 +32,17 @@ def kernel_rows(
     layers = layers_of(source)
     if not layers:
         raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
+    embeddings = embeddings_of(source)
     found = dtype or getattr(read_config(source), "dtype", None) or torch.float32
     rows = []
     for name, stored in layers.items():
         scheme, (N, K) = stored.scheme, stored.shape
+        if name in embeddings:
+            rows.append(KernelRow(name, (N, K), str(scheme), dict.fromkeys(tokens, "rows looked up"), ()))
+            continue
         routes = {}
         for M in tokens:
-            if scheme.layout == "int-quantized":
+            if scheme.layout == "int-quantized" and scheme.inputs is not None:
                 routes[M] = w8a8_route(M, N, K, found, device)
             elif scheme.layout == "float-quantized":
                 routes[M] = fp8_route(M, N, K, found, device)

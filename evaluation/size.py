@@ -52,7 +52,7 @@ def measure_size(source: Source) -> Size:
     with_parts = {name for stored in layers.values() for name in stored.parts.values()}
     scales = set(_cache_holders(source))  # no parameters of the model
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
-    compressed_weights = sum(math.prod(stored.shape) for stored in layers.values())
+    compressed_weights = sum(math.prod(stored.shape) for stored in layers.values() if stored.shares is None)
     plain = [t for t in tensors if t.name not in with_parts]
     parameters = compressed_weights + sum(math.prod(t.shape) for t in plain if t.name not in scales)
     total = compressed_bytes + sum(t.bytes for t in plain)
@@ -107,7 +107,8 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
             rows.append(Row(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark))
             continue
         bits = 8 * total / math.prod(stored.shape)
-        rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, _loss(made.get(name))))
+        remark = _loss(made.get(name)) if stored.shares is None else f"shares the codes of {stored.shares}"
+        rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, remark))
     return rows, measure_size(source)
 
 

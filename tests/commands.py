@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.cli import main
 from compress.progress import Silent
@@ -26,6 +27,18 @@ class StopAfterOne(Silent):
     def step(self, done: int, total: int, what: str) -> None:
         if done == 1:
             raise KeyboardInterrupt
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any floating-point tensor that an operation makes outside of the meta device."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
+        return out
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
 
 CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64")
+EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
     "awq": [compress.AWQ(group_size=16, statistics="float64")],
@@ -128,6 +129,9 @@ def main(folder: Path) -> None:
         for name, passes in FOLDING.items():
             compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
         compress.quantize(folder / "model", FOLDING["awq-gptq"], output=folder / "refolded", resume=True, **common)
+        for name in ("model", "tied"):
+            compress.quantize(folder / name, EMBEDDINGS, output=folder / f"embeddings-{name}-2", **common)
+        compress.quantize(folder / "tied", EMBEDDINGS, output=folder / "embeddings-resumed", resume=True, **common)
         rest = {k: v for k, v in common.items() if k != "calibration"}
         compress.quantize(folder / "model", rtn, output=folder / "rtn-2", **rest)
         # A model that somebody else sharded, compressed in place, then trained on.

@@ -250,7 +250,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "unknown method": (
         lambda d: d.rtn(d.model, "--method", "gtpq"),
-        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, gptq, kv-cache, rtn, smoothquant"),
+        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
     ),
     "unknown option": (
         lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
@@ -328,7 +328,7 @@ RECIPES: dict[str, Case] = {
     "no pass in a step": (lambda d: d.recipe("passes: [only: [x]]"), ("step 1 must name one pass; it has none",)),
     "unknown pass": (
         lambda d: d.recipe("passes: [awk: {}]"),
-        ("unknown method 'awk'", "allowed: awq, gptq, kv-cache, rtn, smoothquant"),
+        ("unknown method 'awk'", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
     ),
     "unknown key": (
         lambda d: d.recipe("passes: [rtn: {schema: w4a16}]"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Largest
 from models import GATED, SIZES, build, tokens
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AlbertConfig,
     AlbertModel,
@@ -279,18 +279,6 @@ def test_a_model_compiles_into_one_graph(name, fuse):
 
 
 # --- options and memory --------------------------------------------------------------------------------------------
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any floating-point tensor that an operation makes outside of the meta device."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
-            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
-        return out
 
 
 def test_loading_makes_no_dense_copy_of_any_layer(llama_w4):

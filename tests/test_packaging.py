@@ -139,7 +139,7 @@ LAYERS = (
     ("compress.plan", "compress.record"),
     ("compress.pipeline",),
     ("compress.checkpoint", "compress.recipe"),
-    ("compress.writer", "compress.nn", "compress.fused"),
+    ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
     ("compress.loading",),

@@ -14,6 +14,7 @@ from compress.errors import InputError
 from compress.grid import quantize
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass, Site, but, only
+from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 
@@ -25,6 +26,7 @@ PASSES: list[Pass] = [
     GPTQ(statistics="float64", drift=0.0, act_order="static"),
     AWQ(statistics="float64"),
     AWQ(statistics="float64", clip=False),
+    Embeddings(),
 ]
 LAYOUTS = [
     {"scheme": "w2a16", "group_size": 16, "grid": "asymmetric"},

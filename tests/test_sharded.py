@@ -12,7 +12,7 @@ import torch
 from commands import StopAfterOne
 from models import build, tokens
 from safetensors import safe_open
-from sharded_worker import CONVOLUTIONS, FOLDING, train
+from sharded_worker import CONVOLUTIONS, EMBEDDINGS, FOLDING, train
 from vision import calibration, net
 
 import compress
@@ -51,6 +51,12 @@ def folder(tmp_path_factory) -> Path:
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
     for name, passes in FOLDING.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
+    build("gemma").save_pretrained(folder / "tied")
+    for name in ("model", "tied"):
+        compress.quantize(folder / name, EMBEDDINGS, output=folder / f"embeddings-{name}-1", **common)
+    stop = {"output": folder / "embeddings-resumed", "reporter": StopAfterOne()}
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(folder / "tied", EMBEDDINGS, **stop, **common)
     passes = FOLDING["awq-gptq"]
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(folder / "model", passes, output=folder / "refolded", reporter=StopAfterOne(), **common)
@@ -64,7 +70,7 @@ def two(folder):
     return launch(folder, 2)
 
 
-def same(first: Path, second: Path) -> None:
+def same(first: Path, second: Path, layers: int = 14) -> None:
     """Both checkpoints hold the same tensors, codes and scales included, bit for bit."""
     sources = [find_source(str(path)) for path in (first, second)]
     assert set(sources[0].weights) == set(sources[1].weights)
@@ -88,7 +94,7 @@ def same(first: Path, second: Path) -> None:
         else:
             assert isinstance(found, torch.Tensor)
             assert torch.equal(value, found), name
-    assert compressed == 14
+    assert compressed == layers
 
 
 def ranges(output: Path) -> list[dict]:
@@ -109,6 +115,15 @@ def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
     assert one == other
     assert all(found["histogram"] for found in one)
     assert len(one) == {"smoothquant": 8, "w8a8": 8, "outputs": 8 + 14, "kv-cache": 4}.get(name, 0)
+
+
+def test_two_ranks_round_embeddings_as_one_process(folder, two):
+    same(folder / "embeddings-model-1", folder / "embeddings-model-2", layers=16)
+    same(folder / "embeddings-tied-1", folder / "embeddings-tied-2", layers=15)
+
+
+def test_a_run_that_rounded_the_embedding_resumes_on_two_ranks(folder, two):
+    same(folder / "embeddings-tied-1", folder / "embeddings-resumed", layers=15)
 
 
 def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
