@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from compress.architecture import Table, find_stacks
-from compress.cache import attentions, cache_entry, has_cache_format
-from compress.caching import head_sizes
+from compress.architecture import find_stacks
 from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
+from compress.export import cache_entry_of, check_storable, notes_for_readers, quantization_config
 from compress.forward import Batch, ChainBrokenError, evaluating
 from compress.passes.base import Pass
 from compress.pipeline import run
@@ -35,7 +34,6 @@ from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.record import RunRecord
 from compress.residency import Local, Residency, Sharded, shard
-from compress.scheme import Scheme, group_entry
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
 from compress.version import VERSION
 from compress.writer import Discard, Writer
@@ -134,8 +132,8 @@ def quantize(
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
-        _check_storable(plan_)
-        cache = _cache_entry(plan_, network)
+        check_storable(plan_)
+        cache = cache_entry_of(plan_, network)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
     notes.extend(tokens.notes if tokens is not None else ())
     if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
@@ -185,52 +183,6 @@ def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
         if isinstance(sink, Writer):
             sink.abandon()
         raise
-
-
-def _check_storable(plan_: Plan) -> None:
-    """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
-    that are stored dense, where the checkpoint would not say so."""
-    for p in plan_.passes:
-        if p.rounds_inputs and getattr(p.innermost, "per_channel_inputs", False):
-            raise InputError(
-                f"per_channel_inputs of {p.innermost.name} cannot be written: no format holds a scale per input "
-                "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
-            )
-    for layer in (layer for layers in plan_.layers.values() for layer in layers if not layer.has_format):
-        for p in plan_.passes:
-            if p.rounds_inputs and p.wants(layer.name):
-                raise InputError(
-                    f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
-                    f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
-                )
-
-
-def _cache_entry(plan_: Plan, model: nn.Module) -> dict[str, Any] | None:
-    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
-    not round, or not so."""
-    if plan_.kv is None:
-        return None
-    strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
-    if strange is not None:
-        raise InputError(
-            f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
-            "compressed-tensors do not round; leave kv-cache or the output out"
-        )
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    if not isinstance(getattr(text, "num_key_value_heads", None), int):
-        raise InputError(
-            f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
-            "compressed-tensors do not round a cache; leave kv-cache or the output out"
-        )
-    sizes = head_sizes(model) if plan_.kv.scheme.dynamic else set()
-    if len(sizes) > 1:
-        raise InputError(
-            f"{type(model).__name__} has keys and values of {' and '.join(map(str, sorted(sizes)))} elements per head; "
-            "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
-        )
-    size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return cache_entry(plan_.kv.scheme, size)
 
 
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:
@@ -329,38 +281,6 @@ def _rest(model: nn.Module, plan_: Plan) -> Iterator[tuple[str, Tensor]]:
                 yield full, buffer
 
 
-def quantization_config(
-    layers: Mapping[str, Scheme],
-    model: nn.Module,
-    tables: Sequence[Table] = (),
-    cache: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors for layers with their schemes, some of them `tables`, and the
-    entry of the caches."""
-    # What shares int8 rows is targeted, too: its weight is decompressed under its own name.
-    shared = {n: layers[t.name] for t in tables if layers[t.name].layout == "int-quantized" for n in t.shared}
-    layers = {**layers, **shared}
-    by_entry: dict[str, list[str]] = {}
-    for name, scheme in layers.items():
-        by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    groups = {}
-    for i, (entry, names) in enumerate(sorted(by_entry.items())):
-        targets = sorted(names)
-        if len(by_entry) == 1 and set(names) & set(linears):
-            targets = ["Linear", *sorted(set(names) - set(linears))]
-        groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
-    layouts = {scheme.layout for scheme in layers.values()}
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
-        "quantization_status": "compressed",
-        "ignore": sorted(set(linears) - set(layers)),
-        "config_groups": groups,
-    }
-    return config if cache is None else {**config, "kv_cache_scheme": cache}
-
-
 def _finish(
     sink: Writer,
     model: nn.Module,
@@ -381,30 +301,8 @@ def _finish(
             f"{len(sink.dense_layers())} layers are stored dense, with their compressed values: "
             f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk",
         )
-    odd = None
-    if any(not s.weights.symmetric and s.layout == "pack-quantized" for s in schemes.values()):
-        odd = "asymmetric weights"
-    if any(schemes[table.name].layout == "pack-quantized" for table in plan_.tables):
-        odd = "a packed embedding"
-    if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
-        record.note(
-            reporter,
-            f"{odd}: load in transformers with "
-            "quantization_config=CompressedTensorsConfig(dequantize=True); the default load fails"
-            + (", and this one leaves the key-value cache as it is" if plan_.kv is not None else ""),
-        )
-    elif odd is not None:
-        record.note(
-            reporter,
-            f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
-            "dequantize=True reads all layers by one scheme); run it with compress.load",
-        )
-    if plan_.kv is not None and (plan_.kv.type == "int8" or plan_.kv.granularity == "token"):
-        record.note(
-            reporter,
-            f"key-value cache {plan_.kv.type} per {plan_.kv.granularity}: compress and transformers round it so; vLLM "
-            "reads fp8 per tensor (or head) from checkpoints",
-        )
+    for note in notes_for_readers(schemes, plan_):
+        record.note(reporter, note)
     config: dict[str, Any] | None = dict(source.config) if source is not None else None
     extra: dict[str, str] = {}
     if source is None and hasattr(model, "config"):

@@ -137,6 +137,7 @@ LAYERS = (
     ("compress.graph",),
     ("compress.rescale", "compress.collect", "compress.caching", "compress.batchnorm", "compress.versions"),
     ("compress.plan", "compress.record"),
+    ("compress.export",),
     ("compress.pipeline",),
     ("compress.checkpoint", "compress.recipe"),
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
