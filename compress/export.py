@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: its `quantization_config`, what that cannot express, what readers should know."""
+"""What a checkpoint says of itself: its `quantization_config`, what that cannot express, what readers should know."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
