@@ -21,8 +21,9 @@ import compress
 from compress.data import load_tokens
 from compress.source import find_source, load_tokenizer
 
-PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
+PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}
+FULL = {"drift": 1.0, "clip": True, **POLISH, "shrink": True}
 VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
     "rtn symmetric": (compress.RTN, {"grid": "symmetric"}),
     "rtn narrow": (compress.RTN, {"grid": "narrow"}),
@@ -37,12 +38,13 @@ VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
     "+ drift, damp 0.05": (compress.GPTQ, {**PLAIN, "drift": 1.0, "damp": 0.05}),
     "+ drift, clip": (compress.GPTQ, {**PLAIN, "drift": 1.0, "clip": True}),
     "+ drift, polish": (compress.GPTQ, {**PLAIN, "drift": 1.0, **POLISH}),
-    "+ drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH}),
-    "+ drift 0.5, clip, polish": (compress.GPTQ, {"drift": 0.5, "clip": True, **POLISH}),
-    "+ drift, clip, polish, group": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "act_order": "group"}),
+    "+ drift, clip, polish": (compress.GPTQ, {**PLAIN, "drift": 1.0, "clip": True, **POLISH}),
+    "+ drift 0.5, clip, polish": (compress.GPTQ, {**PLAIN, "drift": 0.5, "clip": True, **POLISH}),
+    "+ drift, clip, polish, shrink": (compress.GPTQ, FULL),
+    "+ drift, clip, polish, shrink, group": (compress.GPTQ, {**FULL, "act_order": "group"}),
     "asymmetric plain": (compress.GPTQ, {**PLAIN, "grid": "asymmetric"}),
     "asymmetric + drift": (compress.GPTQ, {**PLAIN, "drift": 1.0, "grid": "asymmetric"}),
-    "asymmetric + drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "grid": "asymmetric"}),
+    "asymmetric + drift, clip, polish, shrink": (compress.GPTQ, {**FULL, "grid": "asymmetric"}),
 }
 
 

@@ -27,6 +27,7 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
         found[f"{scheme} gptq"] = [{"gptq": {**own}}]
         found[f"{scheme} awq, gptq"] = [{"awq": {**own, "rounding": "none"}}, {"gptq": {**own}}]
     found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
+    found["w8a8 dynamic gptq"] = [{"gptq": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant, gptq"] = [
         {"smoothquant": {"scheme": "w8a8", "rounding": "none"}},
@@ -40,6 +41,10 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
     small = {"scheme": "w4a8", "group_size": group_size}
     found["w4a8 rtn"] = [{"rtn": {**small}}]
     found["w4a8 smoothquant"] = [{"smoothquant": {**small}}]
+    found["fp8 dynamic rtn"] = [{"rtn": {"scheme": "fp8"}}]
+    found["fp8 static minmax rtn"] = [{"rtn": {"scheme": "fp8", "activations": "static"}}]
+    found["fp8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "fp8"}}]
+    found["fp8 dynamic gptq"] = [{"gptq": {"scheme": "fp8"}}]
     return found
 
 
