@@ -583,7 +583,7 @@ def test_figures_are_those_of_the_decision(drift, shrink):
         weight, figures, share = weights[name].double(), decision.figures, 0.0
         target = weight
         if drift:
-            step, noise = (weight @ matrix for matrix in drift_correction(statistics, 0.02))
+            step, noise = (weight @ matrix for matrix in drift_correction(statistics, 0.02 + 128 / 500 * shrink))
             share = drift * (reliability(Comm(), step, noise, statistics.hessian) if shrink else 1)
             target = weight + share * step
         nearest = quantize(weight, one.weight_grid().with_range("minmax"), torch.bfloat16)

@@ -13,15 +13,15 @@ Departs from the paper:
   The target W + a W D, D = M (H + damp)^-1, is GPTQ at a = 0 and the exact optimum at a = 1. Close relatives are GPTAQ
   (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
 - `shrink`: H and D are estimates from T tokens. With few of them (T < 4 K, say) the codes fit what these tokens happen
-  to have in common, and do worse than rounding on others. Two closed forms, which vanish as T / K grows, prevent it.
+  to have in common, and do worse than rounding on others. Three closed forms, which fade as T / K grows, prevent it:
   H is shrunk towards its diagonal by as much as lowers its expected squared error the most (Ledoit and Wolf 2004; see
-  `compress.stats.Hessian`). D is applied by the share a that is expected to be right: Z, the difference between two
-  halves of the tokens instead of their mean (`contrast`), has the noise of D and nothing else, so that
+  `compress.stats.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal to noise
+  (Dobriban and Wager 2018, arXiv 1507.03003): K / T is added. Of that D, a layer aims at the share a that is no noise.
+  Z, which is D from the difference between two halves of the tokens (`contrast`), has the noise of D and nothing else:
 
       E tr(W D H D^T W^T) = signal + noise,  E tr(W Z H Z^T W^T) = noise,  a = signal / (signal + noise)
 
-  is the a of least expected |a D - E D|^2 in H, per layer: a James-Stein factor whose noise is measured, for tokens of
-  one text are not independent. It is also the split-half reliability of Spearman and Brown (1910).
+  This is a James-Stein factor whose noise is measured, for tokens of one text are not independent.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
@@ -104,7 +104,8 @@ class GPTQ(QuantizeWeights):
         order = column_order(hessian.diagonal(), self.act_order, self.weight_grid().group_size)
         ordered = hessian[order][:, order]
         factor = factorize(ordered, self.damp)
-        correction = drift_correction(statistics, factor.damp) if self.drift else None
+        ridge = factor.damp + (len(hessian) / max(statistics.tokens, 1) if self.shrink else 0)
+        correction = drift_correction(statistics, ridge) if self.drift else None
         decisions = {}
         inputs = self.input_codes(site)
         # Rows are independent given H: the site's layers are solved as one tall weight.
@@ -223,7 +224,7 @@ def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None
 
 
 def drift_correction(statistics: HessianResult, damp: float) -> tuple[Tensor, Tensor | None] | None:
-    """(D, Z), each [K, K]: W + W D is the least-squares weight; Z is what D would be of noise alone (None: not known).
+    """(D, Z), each [K, K]: W + W D is the ridge-regression weight; Z is D of noise alone (None: not known).
 
     None where nothing is compressed before this layer.
     """
