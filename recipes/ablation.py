@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--calibration-samples", type=int, help="the first so many rows of the calibration tokens")
     parser.add_argument("--samples", type=int, help="evaluation windows at most")
     parser.add_argument("--only", nargs="+", help="names of rows; the others stay as the file has them")
     parser.add_argument("--json", type=Path)
@@ -77,7 +78,7 @@ def main() -> None:
     is_tokens = arguments.calibration.endswith((".pt", ".npy"))
     calibration = load_tokens(
         arguments.calibration, tokenizer, original.config, what="calibration", samples=None if is_tokens else 128
-    ).ids
+    ).ids[: arguments.calibration_samples]
     held_out = load_tokens(arguments.text, tokenizer, original.config, what="held-out", samples=arguments.samples).ids
     before = {(row["bits"], row["variant"]): row for row in stored(arguments.json)} if arguments.json else {}
     rows = []
