@@ -42,7 +42,7 @@ from compress.forward import (
 from compress.passes.base import Decision, Pass, Site
 from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
-from compress.record import Finished, RunRecord, Sink, layer_record, range_figures, range_record
+from compress.record import Finished, RunRecord, Sink, few_tokens, layer_record, range_figures, range_record
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.versions import RoundInput, RoundOutput, Versions
@@ -413,6 +413,9 @@ def run(
                 calls, shadow = state.run_block(name, block, calls, shadow)
                 finished += 1
                 reporter.step(finished, total, name)
+    remark = few_tokens(record.layers)
+    if remark is not None:
+        record.note(reporter, remark)
     record.seconds = time.monotonic() - started
 
 

@@ -134,6 +134,19 @@ class Sink(Protocol):
         ...
 
 
+def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
+    """A remark about layers that saw fewer calibration tokens than they have inputs; None where none did."""
+    seen = [(int(layer.figures["tokens"]), layer.shape[1]) for layer in layers if "tokens" in layer.figures]
+    few = [(tokens / inputs, tokens, inputs) for tokens, inputs in seen if tokens < inputs]
+    if not few:
+        return None
+    _, tokens, inputs = min(few)
+    return (
+        f"{len(few)} of {len(seen)} layers saw fewer calibration tokens than they have inputs "
+        f"(at worst {tokens} for {inputs}); more calibration data would serve them better (--samples)"
+    )
+
+
 def range_figures(found: Range, side: Literal["input", "output"] = "input") -> dict[str, float | int | str]:
     """What the report says about the fixed range of an input or output; of several, one per channel, about them all."""
     figures: dict[str, float | int | str] = {

@@ -8,7 +8,7 @@ has `reads_elements` set counts each element of the input once instead, as rows 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,45 +38,94 @@ StatisticFactory = Callable[[int, torch.device], Statistic]
 
 @dataclass(frozen=True)
 class HessianResult:
-    """Mean over tokens: hessian = X^T X [K, K]; cross = X_reference^T X [K, K] or None; tokens counted."""
+    """Means over tokens of the layer's input X [tokens, K] and what it is in the uncompressed model, X_ref.
+
+    hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K]; contrast [K, K]: expects the same noise as drift, and zero
+    (None where a half has no token). Both are None without a reference. shrinkage: 0 to 1, how much of the elements
+    off the diagonal of the Hessian is noise of having seen so few tokens.
+    """
 
     hessian: Tensor
-    cross: Tensor | None
     tokens: int
+    drift: Tensor | None = None
+    contrast: Tensor | None = None
+    shrinkage: float = 0.0
+
+    def shrunk(self) -> "HessianResult":
+        """With the expected noise taken off the Hessian: the part `shrinkage` of all elements off its diagonal."""
+        hessian = self.hessian * (1 - self.shrinkage)
+        hessian.diagonal().copy_(self.hessian.diagonal())
+        return replace(self, hessian=hessian)
 
 
 class Hessian:
-    """X^T X of the layer's input, and X_ref^T X against the uncompressed model's input when `reference` is set.
+    """X^T X of the layer's input, and its drift from the uncompressed model's input when `reference` is set.
 
     Accumulated in `dtype`: float32 keeps products of 16-bit inputs exact; float64 makes the sum independent of the
     order of micro-batches to 1e-16.
+
+    The shrinkage is the one of least expected squared error towards a diagonal of unequal variances, for moments about
+    zero (Ledoit and Wolf 2004; Schaefer and Strimmer 2005, table 2, target D),
+
+        sum_ij Var(h_ij) / sum_ij h_ij^2,   i != j,    Var(h_ij) = (mean over tokens of (x_i x_j)^2 - h_ij^2) / (T - 1)
+
+    of which sum_ij (x_i x_j)^2 is one number per token: the square of sum_i x_i^2, less sum_i x_i^4.
+
+    The contrast is the difference of the drift's means over the first and the second half of every micro-batch, scaled
+    to the variance of the mean over all. Halves are not tokens at random because those of one sequence resemble each
+    other; in micro-batches of one sequence they are its beginning and its end, and what differs between those counts
+    as noise, too.
     """
 
     def __init__(
         self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
     ) -> None:
         self.total = torch.zeros(channels, channels, dtype=dtype, device=device)
-        self.cross = torch.zeros_like(self.total) if reference else None
-        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self.drift = torch.zeros(2, channels, channels, dtype=dtype, device=device) if reference else None
+        self.halves = torch.zeros(2, dtype=torch.int64, device=device)
+        self.products = torch.zeros((), dtype=torch.float64, device=device)
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        x = x_MK.to(self.total.dtype)
+        x, half = x_MK.to(self.total.dtype), len(x_MK) // 2
         self.total.addmm_(x.t(), x)
-        if self.cross is not None:
+        self.halves += torch.tensor([half, len(x) - half], device=x.device)
+        squares = x.square()
+        size_M = squares.sum(1, keepdim=True)
+        shares = squares / size_M.clamp(min=torch.finfo(x.dtype).tiny)
+        self.products += (size_M[:, 0].double().square() * (1 - shares.square().sum(1))).sum()
+        if self.drift is not None:
             assert reference_MK is not None
-            self.cross.addmm_(reference_MK.to(self.total.dtype).t(), x)
-        self.tokens += len(x)
+            change = reference_MK.to(x.dtype) - x
+            for sum_KK, part in zip(self.drift, (slice(half), slice(half, None)), strict=True):
+                sum_KK.addmm_(change[part].t(), x[part])
 
     def sync(self, comm: Comm) -> None:
-        comm.all_reduce(self.total)
-        comm.all_reduce(self.tokens)
-        if self.cross is not None:
-            comm.all_reduce(self.cross)
+        for tensor in (self.total, self.halves, self.products):
+            comm.all_reduce(tensor)
+        if self.drift is not None:
+            comm.all_reduce(self.drift)
 
     def result(self) -> HessianResult:
-        tokens = int(self.tokens)
-        count = max(tokens, 1)
-        return HessianResult(self.total / count, None if self.cross is None else self.cross / count, tokens)
+        first, second = self.halves.tolist()
+        count = max(first + second, 1)
+        hessian = self.total / count
+        drift = contrast = None
+        if self.drift is not None:
+            drift = self.drift.sum(0) / count
+            if first and second:
+                contrast = (self.drift[0] / first - self.drift[1] / second) * ((first * second) ** 0.5 / count)
+        return HessianResult(hessian, first + second, drift, contrast, self._shrinkage(hessian, first + second))
+
+    def _shrinkage(self, hessian: Tensor, tokens: int) -> float:
+        # In units of the trace: squares of the elements themselves may be beyond float32.
+        trace = hessian.trace().double()
+        if not trace > 0:
+            return 0.0
+        own = (hessian / trace.to(hessian.dtype)).square()
+        square = own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)
+        if tokens < 2 or not square > 0:
+            return float(tokens == 1)
+        return float(((self.products / trace.square() / tokens - square) / (square * (tokens - 1))).clamp(0, 1))
 
 
 class ChannelAbsMax:

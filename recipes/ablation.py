@@ -8,7 +8,6 @@ Uses the Python API only: each configuration quantizes a fresh copy of the model
 import argparse
 import json
 import platform
-import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +18,12 @@ import transformers
 
 import compress
 from compress.data import load_tokens
+from compress.recipes.figures import head, stored
 from compress.source import find_source, load_tokenizer
 
-PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
+PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}
+FULL = {"drift": 1.0, "clip": True, **POLISH, "shrink": True}
 VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
     "rtn symmetric": (compress.RTN, {"grid": "symmetric"}),
     "rtn narrow": (compress.RTN, {"grid": "narrow"}),
@@ -37,12 +38,20 @@ VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
     "+ drift, damp 0.05": (compress.GPTQ, {**PLAIN, "drift": 1.0, "damp": 0.05}),
     "+ drift, clip": (compress.GPTQ, {**PLAIN, "drift": 1.0, "clip": True}),
     "+ drift, polish": (compress.GPTQ, {**PLAIN, "drift": 1.0, **POLISH}),
-    "+ drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH}),
-    "+ drift 0.5, clip, polish": (compress.GPTQ, {"drift": 0.5, "clip": True, **POLISH}),
-    "+ drift, clip, polish, group": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "act_order": "group"}),
+    "+ drift, clip, polish": (compress.GPTQ, {**PLAIN, "drift": 1.0, "clip": True, **POLISH}),
+    "+ drift 0.5, clip, polish": (compress.GPTQ, {**PLAIN, "drift": 0.5, "clip": True, **POLISH}),
+    "+ drift, clip, polish, group": (
+        compress.GPTQ,
+        {**PLAIN, "drift": 1.0, "clip": True, **POLISH, "act_order": "group"},
+    ),
+    "+ drift, clip, polish, shrink": (compress.GPTQ, FULL),
     "asymmetric plain": (compress.GPTQ, {**PLAIN, "grid": "asymmetric"}),
     "asymmetric + drift": (compress.GPTQ, {**PLAIN, "drift": 1.0, "grid": "asymmetric"}),
-    "asymmetric + drift, clip, polish": (compress.GPTQ, {"drift": 1.0, "clip": True, **POLISH, "grid": "asymmetric"}),
+    "asymmetric + drift, clip, polish": (
+        compress.GPTQ,
+        {**PLAIN, "drift": 1.0, "clip": True, **POLISH, "grid": "asymmetric"},
+    ),
+    "asymmetric + drift, clip, polish, shrink": (compress.GPTQ, {**FULL, "grid": "asymmetric"}),
 }
 
 
@@ -53,11 +62,11 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument("--calibration-samples", type=int, help="the first so many rows of the calibration tokens")
     parser.add_argument("--samples", type=int, help="evaluation windows at most")
-    parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--only", nargs="+", help="names of rows; the others stay as the file has them")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     transformers.utils.logging.disable_progress_bar()
     original = compress.load(arguments.model, torch.float32)
     # Text needs the tokenizer that only a path has: windows are made once, here.
@@ -69,12 +78,14 @@ def main() -> None:
     is_tokens = arguments.calibration.endswith((".pt", ".npy"))
     calibration = load_tokens(
         arguments.calibration, tokenizer, original.config, what="calibration", samples=None if is_tokens else 128
-    ).ids
+    ).ids[: arguments.calibration_samples]
     held_out = load_tokens(arguments.text, tokenizer, original.config, what="held-out", samples=arguments.samples).ids
+    before = {(row["bits"], row["variant"]): row for row in stored(arguments.json)} if arguments.json else {}
     rows = []
     for bits in arguments.bits:
         for name, (kind, options) in VARIANTS.items():
             if arguments.only and name not in arguments.only:
+                rows += [before[bits, name]] if (bits, name) in before else []
                 continue
             model = compress.load(arguments.model)
             made: Any = kind
@@ -92,7 +103,7 @@ def main() -> None:
         "group_size": arguments.group_size,
         "calibration": f"{Path(arguments.calibration).name} {list(calibration.shape)}",
         "text": f"{Path(arguments.text).name} {list(held_out.shape)}",
-        "commit": commit.stdout.strip(),
+        "commit": head(),
         "compress": compress.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

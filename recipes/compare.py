@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from compress.recipe import parse_recipe
-from compress.recipes.figures import command, keep
+from compress.recipes.figures import command, keep, stored
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 
@@ -27,6 +27,7 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
         found[f"{scheme} gptq"] = [{"gptq": {**own}}]
         found[f"{scheme} awq, gptq"] = [{"awq": {**own, "rounding": "none"}}, {"gptq": {**own}}]
     found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
+    found["w8a8 dynamic gptq"] = [{"gptq": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant, gptq"] = [
         {"smoothquant": {"scheme": "w8a8", "rounding": "none"}},
@@ -40,6 +41,10 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
     small = {"scheme": "w4a8", "group_size": group_size}
     found["w4a8 rtn"] = [{"rtn": {**small}}]
     found["w4a8 smoothquant"] = [{"smoothquant": {**small}}]
+    found["fp8 dynamic rtn"] = [{"rtn": {"scheme": "fp8"}}]
+    found["fp8 static minmax rtn"] = [{"rtn": {"scheme": "fp8", "activations": "static"}}]
+    found["fp8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "fp8"}}]
+    found["fp8 dynamic gptq"] = [{"gptq": {"scheme": "fp8"}}]
     return found
 
 
@@ -49,10 +54,17 @@ def main() -> None:
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument(
+        "--only", nargs="+", help="words of titles, like gptq fp8; other rows stay as the file has them"
+    )
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
+    before = {row["title"]: row for row in stored(arguments.json)}
     rows = []
     for title, passes in recipes(arguments.group_size).items():
+        if arguments.only and not any(word in title for word in arguments.only):
+            rows += [before[title]] if title in before else []
+            continue
         with tempfile.TemporaryDirectory() as scratch:
             out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
             recipe.write_text(yaml.safe_dump({"passes": passes}), encoding="utf-8")

@@ -34,12 +34,17 @@ def main() -> None:
     parser.add_argument("--group-size", default="128")
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
     parser.add_argument("--grids", nargs="+", default=["signed-scale", "asymmetric"])
+    parser.add_argument("--methods", nargs="+", default=["rtn", "gptq"], help="the others stay as the file has them")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
+    before = {(row["bits"], row["grid"], row["method"]): row for row in stored(arguments.json)}
     rows = []
     for bits in arguments.bits:
         for grid in arguments.grids:
             for method in ("rtn", "gptq"):
+                if method not in arguments.methods:
+                    rows += [before[bits, grid, method]] if (bits, grid, method) in before else []
+                    continue
                 with tempfile.TemporaryDirectory() as scratch:
                     out = str(Path(scratch) / "out")
                     options = ["--method", method, "--scheme", f"w{bits}a16", "--group-size", arguments.group_size]
@@ -61,9 +66,23 @@ def main() -> None:
     keep(arguments.json, arguments, rows)
 
 
+def head() -> str:
+    """The commit that is checked out."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+def stored(target: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run, each with its commit; none where there is no such file."""
+    if not target.exists():
+        return []
+    record = json.loads(target.read_text(encoding="utf-8"))
+    return [{**row, "commit": row.get("commit", record["commit"])} for row in record["rows"]]
+
+
 def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write rows with what is needed to quote them."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """Write rows with what is needed to quote them; a row that has its own commit is of an earlier run."""
     record = {
         "model": Path(arguments.model).name,
         "group_size": int(arguments.group_size),
@@ -71,7 +90,7 @@ def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "text": Path(arguments.text).name,
         "reference_perplexity": rows[0]["reference_perplexity"],
         "reference_bytes": rows[0]["reference_bytes"],
-        "commit": commit.stdout.strip(),
+        "commit": head(),
         "compress": compress.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -18,7 +18,7 @@ from compress.source import DEMO
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
-PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}  # the paper's, and fast
+PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}  # the paper's, and fast
 
 
 class StopAfterOne(Silent):

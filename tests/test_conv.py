@@ -327,7 +327,7 @@ def test_convolutions_join_when_asked_and_are_written_dense(tmp_path):
     names = [layer.name for layer in result.record.layers]
     assert "vit.embeddings.patch_embeddings.projection" in names
     assert "classifier" in names
-    (note,) = result.record.notes
+    (note,) = (note for note in result.record.notes if "calibration tokens" not in note)
     assert "1 layers are stored dense" in note
     assert "no Conv2d" in note
     loaded = compress.load(tmp_path / "out")

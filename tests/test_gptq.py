@@ -12,7 +12,7 @@ from compress.comm import Comm
 from compress.errors import CompressError, InputError
 from compress.grid import Grid, Quantized, fit_matrix, quantize
 from compress.passes.base import Site
-from compress.passes.gptq import GPTQ, POLISH_DAMP, column_order, drift_correction, gptq
+from compress.passes.gptq import GPTQ, POLISH_DAMP, column_order, drift_correction, gptq, reliability
 from compress.stats import Hessian, HessianResult
 from compress.sweep import damped, factorize
 
@@ -329,26 +329,33 @@ def test_loss_is_below_that_of_rounding_to_nearest(name, bits):
 # --- input drift ----------------------------------------------------------------------------------------------------
 
 
-def drifting(columns: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def drifting(columns: int, tokens: int, seed: int, rows: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     """(weight, inputs of the original model, the same inputs behind a compressed prefix)."""
-    weight, x = realistic_layer(8, columns, seed, tokens)
+    weight, x = realistic_layer(rows, columns, seed, tokens)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 100), dtype=torch.float64)
     return weight, x, 0.97 * x + 0.1 * x.std(0) * noise + 0.05 * x.roll(1, 1)
 
 
-@pytest.mark.parametrize("drift", [0.25, 1.0])
-def test_drift_correction_without_drift_is_the_identity(drift):
+def seen(x: Tensor, reference: Tensor | None = None, batch: int = 100) -> HessianResult:
+    """The statistics of an input in micro-batches of `batch` tokens."""
+    statistic = Hessian(x.shape[1], torch.device("cpu"), dtype=x.dtype, reference=reference is not None)
+    for first in range(0, len(x), batch):
+        part = slice(first, first + batch)
+        statistic.update(x[part], None if reference is None else reference[part])
+    return statistic.result()
+
+
+def test_without_drift_there_is_nothing_to_correct():
     _, x = realistic_layer(1, 96, seed=5)
-    hessian = mean_square(x)
-    assert drift_correction(HessianResult(hessian, hessian.clone(), len(x)), drift, DAMP) is None
-    nearly = drift_correction(HessianResult(hessian, hessian * (1 + 1e-12), len(x)), drift, DAMP)
-    assert torch.allclose(nearly, torch.eye(96, dtype=torch.float64), rtol=0, atol=1e-10)
+    assert drift_correction(seen(x, x.clone()), DAMP) is None
+    step, noise = drift_correction(seen(x, x * (1 + 1e-12)), DAMP)
+    assert torch.allclose(step, torch.zeros(96, 96, dtype=torch.float64), rtol=0, atol=1e-10)
+    assert torch.allclose(noise, torch.zeros(96, 96, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
 def test_full_drift_correction_is_the_least_squares_weight():
     weight, x, drifted = drifting(48, 400, seed=6)
-    statistics = HessianResult(mean_square(drifted), x.t() @ drifted / len(x), len(x))
-    target = weight @ drift_correction(statistics, 1.0, 1e-13)
+    target = weight + weight @ drift_correction(seen(drifted, x), 1e-13)[0]
     best = torch.linalg.lstsq(drifted, x @ weight.t()).solution.t()
     assert torch.allclose(target, best, rtol=1e-6, atol=1e-8 * best.abs().max().item())
     wanted = x @ weight.t()
@@ -357,21 +364,86 @@ def test_full_drift_correction_is_the_least_squares_weight():
     assert error < 0.8 * uncorrected
 
 
-def test_drift_interpolates_between_the_weight_and_the_corrected_weight():
-    weight, x, drifted = drifting(48, 400, seed=7)
-    statistics = HessianResult(mean_square(drifted), x.t() @ drifted / len(x), len(x))
-    assert drift_correction(statistics, 0, DAMP) is None
-    full, third = (weight @ drift_correction(statistics, drift, DAMP) for drift in (1.0, 1 / 3))
-    assert torch.allclose(third, weight + (full - weight) / 3, rtol=1e-9, atol=1e-12)
-
-
 def test_drift_correction_keeps_the_weights_of_dead_channels():
-    weight, x, drifted = drifting(32, 300, seed=8)
+    _, x, drifted = drifting(32, 300, seed=8)
     drifted[:, [4, 20]] = 0
-    statistics = HessianResult(mean_square(drifted), x.t() @ drifted / len(x), len(x))
-    target = weight @ drift_correction(statistics, 1.0, DAMP)
-    assert torch.isfinite(target).all()
-    assert torch.allclose(target[:, [4, 20]], weight[:, [4, 20]], rtol=1e-10)
+    for matrix in drift_correction(seen(drifted, x), DAMP):
+        assert torch.isfinite(matrix).all()
+        assert torch.all(matrix[:, [4, 20]] == 0)
+
+
+# --- few tokens -----------------------------------------------------------------------------------------------------
+
+
+def test_a_correction_that_is_noise_alone_is_left_out_and_one_that_is_none_is_kept():
+    weight, x, _ = drifting(64, 4000, seed=10, rows=64)
+    noise = x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shares = {}
+    for kind, reference in {"noise": x + 0.1 * noise, "both": 0.99 * x + 0.1 * noise, "linear": 0.9 * x}.items():
+        statistics = seen(x, reference)
+        step, other = (weight @ matrix for matrix in drift_correction(statistics, DAMP))
+        shares[kind] = reliability(Comm(), step, other, statistics.hessian)
+    # Two squares of 64 x 64 elements are compared, each good to about 1 / 64.
+    assert shares["noise"] < 0.1
+    assert shares["noise"] < shares["both"] < shares["linear"]
+    assert shares["linear"] > 0.95
+
+
+def test_the_share_of_a_correction_is_the_best_one_of_new_tokens():
+    weight, x, drifted = drifting(96, 6000, seed=11, rows=64)
+    statistics = seen(drifted[:1000], x[:1000])
+    step, noise = (weight @ matrix for matrix in drift_correction(statistics, DAMP))
+    share = reliability(Comm(), step, noise, statistics.hessian)
+    wanted, move = (x - drifted)[1000:] @ weight.t(), drifted[1000:] @ step.t()
+    best = ((wanted * move).sum() / move.square().sum()).item()
+    assert 0.2 < best < 0.95
+    assert share == pytest.approx(best, abs=0.15)
+
+
+def test_a_correction_of_unknown_noise_is_left_out():
+    weight, x, drifted = drifting(32, 60, seed=12)
+    assert seen(drifted, x, batch=1).contrast is None
+    decision = GPTQ(group_size=32).apply(make_site({"a": weight}, drifted, x, batch=1))["a"]
+    alone = GPTQ(group_size=32, drift=0.0).apply(make_site({"a": weight}, drifted, batch=1))["a"]
+    assert decision.figures["drift"] == 0
+    assert_same_quantized(decision.weight, alone.weight)
+
+
+@pytest.mark.parametrize("scheme", ["w3a16", "w4a16", "w8a8"])
+@pytest.mark.parametrize("tokens", [12, 48, 96, 192])
+def test_few_tokens_do_not_make_it_worse_than_rounding(tokens, scheme):
+    """Output error on new tokens, of inputs that quantizing the layers before has changed, against the original."""
+    for seed in range(3):
+        weight, x, drifted = drifting(96, 2000, seed, rows=64)
+        options = {"scheme": scheme, "group_size": -1 if scheme == "w8a8" else 32, "statistics": "float64"}
+        site = make_site({"a": weight}, drifted[:tokens], x[:tokens], batch=24)
+        wanted, given = x[1000:] @ weight.t(), drifted[1000:]
+
+        def error(quantized: Quantized, wanted=wanted, given=given) -> float:
+            return (wanted - given @ quantized.dequantize(torch.float64).t()).square().sum().item()
+
+        grid = GPTQ(**options).weight_grid()
+        rounded = min(error(quantize(weight, grid.with_range(choice), torch.bfloat16)) for choice in ("minmax", "mse"))
+        found = {shrink: error(GPTQ(shrink=shrink, **options).apply(site)["a"].weight) for shrink in (True, False)}
+        assert found[True] <= 1.02 * rounded
+        assert found[True] < found[False]
+
+
+def test_more_tokens_shrink_less_and_serve_better():
+    weight, x, drifted = drifting(96, 9000, seed=13, rows=64)
+    wanted, given = x[5000:] @ weight.t(), drifted[5000:]
+    errors, shrinkages, shares = [], [], []
+    for tokens in (24, 96, 768, 4800):
+        site = make_site({"a": weight}, drifted[:tokens], x[:tokens], batch=24)
+        decision = GPTQ(scheme="w3a16", group_size=32, statistics="float64").apply(site)["a"]
+        errors.append((wanted - given @ decision.weight.dequantize(torch.float64).t()).square().sum().item())
+        shrinkages.append(decision.figures["shrinkage"])
+        shares.append(decision.figures["drift"])
+    assert errors == sorted(errors, reverse=True)
+    assert shrinkages == sorted(shrinkages, reverse=True)
+    assert shares == sorted(shares)
+    assert shrinkages[-1] < 0.05
+    assert shares[-1] > 0.8
 
 
 def test_quantizing_the_corrected_weight_brings_the_output_closer():
@@ -429,12 +501,11 @@ def make_site(
     reference: Tensor | None = None,
     dtypes: dict[str, torch.dtype] | None = None,
     statistics: torch.dtype = torch.float64,
+    batch: int = 100,
 ) -> Site:
-    hessian = Hessian(x.shape[1], torch.device("cpu"), dtype=statistics, reference=reference is not None)
-    for first in range(0, len(x), 100):
-        hessian.update(x[first : first + 100], None if reference is None else reference[first : first + 100])
+    hessian = seen(x.to(statistics), None if reference is None else reference.to(statistics), batch)
     scale_dtypes = dict.fromkeys(weights, torch.bfloat16) if dtypes is None else dtypes
-    return Site(weights, {"hessian": hessian.result()}, scale_dtypes, Comm())
+    return Site(weights, {"hessian": hessian}, scale_dtypes, Comm())
 
 
 def attention(seed: int = 0) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -492,7 +563,8 @@ def test_layers_with_scales_of_different_dtypes_keep_their_own():
 @pytest.mark.parametrize("act_order", ["none", "static", "group"])
 def test_the_plain_pass_is_the_published_algorithm(act_order, clip):
     weights, x, _ = attention()
-    options = {"drift": 0, "clip": clip, "refit": 0, "sweeps": 0, "grid": "asymmetric", "group_size": 32}
+    options = {"drift": 0, "clip": clip, "refit": 0, "sweeps": 0, "shrink": False}
+    options |= {"grid": "asymmetric", "group_size": 32}
     decisions = GPTQ(statistics="float64", act_order=act_order, damp=DAMP, **options).apply(make_site(weights, x))
     hessian = make_site(weights, x).stats["hessian"].hessian
     for name, weight in weights.items():
@@ -500,20 +572,22 @@ def test_the_plain_pass_is_the_published_algorithm(act_order, clip):
         assert_same_decisions(decisions[name].weight, expected, 4)
 
 
-@pytest.mark.parametrize("drift", [0.0, 1.0])
-def test_figures_are_those_of_the_decision(drift):
+@pytest.mark.parametrize(("drift", "shrink"), [(0.0, False), (0.0, True), (1.0, False), (1.0, True), (0.5, True)])
+def test_figures_are_those_of_the_decision(drift, shrink):
     weights, x, reference = attention()
     x[:, [3, 9]] = 0
-    one = GPTQ(scheme="w3a16", group_size=32, drift=drift, statistics="float64", damp=0.02)
+    one = GPTQ(scheme="w3a16", group_size=32, drift=drift, shrink=shrink, statistics="float64", damp=0.02)
     site = make_site(weights, x, reference if drift else None)
-    statistics = site.stats["hessian"]
-    correction = drift_correction(statistics, drift, 0.02)
+    statistics = site.stats["hessian"].shrunk() if shrink else site.stats["hessian"]
     for name, decision in one.apply(site).items():
-        weight = weights[name].double()
-        target = weight if correction is None else weight @ correction
+        weight, figures, share = weights[name].double(), decision.figures, 0.0
+        target = weight
+        if drift:
+            step, noise = (weight @ matrix for matrix in drift_correction(statistics, 0.02 + 128 / 500 * shrink))
+            share = drift * (reliability(Comm(), step, noise, statistics.hessian) if shrink else 1)
+            target = weight + share * step
         nearest = quantize(weight, one.weight_grid().with_range("minmax"), torch.bfloat16)
         energy = row_losses(target, statistics.hessian).sum()
-        figures = decision.figures
         loss, rtn_loss = (
             (row_losses(target - q.dequantize(torch.float64), statistics.hessian).sum() / energy).item()
             for q in (decision.weight, nearest)
@@ -524,16 +598,19 @@ def test_figures_are_those_of_the_decision(drift):
         assert figures["damp"] == 0.02
         assert figures["dead_channels"] == 2
         assert figures["tokens"] == len(x)
+        assert figures["drift"] == pytest.approx(share, rel=1e-9)
+        assert (0 < figures["drift"] < 1) == (drift > 0 and shrink) or figures["drift"] == drift
+        assert figures["shrinkage"] == (statistics.shrinkage if shrink else 0)
 
 
 def test_raised_damping_is_reported_and_used_for_the_drift_correction_too():
     weights, x, reference = attention()
     # 20 tokens span 20 of 128 directions: in float32 a damping of 1e-12 cannot make that definite.
     site = make_site(weights, x[:20], reference[:20], statistics=torch.float32)
-    decisions = GPTQ(group_size=32, damp=1e-12).apply(site)
+    decisions = GPTQ(group_size=32, damp=1e-12, shrink=False).apply(site)
     used = decisions["block.q_proj"].figures["damp"]
     assert used >= 1e-4
-    again = GPTQ(group_size=32, damp=used).apply(site)
+    again = GPTQ(group_size=32, damp=used, shrink=False).apply(site)
     for name in weights:
         assert_same_quantized(decisions[name].weight, again[name].weight)
 
@@ -605,5 +682,5 @@ def test_the_reference_stream_is_asked_for_exactly_when_drift_is_on():
             one = GPTQ(drift=drift, statistics=statistics)
             assert one.needs_reference == (drift > 0)
             made = one.needs()["hessian"](8, torch.device("cpu"))
-            assert (made.cross is not None) == one.needs_reference
+            assert (made.drift is not None) == one.needs_reference
             assert made.total.dtype == getattr(torch, statistics)

@@ -9,6 +9,7 @@ from torch import nn
 import compress
 from compress.architecture import find_stacks, layers_of
 from compress.errors import CompressError, InputError
+from compress.record import LayerRecord, few_tokens
 
 
 def batches(kind):
@@ -259,3 +260,12 @@ def test_what_is_not_compressed_is_not_rounded_by_the_compute_dtype():
     for name, parameter in model.named_parameters():
         if name in before:
             assert torch.equal(parameter, before[name]), name
+
+
+def test_layers_that_saw_few_tokens_are_counted():
+    def layer(**figures):
+        return LayerRecord("a", "gptq", "w4a16", "symmetric", None, (8, 32), figures)
+
+    assert few_tokens([layer(), layer(tokens=32), layer(tokens=900)]) is None
+    remark = few_tokens([layer(), layer(tokens=31), layer(tokens=900), layer(tokens=4)])
+    assert remark.startswith("2 of 3 layers saw fewer calibration tokens than they have inputs (at worst 4 for 32)")

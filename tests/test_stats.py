@@ -81,18 +81,94 @@ def test_hessian_does_not_depend_on_the_batches(split):
     size = exact.diagonal().sqrt() + 1e-30
     assert ((result.hessian - exact) / size / size[:, None]).abs().max() < 1e-12
     assert relative(result.hessian, exact) < 1e-12
-    assert relative(result.cross, reference.t() @ x / TOKENS) < 1e-12
+    assert relative(result.drift, (reference - x).t() @ x / TOKENS) < 1e-12
+    assert result.shrinkage == pytest.approx(published_shrinkage(x), rel=1e-9)
 
 
-def test_cross_term_has_the_reference_on_its_rows():
+def published_shrinkage(x: torch.Tensor) -> float:
+    """Schaefer and Strimmer 2005, table 2, target D, about zero; every product of every pair of channels."""
+    products = torch.einsum("mi,mj->mij", x, x)
+    variance = products.var(0) / len(x)
+    off = ~torch.eye(x.shape[1], dtype=torch.bool)
+    return min(1.0, (variance[off].sum() / products.mean(0)[off].square().sum()).item())
+
+
+def mixed(count: int = TOKENS, seed: int = 3) -> torch.Tensor:
+    """Inputs without a mean, mixed by a random matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing, x = (torch.randn(n, CHANNELS, generator=generator, dtype=torch.float64) for n in (CHANNELS, count))
+    return x @ mixing
+
+
+def test_shrinkage_is_that_of_the_paper_and_falls_with_the_tokens():
+    found = []
+    for count in (2, 8, 40, TOKENS):
+        x = mixed(count)
+        result = observed(Hessian(CHANNELS, CPU, dtype=torch.float64), x).result()
+        assert result.shrinkage == pytest.approx(published_shrinkage(x), rel=1e-9)
+        shrunk, off = result.shrunk().hessian, ~torch.eye(CHANNELS, dtype=torch.bool)
+        assert torch.equal(shrunk.diagonal(), result.hessian.diagonal())
+        assert torch.allclose(shrunk[off], result.hessian[off] * (1 - result.shrinkage), rtol=1e-12)
+        found.append(result.shrinkage)
+    assert found == sorted(found, reverse=True)
+    assert found[1] > 0.5
+    assert found[-1] < 0.2
+
+
+def test_shrinking_brings_the_hessian_closer_to_that_of_all_tokens():
+    x = mixed(40 * TOKENS)
+    whole, result = x.t() @ x / len(x), observed(Hessian(CHANNELS, CPU, dtype=torch.float64), x[:16]).result()
+    assert (result.shrunk().hessian - whole).norm() < 0.8 * (result.hessian - whole).norm()
+
+
+def test_one_token_says_nothing_about_pairs_of_channels():
+    result = observed(Hessian(CHANNELS, CPU), tokens()[:1]).result()
+    assert result.shrinkage == 1
+    assert torch.equal(result.shrunk().hessian, torch.diag(result.hessian.diagonal()))
+
+
+def test_shrinkage_of_inputs_whose_fourth_power_is_beyond_float32():
+    plain, large = (observed(Hessian(CHANNELS, CPU), (mixed(20) * c).float()).result().shrinkage for c in (1, 1e12))
+    assert 0 < plain < 1
+    assert large == pytest.approx(plain, rel=1e-3)
+
+
+def test_contrast_compares_the_halves_of_micro_batches():
+    x, reference = mixed(), mixed(seed=4)
+    result = observed(Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True), x, [100, 103], reference).result()
+    first = torch.tensor([i < 50 or 100 <= i < 151 for i in range(TOKENS)])
+    means = [(reference[part] - x[part]).t() @ x[part] / len(x[part]) for part in (first, ~first)]
+    assert relative(result.contrast, (means[0] - means[1]) * (101 * 102) ** 0.5 / TOKENS) < 1e-12
+    alone = observed(Hessian(CHANNELS, CPU, reference=True), x, [1] * TOKENS, reference).result()
+    assert alone.contrast is None
+
+
+def test_contrast_has_the_noise_of_the_drift_and_not_its_signal():
+    x = mixed()
+    noise = torch.randn(TOKENS, CHANNELS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+    def sizes(reference):
+        statistic = Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True)
+        result = observed(statistic, x, [100, 103], reference).result()
+        return result.drift.norm().item(), result.contrast.norm().item()
+
+    drift, contrast = sizes(x + noise)
+    assert contrast == pytest.approx(drift, rel=0.2)
+    drift, contrast = sizes(2 * x)
+    assert contrast < 0.3 * drift
+
+
+def test_drift_has_the_reference_on_its_rows():
     x, reference = tokens()[:1], tokens(seed=1)[:1]
     result = observed(Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True), x, None, reference).result()
-    assert torch.equal(result.cross, torch.outer(reference[0], x[0]))
-    assert not torch.allclose(result.cross, result.cross.t())
+    assert torch.equal(result.drift, torch.outer(reference[0] - x[0], x[0]))
+    assert not torch.allclose(result.drift, result.drift.t())
 
 
-def test_hessian_without_reference_has_no_cross_term():
-    assert observed(Hessian(CHANNELS, CPU), tokens(torch.float32)).result().cross is None
+def test_hessian_without_reference_has_no_drift():
+    result = observed(Hessian(CHANNELS, CPU), tokens(torch.float32)).result()
+    assert result.drift is None
+    assert result.contrast is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -135,7 +211,9 @@ def test_no_tokens_give_zeros_and_say_so():
     assert hessian.tokens == 0
     zeros = torch.zeros(CHANNELS)
     assert torch.equal(hessian.hessian, torch.zeros(CHANNELS, CHANNELS))
-    assert torch.equal(hessian.cross, torch.zeros(CHANNELS, CHANNELS))
+    assert torch.equal(hessian.drift, torch.zeros(CHANNELS, CHANNELS))
+    assert hessian.shrinkage == 0
+    assert hessian.contrast is None
     assert torch.equal(observed(ChannelAbsMax(CHANNELS, CPU), nothing).result(), zeros)
     assert torch.equal(observed(ChannelMean(CHANNELS, CPU), nothing).result(), zeros)
     for extreme in observed(MinMax(CHANNELS, CPU), nothing).result():
@@ -172,7 +250,9 @@ def test_sync_of_two_parts_equals_one_pass(first):
     together = two(hessian)
     assert together.tokens == TOKENS
     assert relative(together.hessian, one(hessian).hessian) < 1e-12
-    assert relative(together.cross, one(hessian).cross) < 1e-12
+    assert relative(together.drift, one(hessian).drift) < 1e-12
+    assert together.shrinkage == pytest.approx(one(hessian).shrinkage, rel=1e-9)
+    assert together.contrast is not None
 
     def absmax():
         return ChannelAbsMax(CHANNELS, CPU)

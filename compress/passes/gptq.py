@@ -1,17 +1,27 @@
 """GPTQ: round column by column, each column making up for the errors before it (arXiv 2210.17323).
 
-Shapes: N outputs, K inputs, G groups. X_q [tokens, K] is the layer's input behind the quantized prefix, X the same
-input in the original model. H = X_q^T X_q, G = X^T X_q, both means over tokens.
+Shapes: N outputs, K inputs, G groups, T tokens. X_q [T, K] is the layer's input behind the quantized prefix, X the same
+input in the original model. H = X_q^T X_q and M = (X - X_q)^T X_q, both means over tokens.
 
-    minimise over Q on the grid     |X W^T - X_q Q^T|^2  =  tr((W* - Q) H (W* - Q)^T) + const,    W* = W G H^-1
+    minimise over Q on the grid     |X W^T - X_q Q^T|^2  =  tr((W* - Q) H (W* - Q)^T) + const,    W* = W + W M H^-1
 
 Paper -> code: H^-1's Cholesky rows -> `sweep.Factor.upper` (LDLQ form, same codes); percdamp -> `damp`; act_order ->
 `act_order`; lazy batch updates -> the blocks of `sweep.sweep`.
 
 Departs from the paper:
 - `drift` aims at W* rather than W: it repairs, in this layer, what quantizing the layers before it did to its input.
-  The interpolation W (drift G + (1 - drift) H + damp) (H + damp)^-1 is GPTQ at 0 and the exact optimum at 1. Close
-  relatives are GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
+  The target W + a W D, D = M (H + damp)^-1, is GPTQ at a = 0 and the exact optimum at a = 1. Close relatives are GPTAQ
+  (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
+- `shrink`: H and D are estimates from T tokens. With few of them (T < 4 K, say) the codes fit what these tokens happen
+  to have in common, and do worse than rounding on others. Three closed forms, which fade as T / K grows, prevent it:
+  H is shrunk towards its diagonal by as much as lowers its expected squared error the most (Ledoit and Wolf 2004; see
+  `compress.stats.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal to noise
+  (Dobriban and Wager 2018, arXiv 1507.03003): K / T is added. Of that D, a layer aims at the share a that is no noise.
+  Z, which is D from the difference between two halves of the tokens (`contrast`), has the noise of D and nothing else:
+
+      E tr(W D H D^T W^T) = signal + noise,  E tr(W Z H Z^T W^T) = noise,  a = signal / (signal + noise)
+
+  This is a James-Stein factor whose noise is measured, for tokens of one text are not independent.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
@@ -30,6 +40,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from compress.comm import Comm
 from compress.errors import InputError
 from compress.grid import Grid, Quantized, decode, encode, fit, fit_matrix, quantize, round_scale, to_quantized
 from compress.passes.base import Decision, QuantizeWeights, Site, quadratic, solve_rows
@@ -45,8 +56,9 @@ POLISH_DAMP = 1e-6
 class GPTQ(QuantizeWeights):
     """GPTQ with input-drift correction.
 
-    damp: added to diag(H), as a share of its mean. drift: 0 (the paper) to 1. act_order: none, static or group.
-    refit, sweeps: rounds of scale refit and of coordinate descent after the sweep. statistics: float32 or float64.
+    damp: added to diag(H), as a share of its mean. drift: 0 (the paper) to 1, of what `shrink` leaves of it.
+    act_order: none, static or group. refit, sweeps: rounds of scale refit and of coordinate descent after the sweep.
+    shrink: rely on statistics only as far as the calibration tokens carry. statistics: float32 or float64.
     """
 
     name: ClassVar[str] = "gptq"
@@ -57,6 +69,7 @@ class GPTQ(QuantizeWeights):
     clip: bool = True
     refit: int = 2
     sweeps: int = 2
+    shrink: bool = True
     statistics: Literal["float32", "float64"] = "float32"
 
     def __post_init__(self) -> None:
@@ -85,18 +98,23 @@ class GPTQ(QuantizeWeights):
 
     def apply(self, site: Site) -> dict[str, Decision]:
         statistics: HessianResult = site.stats["hessian"]
+        if self.shrink:
+            statistics = statistics.shrunk()
         hessian = statistics.hessian
         order = column_order(hessian.diagonal(), self.act_order, self.weight_grid().group_size)
         ordered = hessian[order][:, order]
         factor = factorize(ordered, self.damp)
-        correction = drift_correction(statistics, self.drift, factor.damp)
+        ridge = factor.damp + (len(hessian) / max(statistics.tokens, 1) if self.shrink else 0)
+        correction = drift_correction(statistics, ridge) if self.drift else None
         decisions = {}
         inputs = self.input_codes(site)
         # Rows are independent given H: the site's layers are solved as one tall weight.
         for names in stacks(site):
             scale_dtype = site.scale_dtypes[names[0]]
             weight = torch.cat([site.weights[n] for n in names]).to(hessian.dtype)
-            target = weight if correction is None else weight @ correction
+            heights = [len(site.weights[n]) for n in names]
+            moved = [self._corrected(site, part, correction, hessian) for part in weight.split(heights)]
+            target, shares = torch.cat([t for t, _ in moved]), dict(zip(names, (s for _, s in moved), strict=True))
             solve = partial(
                 self._solve,
                 ordered,
@@ -125,10 +143,23 @@ class GPTQ(QuantizeWeights):
                         "damp": factor.damp,
                         "dead_channels": int((hessian.diagonal() <= 0).sum()),
                         "tokens": statistics.tokens,
+                        "shrinkage": statistics.shrinkage if self.shrink else 0.0,
+                        "drift": shares[name],
                     },
                     inputs.get(name),
                 )
         return decisions
+
+    def _corrected(
+        self, site: Site, weight: Tensor, correction: tuple[Tensor, Tensor | None] | None, hessian: Tensor
+    ) -> tuple[Tensor, float]:
+        """What the codes of one layer aim at, and the share of the drift correction that is in it."""
+        if correction is None:
+            return weight, 0.0
+        step, noise = (None if matrix is None else weight @ matrix for matrix in correction)
+        assert step is not None
+        share = self.drift * (reliability(site.comm, step, noise, hessian) if self.shrink else 1.0)
+        return weight + share * step, share
 
     def _solve(
         self,
@@ -192,18 +223,27 @@ def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None
     return (inside + starts)[outside].reshape(-1)
 
 
-def drift_correction(statistics: HessianResult, drift: float, damp: float) -> Tensor | None:
-    """The [K, K] matrix that takes W to its drift-corrected target; None where that is W itself."""
-    if drift == 0:
+def drift_correction(statistics: HessianResult, damp: float) -> tuple[Tensor, Tensor | None] | None:
+    """(D, Z), each [K, K]: W + W D is the ridge-regression weight; Z is D of noise alone (None: not known).
+
+    None where nothing is compressed before this layer.
+    """
+    assert statistics.drift is not None
+    if not bool(statistics.drift.any()):
         return None
-    assert statistics.cross is not None
-    hessian = statistics.hessian
-    if torch.equal(statistics.cross, hessian):
-        return None  # nothing is compressed before this layer; solving would only add noise to W
-    regular = damped(hessian, damp)
-    # (H + l)^-1 (a G + (1 - a) H + l)^T, transposed: G^T solves on the right-hand side of a symmetric system.
-    mixed = drift * statistics.cross + (regular - drift * hessian)
-    return torch.linalg.solve(regular, mixed.t()).t()
+    known = [m for m in (statistics.drift, statistics.contrast) if m is not None]
+    # The inverse is symmetric: transposed, the products on the right are solutions of one system.
+    solved = torch.linalg.solve(damped(statistics.hessian, damp), torch.cat(known).t()).t()
+    found = solved.split(len(statistics.hessian))
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK: Tensor) -> float:
+    """The share of a correction to apply, 0 to 1: 1 - tr(Z H Z^T) / tr(D H D^T); 0 where the noise is not known."""
+    if noise_NK is None:
+        return 0.0
+    size = quadratic(comm, step_NK, hessian_KK)
+    return max(0.0, 1 - quadratic(comm, noise_NK, hessian_KK) / size) if size > 0 else 0.0
 
 
 @dataclass
