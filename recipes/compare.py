@@ -45,6 +45,12 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
     found["fp8 static minmax rtn"] = [{"rtn": {"scheme": "fp8", "activations": "static"}}]
     found["fp8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "fp8"}}]
     found["fp8 dynamic gptq"] = [{"gptq": {"scheme": "fp8"}}]
+    best = {"gptq": {"scheme": "w4a16", "group_size": group_size}}
+    for scheme in ("w8a16", "w4a16"):
+        found[f"w4a16 gptq, embeddings {scheme}"] = [best, {"embeddings": {"scheme": scheme}}]
+    for kind in ("int8", "fp8"):
+        for per in ("token", "head", "tensor"):
+            found[f"kv-cache {kind} per {per}, nothing else"] = [{"kv-cache": {"type": kind, "granularity": per}}]
     return found
 
 
