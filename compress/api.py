@@ -145,8 +145,10 @@ def quantize(
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
-    if plan_.kv is None and not any(p.rounds for p in passes):
-        notes.append("no pass rounds: the model is prepared, not compressed; add a pass, or leave out rounding=none")
+    if plan_.passes and not any(p.rounds for p in plan_.passes):
+        notes.append(
+            "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
+        )
     for note in notes:
         reporter.note(note)
     record = RunRecord(notes=notes)
