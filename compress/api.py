@@ -24,9 +24,11 @@ from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
+from compress.embedding import QuantEmbedding
 from compress.errors import CompressError, InputError
 from compress.export import cache_entry_of, check_storable, notes_for_readers, quantization_config
 from compress.forward import Batch, ChainBrokenError, evaluating
+from compress.nn import QuantLinear
 from compress.passes.base import Pass
 from compress.pipeline import run
 from compress.plan import Plan, plan
@@ -102,6 +104,9 @@ def quantize(
     notes: list[str] = []
     network = load_dense(source, notes=notes) if source is not None else model
     assert isinstance(network, nn.Module)
+    coded = next((n for n, m in network.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
+    if coded is not None:
+        raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
     plan_ = plan(network, passes, ignore, one_block, convolutions)
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
@@ -140,8 +145,10 @@ def quantize(
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"{sink.partial} held no finished block: started from the beginning")
-    if plan_.kv is None and not any(p.rounds for p in passes):
-        notes.append("no pass rounds: the model is prepared, not compressed; add a pass, or leave out rounding=none")
+    if plan_.passes and not any(p.rounds for p in plan_.passes):
+        notes.append(
+            "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
+        )
     for note in notes:
         reporter.note(note)
     record = RunRecord(notes=notes)

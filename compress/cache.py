@@ -186,11 +186,19 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:
-    """The name and position of the argument in which an attention gets its cache; None where it takes none."""
-    if not hasattr(module, "layer_idx"):
+    """The name and position of the argument in which an attention gets its cache; None where it takes none, or fills
+    it with something else than keys and values (the state of a convolution or a linear attention, an index)."""
+    if not hasattr(module, "layer_idx") or not _calls_update(type(module)):
         return None
     names = list(inspect.signature(module.forward).parameters)
     return next(((name, names.index(name)) for name in ARGUMENTS if name in names), None)
+
+
+def _calls_update(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class names `update`, by which a cache gets keys and values."""
+    members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
+    functions = (inspect.unwrap(member) for member in members if inspect.isfunction(member))
+    return any("update" in function.__code__.co_names for function in functions)
 
 
 def attentions(block: nn.Module) -> dict[str, nn.Module]:

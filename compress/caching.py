@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from compress.cache import attentions, seeing_caches
 from compress.calibrators import Range
@@ -22,8 +24,13 @@ def cache_names(block: nn.Module, block_name: str) -> dict[str, nn.Module]:
 
 def head_sizes(model: nn.Module) -> set[int]:
     """The sizes of heads in the caches of a model of tokens, from one forward on tensors without data, as far as that
-    goes: what depends on data ends it."""
+    goes: what depends on data ends it. Of a sharded model, an empty one of its configuration is asked: a forward that
+    ends half-way would leave FSDP's state behind."""
     sizes: set[int] = set()
+    if isinstance(model, FSDPModule):
+        own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+        with torch.device("meta"):
+            model = own._from_config(model.config)
 
     def see(keys: Tensor, values: Tensor) -> None:
         sizes.update((keys.shape[-1], values.shape[-1]))

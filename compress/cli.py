@@ -148,7 +148,8 @@ def cli() -> None:
 @click.option(
     "--kv-cache",
     metavar="TYPE[:PER]",
-    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated).",
+    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: minmax, "
+    "or what a recipe says).",
 )
 @click.option(
     "--set",

@@ -168,7 +168,17 @@ def _on_codes(kind: type[nn.Embedding]) -> type[nn.Embedding]:
         nothing = self.table.scale.new_full((), torch.nan)
         return nothing.expand(self.num_embeddings, self.embedding_dim)
 
-    return type(f"Quant{kind.__name__}", (kind, QuantEmbedding), {"weight": property(weight)})
+    def reduce(self: QuantEmbedding) -> tuple[Any, ...]:
+        """The class is in no module by its name: pickle makes it anew."""
+        return _empty, (kind,), self.__dict__
+
+    return type(f"Quant{kind.__name__}", (kind, QuantEmbedding), {"weight": property(weight), "__reduce__": reduce})
+
+
+def _empty(kind: type[nn.Embedding]) -> nn.Embedding:
+    """An embedding of a class on codes that holds nothing yet."""
+    made = _on_codes(kind)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
 @torch.no_grad()

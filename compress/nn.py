@@ -378,7 +378,8 @@ class RowLinear(QuantLinear):
         parts = {"weight": self.weight_codes[rows]}
         parts["weight_scale"] = scale[:1] if self.scheme.one_scale else scale.unsqueeze(-1)
         if self.input_scale is not None:
-            parts["input_scale"] = self.input_scale.to(self.dtype)
+            # A copy: layers that are stacked would share it, which safetensors refuses to save.
+            parts["input_scale"] = self.input_scale.to(self.dtype, copy=True)
         if self.output_scale is not None:
             parts["output_scale"] = self.output_scale[rows][:1].to(self.dtype)
         if self.output_zero is not None:

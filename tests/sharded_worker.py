@@ -20,6 +20,7 @@ from compress.stats import Hessian, MinMax
 
 CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64")
 EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
+DYNAMIC_CACHES = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache()]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
     "awq": [compress.AWQ(group_size=16, statistics="float64")],
@@ -139,6 +140,8 @@ def main(folder: Path) -> None:
         shard(model, find_stacks(model), mesh)
         compress.quantize(model, exact, calibration=tokens(8), batch_size=2)
         found["losses"] = train(model)
+        shard(other := build("llama"), find_stacks(other), mesh)
+        compress.quantize(other, DYNAMIC_CACHES, output=folder / "caches-2", verify=False)
         compress.quantize(cnn := net(), CONVOLUTIONS, calibration=calibration(), fsdp=True)
         values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 
 import pytest
 import torch
@@ -269,6 +270,9 @@ def test_subclasses_go_on_with_their_rows_or_are_refused():
     scaled = take_over(Scaled(12, 32), table)
     assert isinstance(scaled, Scaled)
     assert torch.equal(scaled(ids), codes.dequantize()[ids] * 3)
+    for other in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))):
+        assert type(other) is type(scaled)
+        assert torch.equal(other(ids), scaled(ids))
     with pytest.raises(CheckpointError, match="a Normed does something else with its weight"):
         take_over(Normed(12, 32), table)
 

@@ -210,8 +210,9 @@ def test_a_stopped_run_folds_again(name, tmp_path):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "out" / file).read_bytes(), file
 
 
-def test_a_run_that_only_folds_says_so():
-    record = compress.quantize(build("llama"), FOLD_ONLY["awq"], calibration=tokens()).record
+@pytest.mark.parametrize("beside", [[], [compress.Embeddings()], [compress.KVCache()]], ids=["", "tables", "caches"])
+def test_a_run_that_only_folds_says_so(beside):
+    record = compress.quantize(build("llama"), [FOLD_ONLY["awq"], *beside], calibration=tokens()).record
     assert any("prepared, not compressed" in note for note in record.notes)
 
 

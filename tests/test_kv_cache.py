@@ -9,7 +9,18 @@ from commands import StopAfterOne, command, make_llama, save
 from models import GATED, build, tokens
 from safetensors.torch import load_file, save_file
 from test_sharded import same
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DynamicCache,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    StaticCache,
+)
 
 import compress
 from compress.cache import CacheScheme, attentions, decode_states, encode_states, rounded_cache
@@ -394,6 +405,32 @@ def test_keys_and_values_of_two_sizes_have_no_dynamic_format(tmp_path, caplog):
     expected = outputs(model, probe(96))
     torch.testing.assert_close(outputs(compress.load(tmp_path / "out"), probe(96)), expected, rtol=1e-4, atol=1e-5)
     assert not [r for r in caplog.records if "fake_tensor" in r.name]  # tracing without data is tried, quietly
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "minimax"])
+def test_layers_that_keep_something_else_in_a_cache_are_no_attentions(kind, tmp_path):
+    """The states of convolutions and of linear attentions stay as they are."""
+    torch.manual_seed(0)
+    if kind == "lfm2":
+        types = ["conv", "full_attention"]
+        model = Lfm2ForCausalLM(Lfm2Config(**GATED, layer_types=types, block_multiple_of=8)).eval()
+    else:
+        types = ["linear_attention", "full_attention"]
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4}
+        model = MiniMaxForCausalLM(MiniMaxConfig(**GATED, **experts, layer_types=types)).eval()
+    compress.quantize(model, passes("int8", "tensor"), calibration=tokens(), output=tmp_path / "out", verify=False)
+    assert list(attentions(model)) == ["model.layers.1.self_attn"]
+    cache = model(tokens(), use_cache=True).past_key_values
+    assert cache.layers[1].keys.dtype == torch.int8
+    found = outputs(compress.load(tmp_path / "out"), probe(96))
+    torch.testing.assert_close(found, outputs(model, probe(96)), rtol=1e-4, atol=1e-5)
+
+
+def test_an_indexer_inside_an_attention_is_not_in_its_place():
+    config = DeepseekV32Config(**{**GATED, "num_key_value_heads": 4}, kv_lora_rank=16, q_lora_rank=16)
+    with torch.device("meta"):
+        model = DeepseekV32ForCausalLM(config)
+    assert list(attentions(model)) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
 def test_a_model_is_not_rounded_twice():

@@ -258,6 +258,25 @@ def test_saving_a_loaded_model_writes_the_same_checkpoint(name, fuse, tmp_path):
     assert torch.equal(outputs(again, probe(24)), outputs(model, probe(24)))
 
 
+def test_a_fused_model_with_fixed_inputs_is_saved_in_any_dtype(tmp_path):
+    """Fused layers have one scale of the input between them."""
+    static = compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric")
+    compress.quantize(build("qwen2"), static, calibration=tokens(), output=tmp_path / "out", verify=False)
+    model = compress.load(tmp_path / "out", fuse=True)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(outputs(compress.load(tmp_path / "again"), probe(96)), outputs(model, probe(96)))
+
+
+@pytest.mark.parametrize("options", [{"scheme": "w4a16"}, {"scheme": "w8a16"}], ids=str)
+def test_a_model_that_runs_on_codes_is_not_compressed_again(options, tmp_path):
+    """What it holds are no weights: a checkpoint of it would lack them."""
+    compress.quantize(build("llama"), compress.Embeddings(**options), output=tmp_path / "out", verify=False)
+    model = compress.load(tmp_path / "out")
+    with pytest.raises(InputError, match=r"embed_tokens computes on codes already; give the original model"):
+        compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize("fuse", [False, True])
 def test_generates_with_and_without_a_static_cache(fuse, tmp_path):
     out = write(tmp_path)

@@ -12,7 +12,7 @@ import torch
 from commands import StopAfterOne
 from models import build, tokens
 from safetensors import safe_open
-from sharded_worker import CONVOLUTIONS, EMBEDDINGS, FOLDING, train
+from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, FOLDING, train
 from vision import calibration, net
 
 import compress
@@ -170,6 +170,15 @@ def test_training_a_sharded_model_goes_on_as_if_nothing_had_happened(two):
     model = build("llama")
     compress.quantize(model, EXACT, calibration=tokens(8), batch_size=2)
     assert two["losses"] == pytest.approx(train(model), abs=1e-5)
+
+
+def test_a_model_that_somebody_sharded_is_written_with_dynamic_caches(two, folder):
+    """Its heads are measured on a model without data, not by a forward of the shards."""
+    compress.quantize(build("llama"), DYNAMIC_CACHES, output=folder / "caches-1", verify=False)
+    same(folder / "caches-1", folder / "caches-2")
+    schemes = [find_source(str(folder / f"caches-{n}")).quantization["kv_cache_scheme"] for n in (1, 2)]
+    assert schemes[0] == schemes[1]
+    assert schemes[0]["group_size"] == 8
 
 
 def test_a_model_that_is_not_sharded_is_refused():
