@@ -75,7 +75,7 @@ def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tenso
         absmax = work.abs().amax(-1, keepdim=True)
         scale, _ = scale_of_range(-absmax, absmax, scheme.grid, torch.float32)
     assert scale is not None
-    codes = encode(work, scale.to(x.device, torch.float32), torch.zeros((), device=x.device), scheme.grid)
+    codes = encode(work, _working(scale, x), torch.zeros((), device=x.device), scheme.grid)
     stored = codes.to(scheme.grid.storage).view(torch.int8)
     return torch.cat([stored, scale.view(torch.int8)], -1) if scheme.dynamic else stored
 
@@ -86,7 +86,12 @@ def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, dty
         stored, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     assert scale is not None
     codes = stored.contiguous().view(scheme.grid.storage).float()
-    return decode(codes, scale.to(stored.device, torch.float32), torch.zeros((), device=stored.device), dtype).to(dtype)
+    return decode(codes, _working(scale, stored), torch.zeros((), device=stored.device), dtype).to(dtype)
+
+
+def _working(scale: Tensor, like: Tensor) -> Tensor:
+    """A scale to compute with: that of a head which is always 0 may be 0 in a narrower dtype than the checkpoint's."""
+    return scale.to(like.device, torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 class CacheHook:

@@ -231,8 +231,8 @@ def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
     for name, attention in attentions(model).items():
         for side in SIDES:
             scale = getattr(attention, f"{side}_scale", None)
-            if scale is not None and not bool((torch.isfinite(scale) & (scale != 0)).all()):
-                raise CheckpointError(f"{name}.{side}_scale holds values that are not finite numbers above 0")
+            if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+                raise CheckpointError(f"{name}.{side}_scale holds values that are negative or not finite")
         round_cache(attention, scheme)
 
 

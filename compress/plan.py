@@ -78,7 +78,7 @@ def plan(
     passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
         if rounded_cache(module) is not None:
-            raise InputError(f"{name} keeps an 8-bit cache already, from an earlier run on this model; load it again")
+            raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
         rounded = [
             side
             for side, hooks in (("input", module._forward_pre_hooks), ("output", module._forward_hooks))

@@ -22,7 +22,7 @@ from compress.page import write_page
 from compress.record import RangeRecord
 from compress.source import find_source
 
-NO_HISTOGRAMS = "no histogram was kept: --set histograms=true when quantizing keeps them"
+NO_HISTOGRAMS = "no histogram was kept: the option histograms=true of a pass keeps them"
 INSIDE, BEYOND, OBSERVED = "#4c78a8", "#d62728", "#777777"
 MARGIN = 0.03  # of a plot's width, beside what it shows
 STYLE = (
@@ -62,7 +62,7 @@ def calibrated_ranges(model: str) -> list[RangeRecord]:
     if not ranges:
         raise InputError(
             f"{source.name} has no calibrated ranges: its inputs are not rounded, or to every token as it comes; "
-            "quantize with --activations static to have them"
+            "activations=static, outputs=static or a kv-cache per head or tensor fix some when quantizing"
         )
     return ranges
 

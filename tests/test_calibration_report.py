@@ -262,7 +262,7 @@ def test_blocks_are_told_by_the_first_number():
 def test_ranges_that_nobody_counted_are_said():
     ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
     assert show.clipped(ranges[:2]) == (
-        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (--set histograms=true counts it)"
+        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (histograms=true counts it)"
     )
     assert show.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
 
@@ -311,7 +311,7 @@ def test_a_page_without_plotly_is_refused(written, tmp_path, monkeypatch):
 def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, written, tmp_path):
     with pytest.raises(InputError, match=r"holds no compress\.json: give a directory that `compress quantize` wrote"):
         calibration.calibrated_ranges(str(llama))
-    with pytest.raises(InputError, match=r"has no calibrated ranges.*--activations static"):
+    with pytest.raises(InputError, match=r"has no calibrated ranges.*activations=static"):
         calibration.calibrated_ranges(str(llama_w4))
     assert command("inspect", llama_w4, "--calibration").err.count("\n") == 1
     damaged = Path(shutil.copytree(written, tmp_path / "out"))

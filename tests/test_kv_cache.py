@@ -449,7 +449,12 @@ def scale_of(name):
         ("head", lambda t: t.update({scale_of("k"): torch.ones(1)}), {}, r"k_scale is F32 \[1\].*\[heads, 1, 1\]"),
         ("tensor", lambda t: t.update({scale_of("k"): torch.ones(2)}), {}, r"must be floats \[1\]"),
         ("head", lambda t: t.update({scale_of("k"): torch.ones(3, 1, 1)}), {}, "2 heads and.* 3 of their"),
-        ("tensor", lambda t: t[scale_of("k")].fill_(float("nan")), {}, "k_scale holds values that are not finite"),
+        (
+            "tensor",
+            lambda t: t[scale_of("k")].fill_(float("nan")),
+            {},
+            "k_scale holds values that are negative or not finite",
+        ),
         ("tensor", lambda t: [t.pop(k) for k in list(t) if k[-7:] in ("k_scale", "v_scale")], {}, "holds none of them"),
         (
             "tensor",
@@ -479,3 +484,20 @@ def test_damaged_checkpoints_are_refused(per, tensors, scheme, message, tmp_path
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         outputs(compress.load(out), probe(96))
+
+
+def test_a_head_that_is_always_zero_runs_in_any_dtype(tmp_path):
+    """Its scale is the smallest normal float32, which is 0 in float16."""
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[:8] = 0
+    out = tmp_path / "out"
+    compress.quantize(model, passes("int8", "head"), calibration=tokens(), output=out, verify=False)
+    loaded = compress.load(out, torch.float16)
+    assert loaded.model.layers[0].self_attn.v_scale[0] == 0
+    expected = outputs(model, probe(96))
+    assert (outputs(loaded, probe(96)).float() - expected).abs().mean() <= 0.02 * expected.std()
+    loaded.model.layers[0].self_attn.v_scale.neg_()
+    loaded.save_pretrained(tmp_path / "negative")
+    with pytest.raises(CheckpointError, match="v_scale holds values that are negative"):
+        compress.load(tmp_path / "negative")
