@@ -9,7 +9,7 @@ them) and the layers decided so far. All of it can be recomputed from what is on
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,16 @@ from compress.forward import (
 from compress.passes.base import Decision, Pass, Site
 from compress.plan import Plan, shared_weights
 from compress.progress import Reporter
-from compress.record import Finished, RunRecord, Sink, few_tokens, layer_record, range_figures, range_record
+from compress.record import (
+    Finished,
+    RangeRecord,
+    RunRecord,
+    Sink,
+    few_tokens,
+    layer_record,
+    range_figures,
+    range_record,
+)
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
 from compress.versions import RoundInput, RoundOutput, Versions
@@ -58,6 +67,7 @@ class _Run:
     record: RunRecord
     reference: bool
     rescaler: Rescaler
+    ranges: list[RangeRecord] = field(default_factory=list)  # of the block at hand
 
     def install(self, layer: Layer, decided: Decision | Tensor, versions: Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
@@ -123,7 +133,7 @@ class _Run:
             seen: dict[str, float | int | str] = {}
             if isinstance(stats.get("range"), Range):
                 seen = range_figures(stats["range"], "output")
-                self.record.ranges.append(range_record(stats["range"], name, "output"))
+                self.ranges.append(range_record(stats["range"], name, "output"))
             decisions[name] = replace(decision, figures={**decision.figures, **seen}, outputs=outputs)
         return decisions
 
@@ -152,7 +162,7 @@ class _Run:
                     self.sink.write(table.name, part, {table.name: table}, finished)
                 else:
                     self.install(table, finished.decided[table.name], versions)
-                self.record.layers.extend(finished.records)
+                self.record.take(finished)
                 self.reporter.step(self.plan.tables.index(table) + 1, total, table.name)
 
     def run_block(
@@ -172,15 +182,11 @@ class _Run:
                 attentions = cache_names(block, name)
                 for attention, codes in before.caches.items():
                     versions.keep_codes(attentions[attention], codes)
-                self.record.layers.extend(before.records)
-                self.record.caches |= {name: str(codes.scheme) for name, codes in before.caches.items()}
-                self.record.ranges.extend(before.ranges)
-                self.record.folds.extend(before.fold_records)
-                self.record.left_alone.update(before.left_alone)
+                self.record.take(before)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
             records = []
-            first_range = len(self.record.ranges)
+            self.ranges.clear()
             folded: list[Folded] = []
             fold_records: list[FoldRecord] = []
             forwarded = False
@@ -218,13 +224,10 @@ class _Run:
             here = (*layers, *cache_names(block, name))
             alone = {n: self.record.left_alone[n] for n in here if n in self.record.left_alone}
             place = {inside: i for i, (inside, _) in enumerate(block.named_modules(prefix=name))}
-            ranges = sorted(self.record.ranges[first_range:], key=lambda r: place[r.tensor])
-            self.record.ranges[first_range:] = ranges
+            ranges = sorted(self.ranges, key=lambda r: place[r.tensor])
             done = Finished(made_here, records, alone, folded, fold_records, ranges, caches)
             self.sink.write(name, opened, layers, done)
-            self.record.layers.extend(records)
-            self.record.caches |= {attention: str(codes.scheme) for attention, codes in caches.items()}
-            self.record.folds.extend(fold_records)
+            self.record.take(done)
         return calls, reference
 
     def structure(self, block: nn.Module, calls: list[Call], layers: Mapping[str, Layer]) -> Structure:
@@ -301,7 +304,7 @@ class _Run:
                 self.install(layers[layer_name], decision, versions)
             rounded = [n for n, decision in decisions.items() if decision.inputs is not None]
             if rounded and isinstance(results[0].get("range"), Range):
-                self.record.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
+                self.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
             made.update(self.fix_outputs(p, decisions, layers, opened, arrivals, versions))
 
         shadow = reference if self.reference else None
@@ -342,7 +345,7 @@ class _Run:
             stored = [opened.dtypes[n] for n, p in opened.block.named_parameters() if id(p) in within]
             codes[name] = kv.decide(ranges.get(name), stored[0])
             for role, found in zip(("keys", "values"), ranges.get(name, ()), strict=False):
-                self.record.ranges.append(range_record(found, name, role))
+                self.ranges.append(range_record(found, name, role))
             versions.keep_codes(attention, codes[name])
         return codes
 

@@ -95,6 +95,14 @@ class RunRecord:
     block_forwards: int = 0
     seconds: float = 0.0
 
+    def take(self, done: "Finished") -> None:
+        """Enter a finished block, of this run or of one that was stopped."""
+        self.layers.extend(done.records)
+        self.caches |= {attention: str(codes.scheme) for attention, codes in done.caches.items()}
+        self.ranges.extend(done.ranges)
+        self.folds.extend(done.fold_records)
+        self.left_alone.update(done.left_alone)
+
     def note(self, reporter: Reporter, message: str) -> None:
         """Keep a remark once and say it."""
         if message not in self.notes:
