@@ -235,4 +235,6 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int) -> list
                 f"a calibration batch is {type(batch).__name__}; give token ids [samples, length] or "
                 "dictionaries of the model's inputs"
             )
+        if batch.get("use_cache"):
+            raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")
     return batches

@@ -243,6 +243,8 @@ def test_ready_made_batches_stay_as_they_are() -> None:
         batches_of([], 8)
     with pytest.raises(InputError, match="a calibration batch is Tensor; give token ids"):
         batches_of([torch.ones(1, 3)], 8)
+    with pytest.raises(InputError, match="use_cache; leave it out"):
+        batches_of([{"input_ids": torch.ones(1, 3), "use_cache": True}], 8)
     with pytest.raises(InputError, match="a calibration batch is dict"):
         batches_of([{}], 8)
 
