@@ -25,8 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError, InputError
-from compress.grid import Granularity, Grid, decode, encode, scale_of_range
+from compress.errors import CheckpointError
+from compress.grid import Granularity, Grid, decode, encode, scale_of_range, straight_through
 
 CacheGranularity = Literal["tensor", "head", "token"]
 SIDES = ("k", "v")
@@ -156,9 +156,7 @@ class RoundCache(CacheHook):
         if cache is not None:
             stored = cache.update(*stored, *more, **named)
         k, v = (decode_states(b, self.scheme, s, keys.dtype) for b, s in zip(stored, scales, strict=True))
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return _StraightThrough.apply(keys, k), _StraightThrough.apply(values, v)
-        return k, v
+        return straight_through(keys, k), straight_through(values, v)
 
 
 class SeeCache(CacheHook):
@@ -173,21 +171,6 @@ class SeeCache(CacheHook):
     ) -> tuple[Tensor, Tensor]:
         self.see(keys, values)
         return (keys, values) if cache is None else cache.update(keys, values, *more, **named)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Rounded values with the gradient of x. Codes of earlier tokens have none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
-        ctx.all_new = rounded.shape == x.shape
-        return rounded.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if not ctx.all_new:
-            raise InputError("a cache of codes passes no gradient to earlier tokens; train with use_cache=False")
-        return gradient, None
 
 
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:

@@ -95,9 +95,9 @@ def quantization_config(
 def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
     """How transformers and vLLM read a checkpoint of layers with these schemes, where it takes more than loading."""
     odd = None
-    if any(not s.weights.symmetric and s.layout == "pack-quantized" for s in schemes.values()):
+    if any(scheme.needs_dequantizing() for scheme in schemes.values()):
         odd = "asymmetric weights"
-    if any(schemes[table.name].layout == "pack-quantized" for table in plan.tables):
+    if any(schemes[table.name].needs_dequantizing(table=True) for table in plan.tables):
         odd = "a packed embedding"
     if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
         rest = ", and this one leaves the key-value cache as it is" if plan.kv is not None else ""

@@ -16,7 +16,7 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -215,6 +215,25 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, scale_dtype: torch.
     """Values of codes, rounded as the stored dtype rounds them, in the dtype of `codes`."""
     product = (codes - zero_point) * scale
     return product if scale_dtype == product.dtype else product.to(scale_dtype).to(product.dtype)
+
+
+def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
+    """Rounded values with the gradient of x, as if nothing were rounded. Rounded values of another shape (codes that a
+    cache has kept since earlier) have none: asking for it raises InputError."""
+    return _StraightThrough.apply(x, rounded) if torch.is_grad_enabled() and x.requires_grad else rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor) -> Tensor:
+        ctx.all_new = rounded.shape == x.shape
+        return rounded.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if not ctx.all_new:
+            raise InputError("a cache of codes passes no gradient to earlier tokens; train with use_cache=False")
+        return gradient, None
 
 
 def range_factors(grid: Grid) -> list[float]:

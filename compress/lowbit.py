@@ -21,7 +21,7 @@ from compress.errors import CheckpointError
 from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import FLOATS
-from compress.source import Source, StoredLayer, caches_of, headers, layers_of
+from compress.source import Source, StoredLayer, caches_of, layers_of
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
@@ -155,7 +155,7 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
             raise CheckpointError(f"{source.path} holds scales of a key-value cache for {name}, which keeps none")
         hold_scales(attention, [torch.empty(shape, dtype=dtype, device="meta") for _, shape in scales.values()], True)
     expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    for stored_name, (shape, _) in headers(source).items():
+    for stored_name, (shape, _) in source.headers.items():
         name = place(expected_shapes, stored_name)
         if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
             raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")

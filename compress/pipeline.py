@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -98,12 +98,7 @@ class _Run:
         for i, part in enumerate(stats):
             rows = {n: w.unflatten(0, (len(stats), -1))[i] for n, w in weights.items()}
             parts.append(p.apply(Site(rows, part, scale_dtypes, self.comm)))
-        decisions = {n: joined([made[n] for made in parts]) for n in parts[0]}
-        found = stats[0].get("range")
-        if not isinstance(found, Range):
-            return decisions
-        seen = range_figures(found)
-        return {n: replace(d, figures={**d.figures, **seen}) if d.inputs else d for n, d in decisions.items()}
+        return {n: joined([made[n] for made in parts]) for n in parts[0]}
 
     @staticmethod
     def scale_dtypes(names: Sequence[str], layers: Mapping[str, Layer], opened: Opened) -> dict[str, torch.dtype]:
@@ -130,12 +125,20 @@ class _Run:
         for (name, decision), stats in zip(made.items(), found, strict=True):
             outputs = p.output_codes(stats, dtypes[name])
             versions.outputs[layers[name].module] = RoundOutput(outputs)
-            seen: dict[str, float | int | str] = {}
-            if isinstance(stats.get("range"), Range):
-                seen = range_figures(stats["range"], "output")
-                self.ranges.append(range_record(stats["range"], name, "output"))
-            decisions[name] = replace(decision, figures={**decision.figures, **seen}, outputs=outputs)
+            decisions[name] = replace(decision, outputs=outputs)
+            decisions |= self.with_range(stats, {name: decisions[name]}, "output")
         return decisions
+
+    def with_range(
+        self, stats: Mapping[str, Any], decisions: Mapping[str, Decision], role: Literal["input", "output"]
+    ) -> dict[str, Decision]:
+        """Decisions that go by one range with its figures; the range is noted, once, for all of them."""
+        if not decisions or not isinstance(stats.get("range"), Range):
+            return dict(decisions)
+        first, *also = decisions
+        self.ranges.append(range_record(stats["range"], first, role, also))
+        seen = range_figures(self.ranges[-1])
+        return {n: replace(d, figures={**d.figures, **seen}) for n, d in decisions.items()}
 
     def run_tables(self, model: nn.Module, total: int) -> None:
         """Round the token embedding and the output head, for which no data is needed: before the blocks run, so that
@@ -171,6 +174,7 @@ class _Run:
         """Compress one block; returns the calls of the next."""
         started = time.monotonic()
         layers = {layer.name: layer for layer in self.plan.layers[name]}
+        attentions = {} if self.plan.kv is None else cache_names(block, name)
         before = self.sink.finished(name)
         with self.residency.open(block) as opened:
             versions = Versions()
@@ -179,7 +183,6 @@ class _Run:
                 for layer_name, decided in before.decided.items():
                     self.install(layers[layer_name], decided, versions)
                 versions.install_hooks()
-                attentions = cache_names(block, name)
                 for attention, codes in before.caches.items():
                     versions.keep_codes(attentions[attention], codes)
                 self.record.take(before)
@@ -216,12 +219,12 @@ class _Run:
                 for layer_name, decision in made.items():
                     made_here[layer_name] = decision
                     records.append(layer_record(p, layers[layer_name], decision))
-            caches = self.round_caches(name, opened, calls, versions)
+            caches = self.round_caches(attentions, opened, calls, versions)
             if self.plan.calibrated and not forwarded:
                 calls, reference = self.propagate(block, calls, reference, versions)
             for entry in records:
                 entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
-            here = (*layers, *cache_names(block, name))
+            here = (*layers, *attentions)
             alone = {n: self.record.left_alone[n] for n in here if n in self.record.left_alone}
             place = {inside: i for i, (inside, _) in enumerate(block.named_modules(prefix=name))}
             ranges = sorted(self.ranges, key=lambda r: place[r.tensor])
@@ -302,9 +305,8 @@ class _Run:
             decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
                 self.install(layers[layer_name], decision, versions)
-            rounded = [n for n, decision in decisions.items() if decision.inputs is not None]
-            if rounded and isinstance(results[0].get("range"), Range):
-                self.ranges.append(range_record(results[0]["range"], rounded[0], "input", rounded[1:]))
+            rounded = {n: decision for n, decision in decisions.items() if decision.inputs is not None}
+            decisions |= self.with_range(results[0], rounded, "input")
             made.update(self.fix_outputs(p, decisions, layers, opened, arrivals, versions))
 
         shadow = reference if self.reference else None
@@ -323,13 +325,12 @@ class _Run:
         return made, outputs
 
     def round_caches(
-        self, block_name: str, opened: Opened, calls: list[Call], versions: Versions
+        self, names: Mapping[str, nn.Module], opened: Opened, calls: list[Call], versions: Versions
     ) -> dict[str, CacheCodes]:
         """Let the attentions of a block keep codes, after one more forward where their ranges are calibrated."""
         kv = self.plan.kv
         if kv is None:
             return {}
-        names = cache_names(opened.block, block_name)
         ranges: dict[str, tuple[Range, Range]] = {}
         needs = kv.needs()
         if needs:

@@ -75,6 +75,7 @@ def plan(
     """
     kv = _cache_pass(model, passes)
     embeddings = [p for p in passes if p.treats == "embeddings"]
+    calibrated = any(p.calibrated for p in passes)
     passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
         if rounded_cache(module) is not None:
@@ -92,7 +93,7 @@ def plan(
     if convolutions is None:
         convolutions = treats_convolutions(model)
     stacks = find_stacks(model, convolutions)
-    if one_block or (len(stacks) > 1 and any(p.calibrated for p in (*passes, *([kv] if kv else [])))):
+    if one_block or (len(stacks) > 1 and calibrated):
         stacks = [whole_model(model)]
     shared = shared_weights(model)
     head = output_head(model)

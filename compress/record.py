@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -155,18 +155,6 @@ def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
-def range_figures(found: Range, side: Literal["input", "output"] = "input") -> dict[str, float | int | str]:
-    """What the report says about the fixed range of an input or output; of several, one per channel, about them all."""
-    figures: dict[str, float | int | str] = {
-        f"{side}_low": float(found.lo.amin()),
-        f"{side}_high": float(found.hi.amax()),
-        f"{side}_lowest": float(found.lowest.amin()),
-        f"{side}_highest": float(found.highest.amax()),
-        "calibrator": found.method,
-    }
-    return figures if found.clipped is None else {**figures, f"{side}_clipped": float(found.clipped.mean())}
-
-
 def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
     """What the report says about the fixed range of a tensor, with its histogram where it was kept."""
     histogram = None
@@ -187,6 +175,13 @@ def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ())
         also=list(also),
         histogram=histogram,
     )
+
+
+def range_figures(found: RangeRecord) -> dict[str, float | int | str]:
+    """What the report of a layer says about the range of its input or output."""
+    bounds = {key: getattr(found, key) for key in ("low", "high", "lowest", "highest", "clipped")}
+    figures = {f"{found.role}_{key}": value for key, value in bounds.items() if value is not None}
+    return {**figures, "calibrator": found.calibrator}
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:

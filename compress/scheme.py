@@ -126,6 +126,11 @@ class Scheme:
         """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
         return self.layout == "float-quantized" and self.weights.granularity == "tensor"
 
+    def needs_dequantizing(self, table: bool = False) -> bool:
+        """Whether transformers reads it with `dequantize=True` only: it has no packed zero points by default, and no
+        packed embeddings (table)."""
+        return self.layout == "pack-quantized" and (table or not self.weights.symmetric)
+
     def groups(self, columns: int) -> int:
         """Scales per row."""
         return 1 if self.weights.group_size is None else columns // self.weights.group_size

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,17 @@ class Source:
     path: Path
     config: dict[str, Any]
     weights: Mapping[str, Path]
+
+    @cached_property
+    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files, read once."""
+        found = {}
+        for path in sorted(set(self.weights.values())):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    piece = file.get_slice(name)
+                    found[name] = (tuple(piece.get_shape()), piece.get_dtype())
+        return found
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -242,17 +254,6 @@ def embeddings_of(source: Source) -> set[str]:
     return {name for name, module in empty_model(source).named_modules() if isinstance(module, nn.Embedding)}
 
 
-def headers(source: Source) -> dict[str, tuple[tuple[int, ...], str]]:
-    """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files."""
-    found = {}
-    for path in sorted(set(source.weights.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                piece = file.get_slice(name)
-                found[name] = (tuple(piece.get_shape()), piece.get_dtype())
-    return found
-
-
 @dataclass(frozen=True)
 class StoredLayer:
     """A compressed layer of a checkpoint: [N, K] = shape, and its tensors by the names that `Scheme.parts` uses.
@@ -272,7 +273,7 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
     Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
     whose scheme cannot be read.
     """
-    found = headers(source)
+    found = source.headers
     own = set(PARTS) - {"weight"}
     names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
     names |= {
@@ -342,7 +343,7 @@ def caches_of(source: Source) -> StoredCaches | None:
     entry = (source.quantization or {}).get("kv_cache_scheme")
     if not entry:
         return None
-    scheme, found = read_cache_scheme(entry), headers(source)
+    scheme, found = read_cache_scheme(entry), source.headers
     keys = tuple(f"{side}_scale" for side in SIDES)
     holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in keys})
     if scheme.dynamic and holders:

@@ -176,8 +176,7 @@ def _unknown_mix(source: Source, model: nn.Module) -> bool:
     if len((source.quantization or {}).get("config_groups", {})) < 2:
         return False
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    packed = {n: s.scheme for n, s in layers_of(source).items() if s.scheme.layout == "pack-quantized"}
-    return any(name in tables or not scheme.weights.symmetric for name, scheme in packed.items())
+    return any(stored.scheme.needs_dequantizing(name in tables) for name, stored in layers_of(source).items())
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -1,13 +1,12 @@
 """What a block's layers were and what they are now: weights to swap, inputs, outputs and caches to be rounded."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compress.cache import CacheCodes, RoundCache, hold_scales, round_cache
 from compress.convolution import Geometry, samples
+from compress.grid import straight_through
 from compress.scheme import ActivationCodes
 
 
@@ -30,7 +29,10 @@ class RoundInput:
         return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_StraightThrough.apply(args[0], self.rounded), *args[1:]) if self.active else args
+        if not self.active:
+            return args
+        x = args[0]
+        return (straight_through(x, self.rounded(x.detach())), *args[1:])
 
 
 class RoundOutput:
@@ -44,19 +46,7 @@ class RoundOutput:
         return self.codes.fake_quantize(y)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return _StraightThrough.apply(output, self.rounded) if self.active else output
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Rounded values whose gradient is that of the values, as the kernels have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-        return rounded(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return straight_through(output, self.rounded(output.detach())) if self.active else output
 
 
 class Versions:

@@ -8,6 +8,7 @@ OUT and only then removes `progress.json`: whenever a run is killed, there is a 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,29 +153,19 @@ class Writer:
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
         decided: dict[str, Decision | Tensor] = {}
         for name, where in entry["layers"].items():
-            try:
-                with safe_open(self.partial / where["file"], framework="pt") as file:
-                    if where["scheme"] is None:
-                        dense = file.get_tensor(f"{name}.weight")
-                        decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
-                        continue
-                    scheme = _scheme(where["scheme"])
-                    parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
-                    tensors = {key: file.get_tensor(key) for key in parts}
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{self.partial / where['file']} of the unfinished run cannot be read ({error}); drop that run "
-                    "with --overwrite"
-                ) from None
+            path = self.partial / where["file"]
+            with _readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
+                if where["scheme"] is None:
+                    dense = file.get_tensor(f"{name}.weight")
+                    decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
+                    continue
+                scheme = _scheme(where["scheme"])
+                parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
+                tensors = {key: file.get_tensor(key) for key in parts}
             inputs, outputs = inputs_from(name, tensors, scheme), outputs_from(name, tensors, scheme)
             decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs, outputs)
-        try:
+        with _readable(f"the folds of the unfinished run in {self.partial}"):
             folded = self._read_folds(entry["folds"])
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the folds of the unfinished run in {self.partial} cannot be read ({error}); drop that run with "
-                "--overwrite"
-            ) from None
         described = [FoldRecord(**record) for record in entry["fold_records"]]
         ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
         caches = {name: self._read_cache(name, where) for name, where in entry["caches"].items()}
@@ -185,13 +176,8 @@ class Writer:
         if scheme.dynamic:
             return CacheCodes(scheme)
         path = self.partial / where["file"]
-        try:
-            with safe_open(path, framework="pt") as file:
-                keys, values = (file.get_tensor(f"{name}.{side}_scale") for side in SIDES)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} of the unfinished run cannot be read ({error}); drop that run with --overwrite"
-            ) from None
+        with _readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
+            keys, values = (file.get_tensor(f"{name}.{side}_scale") for side in SIDES)
         return CacheCodes(scheme, (keys, values))
 
     def write(
@@ -206,8 +192,10 @@ class Writer:
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         packed = {name: d for name, d in decided.items() if layers[name].has_format}
         replaced = {id(layers[name].parameter) for name in packed}
-        written = {key for entry in self.blocks.values() for keys in entry["files"].values() for key in keys}
-        written |= {f"{name}.weight" for entry in self.blocks.values() for name in entry["layers"]}  # embeddings
+        # Embeddings, which have an entry of their own, are inside a model that is one block.
+        inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
+        written = {key for entry in inside for keys in entry["files"].values() for key in keys}
+        written |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
         plain = {prefix + n: value for n, value in opened.stored() if prefix + n not in written}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
         costs = {name: float(d.weight.codes.numel()) for name, d in packed.items()}
@@ -400,6 +388,15 @@ class Writer:
         (self.output / PROGRESS).unlink()
         if self.replaced.exists() and _ours(self.replaced):
             shutil.rmtree(self.replaced, ignore_errors=True)
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """Within: what cannot be read is an error that names it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what} cannot be read ({error}); drop that run with --overwrite") from None
 
 
 def _scheme(noted: Mapping[str, Any]) -> Scheme:

@@ -7,7 +7,7 @@ from typing import Any
 
 from compress.checkpoint import RECORD, read_json
 from compress.errors import CheckpointError
-from compress.source import DTYPES, Source, caches_of, find_source, headers, layers_of
+from compress.source import DTYPES, Source, StoredCaches, caches_of, find_source, layers_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Size:
 
 def tensor_sizes(source: Source) -> list[TensorSize]:
     """Every tensor of a checkpoint, from the headers."""
-    return [TensorSize(name, shape, dtype) for name, (shape, dtype) in headers(source).items()]
+    return [TensorSize(name, shape, dtype) for name, (shape, dtype) in source.headers.items()]
 
 
 def measure_size(source: Source) -> Size:
@@ -50,7 +50,8 @@ def measure_size(source: Source) -> Size:
     layers = layers_of(source)
     tensors = tensor_sizes(source)
     with_parts = {name for stored in layers.values() for name in stored.parts.values()}
-    scales = set(_cache_holders(source))  # no parameters of the model
+    caches = caches_of(source)
+    scales = set(_cache_holders(caches))  # no parameters of the model
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
     compressed_weights = sum(math.prod(stored.shape) for stored in layers.values() if stored.shares is None)
     plain = [t for t in tensors if t.name not in with_parts]
@@ -63,7 +64,7 @@ def measure_size(source: Source) -> Size:
         bits_per_parameter=overall,
         parameters=parameters,
         compressed_weights=compressed_weights,
-        cache=None if (caches := caches_of(source)) is None else str(caches.scheme),
+        cache=None if caches is None else str(caches.scheme),
     )
 
 
@@ -84,8 +85,8 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     source = find_source(model)
     layers = layers_of(source)
     caches = caches_of(source)
-    in_caches = _cache_holders(source)
-    holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()} | in_caches
+    holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()}
+    holders |= _cache_holders(caches)
     record_path = source.path / RECORD
     record = read_json(record_path) if record_path.exists() else {"layers": [], "left_alone": {}}
     made = {layer["name"]: layer for layer in record["layers"]}
@@ -112,9 +113,8 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     return rows, measure_size(source)
 
 
-def _cache_holders(source: Source) -> dict[str, str]:
+def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:
     """{tensor: attention} of the scales of key-value caches."""
-    caches = caches_of(source)
     held = {} if caches is None else caches.scales
     return {tensor: name for name, scales in held.items() for tensor, _ in scales.values()}
 

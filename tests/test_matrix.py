@@ -145,8 +145,9 @@ def test_all_of_it_together(kind, tmp_path):
     assert not done.left_alone
     compress.quantize(tmp_path / "in", EVERYTHING, calibration=tokens(), output=tmp_path / "out", verify=False)
     low, expected = compress.load(tmp_path / "out"), outputs(model, probe(96))
-    # One code more or less, where sums in another order round a tie the other way.
-    assert (outputs(low, probe(96)) - expected).abs().mean() <= 0.02 * expected.std()
-    assert (outputs(build(kind), probe(96)) - expected).abs().mean() > 1e-3 * expected.std()
+    # One code more or less, where sums in another order round a tie the other way; nothing like what rounding does.
+    rounding = (outputs(build(kind), probe(96)) - expected).abs().mean()
+    assert rounding > 3e-3 * expected.std()
+    assert (outputs(low, probe(96)) - expected).abs().mean() <= 0.1 * rounding
     found = compress.verify(tmp_path / "out")
     assert (found["transformers"], found["cache"], found["loader"]) == ("compared", "compared", "default")

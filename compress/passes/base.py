@@ -162,6 +162,19 @@ class Pass:
         raise NotImplementedError
 
 
+def check_calibrator(name: str, percentile: float) -> None:
+    """Raises InputError for a calibrator that is not known, and a percentile beside another one."""
+    one_of("calibrator", name, CALIBRATORS)
+    if name != "percentile" and percentile != PERCENTILE:
+        raise InputError(f"percentile is of the calibrator 'percentile', not of {name!r}; leave it out")
+
+
+def calibrated_range(grid: Grid, name: str, percentile: float, histograms: bool) -> StatisticFactory:
+    """The statistic that finds a fixed range, from the options of a pass."""
+    options = {"percentile": percentile} if name == "percentile" else {}
+    return calibrator(name, grid, keep_histogram=histograms, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWeights(Pass):
     """Options shared by the passes that write quantized weights.
@@ -257,19 +270,16 @@ class QuantizeWeights(Pass):
             )
 
     def _check_calibrator(self) -> None:
-        one_of("calibrator", self.calibrator, CALIBRATORS)
+        check_calibrator(self.calibrator, self.percentile)
         if self.activations == "static" or self.outputs == "static":
             self._calibrator(self._activation_grid("tensor"))
         elif self.calibrator != "minmax":
             raise InputError(f"calibrator {self.calibrator!r} is for fixed ranges; give activations=static with it")
         elif self.histograms:
             raise InputError("histograms are of fixed ranges; give activations=static or outputs=static with them")
-        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
-            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
 
     def _calibrator(self, grid: Grid) -> StatisticFactory:
-        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
-        return calibrator(self.calibrator, grid, keep_histogram=self.histograms, **options)
+        return calibrated_range(grid, self.calibrator, self.percentile, self.histograms)
 
     def input_grid(self) -> Grid | None:
         """The 8-bit grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an

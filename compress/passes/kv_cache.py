@@ -21,9 +21,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from compress.cache import CacheCodes, CacheGranularity, CacheScheme
-from compress.calibrators import OPTIONS, Range, calibrator, scale_and_zero_point
-from compress.errors import InputError, one_of
-from compress.passes.base import PERCENTILE, Pass, Treats
+from compress.calibrators import Range, scale_and_zero_point
+from compress.errors import InputError
+from compress.passes.base import PERCENTILE, Pass, Treats, calibrated_range, check_calibrator
 from compress.stats import StatisticFactory
 
 
@@ -51,14 +51,12 @@ class KVCache(Pass):
         if self.granularity not in get_args(CacheGranularity):
             allowed = ", ".join(get_args(CacheGranularity))
             raise InputError(f"granularity {self.granularity!r} of a key-value cache; allowed: {allowed}")
-        one_of("calibrator", self.calibrator, OPTIONS)
+        check_calibrator(self.calibrator, self.percentile)
         chosen = self.calibrator != "minmax" or self.percentile != PERCENTILE or self.histograms
         if self.scheme.dynamic and chosen:
             raise InputError(
                 "calibrator, percentile and histograms are of fixed ranges; give granularity=head or tensor with them"
             )
-        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
-            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
         self.needs()
 
     @property
@@ -69,9 +67,7 @@ class KVCache(Pass):
     def needs(self) -> Mapping[str, StatisticFactory]:
         if self.scheme.dynamic:
             return {}
-        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
-        make = calibrator(self.calibrator, self.scheme.grid, keep_histogram=self.histograms, **options)
-        return {"range": make}
+        return {"range": calibrated_range(self.scheme.grid, self.calibrator, self.percentile, self.histograms)}
 
     def decide(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
         """From the ranges of keys and values, [1] or [H], the scales in their stored dtype."""
