@@ -24,6 +24,7 @@ from transformers import (
 
 import compress
 from compress.cache import CacheScheme, attentions, decode_states, encode_states, rounded_cache
+from compress.calibrators import OPTIONS as CALIBRATORS
 from compress.errors import CheckpointError, InputError
 from compress.grid import Grid, fake_quantize
 from compress.source import find_source
@@ -153,6 +154,28 @@ def test_ranges_are_those_of_real_tokens():
     assert (keys.tensor, keys.role, values.role) == ("model.layers.0.self_attn", "keys", "values")
     assert (keys.tokens, keys.ranges) == (2 * 16, 2)
     assert keys.high == pytest.approx(float(widest.max()))
+
+
+@pytest.mark.parametrize(
+    ("calibrator", "kind"),
+    [
+        (c, kind)
+        for c in sorted(set(CALIBRATORS) - {"minmax"})
+        for kind in ("int8", "fp8")
+        if (c, kind) != ("kl", "fp8")
+    ],
+)
+def test_every_calibrator_fixes_scales_within_the_observed_range(calibrator, kind):
+    model = build("llama")
+    cache = compress.KVCache(type=kind, granularity="head", calibrator=calibrator)
+    ranges = compress.quantize(model, [WEIGHTS, cache], calibration=tokens(), batch_size=2).record.ranges
+    assert [found.role for found in ranges] == ["keys", "values"] * 2
+    for found in ranges:
+        assert found.calibrator == calibrator
+        assert 0 < found.high <= max(-found.lowest, found.highest)
+    widest = rounded(kind=kind, per="head").model.layers[0].self_attn
+    for side in ("k_scale", "v_scale"):
+        assert (getattr(model.model.layers[0].self_attn, side) <= getattr(widest, side)).all()
 
 
 def test_calibrators_clip_what_they_clip():
