@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +23,7 @@ from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
+from compress.directory import Directory, claimed
 from compress.embedding import QuantEmbedding
 from compress.errors import CompressError, InputError
 from compress.export import cache_entry_of, check_storable, notes_for_readers, quantization_config
@@ -36,6 +36,7 @@ from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.record import RunRecord
 from compress.residency import Local, Residency, Sharded, shard
+from compress.shown import command, shown
 from compress.source import Source, find_source, load_dense, load_tokenizer, model_fingerprint
 from compress.version import VERSION
 from compress.writer import Discard, Writer
@@ -98,98 +99,86 @@ def quantize(
     if (resume or overwrite or verify) and output is None:
         raise InputError("resume, overwrite and verify need an output")
     comm = Comm()
-    source = find_source(str(model)) if isinstance(model, str | Path) else None
-    if verify and source is None and not hasattr(model, "config"):
-        raise InputError("verify reloads the output by its configuration, which this model has none of; leave it out")
-    notes: list[str] = []
-    network = load_dense(source, notes=notes) if source is not None else model
-    assert isinstance(network, nn.Module)
-    coded = next((n for n, m in network.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
-    if coded is not None:
-        raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
-    plan_ = plan(network, passes, ignore, one_block, convolutions)
-    target = _device(network, source, device)
-    compute = _compute_dtype(network, target, dtype)
-    tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
-    if len(batches) < comm.world and plan_.calibrated:
-        raise InputError(
-            f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
-        )
-    identity = {
-        "version": VERSION,
-        "model": source.fingerprint() if source is not None else model_fingerprint(network),
-        "recipe": describe(passes),
-        "ignore": list(ignore),
-        "calibration": _calibration_fingerprint(tokens, batches),
-        "batch_size": batch_size,
-        "compute_dtype": str(compute),
-        "one_block": one_block,
-        "convolutions": plan_.convolutions,
-    }
-    try:
-        json.dumps(identity)
-    except TypeError as error:
-        raise InputError(
-            f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
-        ) from None
-    sink: Writer | Discard = Discard()
-    cache: dict[str, Any] | None = None
-    if output is not None:
-        if not Path(output).name:
-            raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
-        check_storable(plan_)
-        cache = cache_entry_of(plan_, network)
-        sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
-    notes.extend(tokens.notes if tokens is not None else ())
-    if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
-        notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
-    if resume and isinstance(sink, Writer) and not sink.blocks:
-        notes.append(f"{sink.partial} held no finished block: started from the beginning")
-    if plan_.passes and not any(p.rounds for p in plan_.passes):
-        notes.append(
-            "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
-        )
-    for note in notes:
-        reporter.note(note)
-    record = RunRecord(notes=notes)
-    mine = batches[comm.rank :: comm.world]
-    with _nothing_left_of_nothing(sink), evaluating(network):
-        residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
+    with claimed(output, comm, resume=resume, overwrite=overwrite) as place:
+        source = find_source(str(model)) if isinstance(model, str | Path) else None
+        if verify and source is None and not hasattr(model, "config"):
+            raise InputError(
+                "verify reloads the output by its configuration, which this model has none of; leave it out"
+            )
+        notes: list[str] = []
+        network = load_dense(source, notes=notes) if source is not None else model
+        assert isinstance(network, nn.Module)
+        coded = next((n for n, m in network.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
+        if coded is not None:
+            raise InputError(
+                f"{coded} computes on codes already; give the original model, or load it with dequantize=True"
+            )
+        plan_ = plan(network, passes, ignore, one_block, convolutions)
+        target = _device(network, source, device)
+        compute = _compute_dtype(network, target, dtype)
+        tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
+        if len(batches) < comm.world and plan_.calibrated:
+            raise InputError(
+                f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
+            )
+        identity = {
+            "version": VERSION,
+            "model": source.fingerprint() if source is not None else model_fingerprint(network),
+            "recipe": describe(passes),
+            "ignore": list(ignore),
+            "calibration": _calibration_fingerprint(tokens, batches),
+            "batch_size": batch_size,
+            "compute_dtype": str(compute),
+            "one_block": one_block,
+            "convolutions": plan_.convolutions,
+        }
         try:
-            run(network, plan_, mine, residency, sink, comm, record, reporter)
-        except ChainBrokenError as reason:
-            record.note(reporter, f"the blocks are not a simple chain ({reason}); the model is treated as one block")
-            plan_ = plan(network, passes, ignore, one_block=True, convolutions=convolutions)
-            run(network, plan_, mine, residency, sink, comm, record, reporter)
-    result = Result(record)
-    if isinstance(sink, Writer):
-        _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter, cache)
-        result.output = sink.output
-        small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
-        if verify or small:
-            problem = None
-            if comm.rank == 0:
-                reporter.note("verifying the output in a fresh process")
-                try:
-                    result.verification = _verify(sink.output)
-                    _store_verification(sink.output, result.verification)
-                except CompressError as error:
-                    problem = str(error)
-            comm.fail_together(problem)
-    if residency.keep:
-        result.model = network
-    return result
-
-
-@contextmanager
-def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
-    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try."""
-    try:
-        yield
-    except BaseException:
+            json.dumps(identity)
+        except TypeError as error:
+            raise InputError(
+                f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
+            ) from None
+        sink: Writer | Discard = Discard()
+        cache: dict[str, Any] | None = None
+        if place is not None:
+            check_storable(plan_)
+            cache = cache_entry_of(plan_, network)
+            sink = Writer(place, fingerprint(identity), comm, resume=resume, overwrite=overwrite)
+        notes.extend(tokens.notes if tokens is not None else ())
+        if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
+            notes.append(
+                "the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block"
+            )
+        if resume and isinstance(sink, Writer) and not sink.blocks:
+            notes.append(f"{sink.place.partial.name} held no finished block: started from the beginning")
+        if plan_.passes and not any(p.rounds for p in plan_.passes):
+            notes.append(
+                "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
+            )
+        for note in notes:
+            reporter.note(note)
+        record = RunRecord(notes=notes)
+        mine = batches[comm.rank :: comm.world]
+        with evaluating(network):
+            residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
+            try:
+                run(network, plan_, mine, residency, sink, comm, record, reporter)
+            except ChainBrokenError as reason:
+                record.note(
+                    reporter, f"the blocks are not a simple chain ({reason}); the model is treated as one block"
+                )
+                plan_ = plan(network, passes, ignore, one_block=True, convolutions=convolutions)
+                run(network, plan_, mine, residency, sink, comm, record, reporter)
+        result = Result(record)
         if isinstance(sink, Writer):
-            sink.abandon()
-        raise
+            _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter, cache)
+            if verify or (verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT):
+                result.verification = _verified(sink.place, comm, reporter)
+            sink.take_name()
+            result.output = sink.output
+        if residency.keep:
+            result.model = network
+        return result
 
 
 def _device(model: nn.Module, source: Source | None, wanted: str | torch.device | None) -> torch.device:
@@ -324,13 +313,13 @@ def _finish(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     manifest = {
         "compress": VERSION,
-        "model": source.name if source is not None else type(model).__name__,
+        "model": shown(source.name) if source is not None else type(model).__name__,
         "identity": identity,
-        "command": " ".join(sys.argv),
+        "command": command(),
         "calibration": None
         if tokens is None
         else {
-            "source": tokens.source,
+            "source": shown(tokens.source),
             "samples": len(tokens.ids),
             "length": tokens.ids.shape[1],
             "sha256": tokens.fingerprint(),
@@ -350,22 +339,35 @@ def _finish(
         "notes": record.notes,
         "verification": None,
     }
-    sink.finish(_rest(model, plan_), config, source.path if source is not None else None, extra, manifest)
+    sink.complete(_rest(model, plan_), config, source.path if source is not None else None, extra, manifest)
 
 
-def _verify(output: Path) -> dict[str, Any]:
+def _verified(place: Directory, comm: Comm, reporter: Reporter) -> dict[str, Any] | None:
+    """Verify the checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
+    found, problem = None, None
+    if comm.rank == 0:
+        reporter.note("verifying the output in a fresh process")
+        try:
+            found = _verify(place)
+            write_json(place.model / RECORD, {**read_json(place.model / RECORD), "verification": found})
+        except CompressError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write {place.model / RECORD}: {error.strerror}"
+    comm.fail_together(problem)
+    return found
+
+
+def _verify(place: Directory) -> dict[str, Any]:
     """`compress verify` in a fresh process, outside any process group."""
     distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
     environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
-    command = [sys.executable, "-m", "compress", "verify", str(output), "--json", "-", "--quiet"]
+    command = [sys.executable, "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        raise CompressError(f"{output} was written but does not verify: {lines[-1] if lines else 'no message'}")
-    return json.loads(done.stdout)
-
-
-def _store_verification(output: Path, verification: dict[str, Any]) -> None:
-    record = read_json(output / RECORD)
-    record["verification"] = verification
-    write_json(output / RECORD, record)
+        raise CompressError(
+            f"{place.output} does not verify, so it stays {place.model}: {lines[-1] if lines else 'no message'}"
+        )
+    # What is recorded names the output as it will be called, wherever it lies.
+    return json.loads(done.stdout.replace(json.dumps(str(place.model))[1:-1], place.output.name))

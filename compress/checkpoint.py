@@ -6,7 +6,6 @@ such directories.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
+from compress.files import write_whole
 from compress.grid import Grid, Quantized
 from compress.kernels.pack import pack_rows, unpack_rows
 from compress.scheme import ActivationCodes, Scheme, scheme_of
@@ -139,19 +139,15 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 
 def checksum(tensor: Tensor) -> str:
     """SHA-256 of a tensor's values."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    data = tensor.detach().cpu().contiguous().flatten()
+    # A single element counts as contiguous whatever its stride, and cannot be seen as bytes then.
+    data = data if data.numel() > 1 else data.clone(memory_format=torch.contiguous_format)
+    return hashlib.sha256(data.view(torch.uint8).numpy()).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write or replace a JSON file in one step."""
-    scratch = path.with_name(path.name + ".writing")
-    with scratch.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:

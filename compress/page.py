@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compress.errors import InputError
+from compress.files import write_whole
 
 STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
 
@@ -23,9 +24,7 @@ def write_page(path: Path, heading: str, body: str, style: str = "") -> None:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}{style}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
     )
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, page)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

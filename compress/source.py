@@ -20,6 +20,7 @@ from compress.checkpoint import INDEX, check_parts, quantized_from, read_json, s
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
 from compress.scheme import FLOATS, LAYOUTS, PARTS, Scheme, scheme_for
+from compress.shown import shown
 
 DEMO = Path(__file__).parent / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
@@ -226,7 +227,7 @@ def from_pretrained(
         )
     if unused and notes is not None:
         notes.append(
-            f"{len(unused)} tensors of {source.path} are no part of {type(model).__name__} and are not written, "
+            f"{len(unused)} tensors of {shown(source.name)} are no part of {type(model).__name__} and are not written, "
             f"like {unused[0]}"
         )
     return model.eval()

@@ -18,6 +18,7 @@ from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
 from compress.nn import QuantLinear, RowLinear
 from compress.scheme import ActivationCodes
+from compress.shards import checksums_of, pieces_of
 from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -27,13 +28,17 @@ ACTIVE_TOLERANCE = 0.05
 
 
 def check_record(source: Source) -> int:
-    """Compare every layer's values with the checksum that the run recorded; returns how many were compared."""
+    """Compare every tensor, and every layer's values, with the checksums that the run recorded; returns how many layers
+    were compared. Raises CheckpointError that names the tensor or the layer."""
     path = source.path / RECORD
     if not path.exists():
         raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
+    record = read_json(path)
+    # Before tensors had checksums of their own, only the values of compressed layers did.
+    check_tensors(source, record.get("tensors"))
     tensors = read_tensors(source)
     compared = 0
-    for layer in read_json(path)["layers"]:
+    for layer in record["layers"]:
         value = tensors.get(f"{layer['name']}.weight")
         if value is None:
             raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
@@ -45,6 +50,22 @@ def check_record(source: Source) -> int:
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
         compared += 1
     return compared
+
+
+def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
+    """Hold the bytes of every tensor to the SHA-256 in the record: scales, norms, embeddings and all. Raises
+    CheckpointError that names one which is missing, superfluous or not what was written."""
+    if recorded is None:
+        return
+    found = checksums_of(piece for path in sorted(set(source.weights.values())) for piece in pieces_of(path))
+    if lost := sorted(recorded.keys() - found.keys()):
+        raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
+    if foreign := sorted(found.keys() - recorded.keys()):
+        raise CheckpointError(f"{foreign[0]} is in the checkpoint but not in {RECORD} ({len(foreign)} such tensors)")
+    if changed := [name for name in recorded if found[name] != recorded[name]]:
+        raise CheckpointError(
+            f"{changed[0]} is not what the run wrote ({len(changed)} tensors differ in all); write it again"
+        )
 
 
 def probe(vocabulary: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""The directory that a run fills: block by block while it goes on, complete or not there.
+"""A run's sink: block by block to disk while it goes on, then one checkpoint.
 
-While a run goes on, everything is in `OUT.partial`: a file per block and rank, and `progress.json`, which names the
-blocks that are safely on disk. `finish` writes the index, the configuration and the record, renames the directory to
-OUT and only then removes `progress.json`: whenever a run is killed, there is a complete OUT or a partial one to resume.
+Everything is in `OUT.partial` (`compress.directory`): a file per block and rank, and a journal that names the tensors
+that are safely on disk with their SHA-256. `complete` puts the files of the blocks together to the weight files of the
+checkpoint, and writes the index, the configuration and the record beside them; `take_name` makes that the output.
+Whenever a run is killed, there is a complete OUT or a partial one to resume.
 """
 
 import os
@@ -26,159 +27,116 @@ from compress.checkpoint import (
     inputs_from,
     outputs_from,
     quantized_from,
-    read_json,
     tensors_of,
     write_json,
 )
 from compress.comm import Comm
-from compress.errors import CheckpointError, InputError
+from compress.directory import COMPANIONS, Directory
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.files import sync_directory, write_whole
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
+from compress.journal import PROGRESS, Journal
 from compress.passes.base import Decision
 from compress.record import Finished, LayerRecord, RangeRecord
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
 from compress.scheme import PARTS, Scheme, scheme_of
+from compress.shards import Piece, pieces_of, planned, write_shard
 
-PROGRESS = "progress.json"
 KEPT = "finished blocks are kept: make room and run again with --resume"
-# What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
-COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template*",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 class Writer:
     """The pipeline's sink. Every method is called on every rank; a failure on one is an error on all."""
 
-    def __init__(self, output: Path, identity: str, comm: Comm, *, resume: bool, overwrite: bool) -> None:
-        self.output = output.resolve() if output.is_symlink() else output
-        self.comm, self.overwrite, self.identity = comm, overwrite, identity
-        self.partial = self.output.with_name(self.output.name + ".partial")
-        self.replaced = self.output.with_name(self.output.name + ".replaced")  # the old output, for a moment
-        self.blocks: dict[str, dict[str, Any]] = {}
-        problem = None
-        if comm.rank == 0:
-            try:
-                self._prepare(resume)
-            except InputError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"cannot write to {self.partial}: {error.strerror}"
-        problem = comm.gather_objects(problem)[0]
-        if problem is not None:
-            raise InputError(problem)
-        if resume:
-            self.blocks = self._progress()["blocks"]
-
-    def _progress(self) -> dict[str, Any]:
-        """What `progress.json` says. Raises CheckpointError where it is damaged."""
-        path = self.partial / PROGRESS
-        found = read_json(path)
-        if not isinstance(found, dict) or not isinstance(found.get("blocks"), dict) or "identity" not in found:
-            raise CheckpointError(f"{path} is damaged; drop that run with --overwrite")
-        return found
-
-    def _refusal(self) -> str | None:
-        """Why the finished checkpoint may not take the name of the output."""
-        if not self.output.exists():
-            return None
-        if not self.overwrite:
-            return f"{self.output} exists; choose another output or pass --overwrite"
-        if not _ours(self.output):
-            return f"{self.output} is not a checkpoint of this tool; it is not overwritten: choose another output"
-        if self.replaced.exists() and not _ours(self.replaced):
-            return f"{self.replaced} is in the way of replacing {self.output}; move it"
-        return None
-
-    def _prepare(self, resume: bool) -> None:
-        refusal = self._refusal()
-        if refusal is not None:
-            raise InputError(refusal)
-        progress = self.partial / PROGRESS
-        if self.partial.exists() and any(self.partial.iterdir()):
-            if not progress.exists():
-                raise InputError(f"{self.partial} is in the way and no run left it; move it or choose another output")
-            if resume:
-                if self._progress()["identity"] != self.identity:
-                    raise InputError(
-                        f"{self.partial} is of another run (model, recipe, calibration data or version differ); "
-                        "resume with what it was started with, or drop it with --overwrite"
-                    )
-            elif self.overwrite or not self._progress()["blocks"]:
-                shutil.rmtree(self.partial)
-            else:
+    def __init__(self, place: Directory, identity: str, comm: Comm, *, resume: bool, overwrite: bool) -> None:
+        self.place, self.comm, self.overwrite = place, comm, overwrite
+        self.journal = Journal(identity)
+        if resume and place.progress.exists() and (before := Journal.read(place.progress)).blocks:
+            if before.identity != identity:
                 raise InputError(
-                    f"{self.partial} holds an unfinished run; go on with --resume or drop it with --overwrite"
+                    f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume "
+                    "with what it was started with, or drop it with --overwrite"
                 )
-        self.partial.mkdir(parents=True, exist_ok=True)
-        if not progress.exists():
-            write_json(progress, {"identity": self.identity, "blocks": {}})
+            self.journal = before
+        self._together(PROGRESS, self._note)
 
-    def abandon(self) -> None:
-        """Remove what a run leaves that finished no block: there is nothing to go on with."""
-        if self.comm.rank == 0 and not self.blocks:
-            shutil.rmtree(self.partial, ignore_errors=True)
+    @property
+    def output(self) -> Path:
+        return self.place.output
+
+    @property
+    def blocks(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the journal says about every finished block."""
+        return self.journal.blocks
+
+    def _note(self) -> None:
+        """Bring the journal to disk."""
+        if self.comm.rank == 0:
+            self.journal.write(self.place.progress)
 
     def schemes(self) -> dict[str, Scheme]:
         """{layer: scheme} of the layers written as codes so far."""
         return {
-            name: _scheme(where["scheme"])
+            name: _scheme(scheme)
             for entry in self.blocks.values()
-            for name, where in entry["layers"].items()
-            if where["scheme"] is not None
+            for name, scheme in entry["layers"].items()
+            if scheme is not None
         }
 
     def dense_layers(self) -> list[str]:
         """Layers whose compressed values had to be written dense so far."""
-        return [n for entry in self.blocks.values() for n, where in entry["layers"].items() if where["scheme"] is None]
+        return [n for entry in self.blocks.values() for n, scheme in entry["layers"].items() if scheme is None]
 
     def finished(self, block: str) -> Finished | None:
-        """What an earlier run wrote for a block; None where it did not."""
+        """What an earlier run wrote for a block; None where it did not. Raises CheckpointError, naming the tensor,
+        where that is not on disk as it was written."""
         entry = self.blocks.get(block)
         if entry is None:
             return None
+        tensors = self._read(entry["files"])
         records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
         decided: dict[str, Decision | Tensor] = {}
-        for name, where in entry["layers"].items():
-            path = self.partial / where["file"]
-            with _readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
-                if where["scheme"] is None:
-                    dense = file.get_tensor(f"{name}.weight")
-                    decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
-                    continue
-                scheme = _scheme(where["scheme"])
-                parts = {f"{name}.{part}" for part in PARTS} & set(file.keys())
-                tensors = {key: file.get_tensor(key) for key in parts}
-            inputs, outputs = inputs_from(name, tensors, scheme), outputs_from(name, tensors, scheme)
-            decided[name] = Decision(quantized_from(name, tensors, scheme), {}, inputs, outputs)
-        with _readable(f"the folds of the unfinished run in {self.partial}"):
+        for name, noted in entry["layers"].items():
+            if noted is None:
+                dense = tensors[f"{name}.weight"]
+                decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
+                continue
+            scheme = _scheme(noted)
+            parts = {key: tensors[key] for part in PARTS if (key := f"{name}.{part}") in tensors}
+            inputs, outputs = inputs_from(name, parts, scheme), outputs_from(name, parts, scheme)
+            decided[name] = Decision(quantized_from(name, parts, scheme), {}, inputs, outputs)
+        caches = {}
+        for name, noted in entry["caches"].items():
+            scales = None if CacheScheme(**noted).dynamic else tuple(tensors[f"{name}.{side}_scale"] for side in SIDES)
+            caches[name] = CacheCodes(CacheScheme(**noted), scales)
+        with _readable(f"the folds of the unfinished run in {self.place.blocks}"):
             folded = self._read_folds(entry["folds"])
         described = [FoldRecord(**record) for record in entry["fold_records"]]
         ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
-        caches = {name: self._read_cache(name, where) for name, where in entry["caches"].items()}
         return Finished(decided, records, entry["left_alone"], folded, described, ranges, caches)
 
-    def _read_cache(self, name: str, where: Mapping[str, Any]) -> CacheCodes:
-        scheme = CacheScheme(**where["scheme"])
-        if scheme.dynamic:
-            return CacheCodes(scheme)
-        path = self.partial / where["file"]
-        with _readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
-            keys, values = (file.get_tensor(f"{name}.{side}_scale") for side in SIDES)
-        return CacheCodes(scheme, (keys, values))
+    def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
+        """The tensors that were written as `files`, wherever they lie now, held to their checksums."""
+        where = {name: self._path(file, name) for file, sums in files.items() for name in sums}
+        expected = {name: digest for sums in files.values() for name, digest in sums.items()}
+        tensors: dict[str, Tensor] = {}
+        for path in sorted(set(where.values())):
+            with _readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, at in where.items() if at == path}
+        for name, tensor in tensors.items():
+            if checksum(tensor) != expected[name]:
+                raise CheckpointError(
+                    f"{where[name]} of the unfinished run: {name} has changed since it was written; drop that run with "
+                    "--overwrite"
+                )
+        return tensors
+
+    def _path(self, file: str, tensor: str) -> Path:
+        """Where a tensor lies that was written to `file`."""
+        moved = self.journal.moved.get(tensor)
+        return self.place.blocks / file if moved is None else self.place.model / moved
 
     def write(
         self,
@@ -194,7 +152,7 @@ class Writer:
         replaced = {id(layers[name].parameter) for name in packed}
         # Embeddings, which have an entry of their own, are inside a model that is one block.
         inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
-        written = {key for entry in inside for keys in entry["files"].values() for key in keys}
+        written = {key for entry in inside for sums in entry["files"].values() for key in sums}
         written |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
         plain = {prefix + n: value for n, value in opened.stored() if prefix + n not in written}
         dense = {prefix + n for n, p in opened.block.named_parameters() if id(p) in replaced}
@@ -220,32 +178,17 @@ class Writer:
             name: asdict(scheme_of(d.weight.grid, d.inputs, d.outputs, isinstance(layers[name], Table)))
             for name, d in packed.items()
         }
-        layer_files = {
-            name: {"file": file, "scheme": schemes.get(name)}
-            for name, d in decided.items()
-            if owner[name if name in packed else f"{name}.weight"] == self.comm.rank
-        }
-        files: dict[str, list[str]] = {}
-        all_layers: dict[str, Any] = {}
-        parts = self.comm.gather_objects((file, list(mine), layer_files))
-        for part_file, keys, part_layers in parts:
-            if keys:
-                files[part_file] = keys
-            all_layers |= part_layers
-        first_file = parts[0][0]
-        entry = {
-            "files": files,
-            "layers": all_layers,
+        self.journal.blocks[block] = {
+            "files": self._gathered(file),
+            "layers": {name: schemes.get(name) for name in decided},
             "records": [asdict(r) for r in finished.records],
             "ranges": [asdict(r) for r in finished.ranges],
             "left_alone": dict(finished.left_alone),
             "fold_records": [asdict(r) for r in finished.fold_records],
-            "folds": self._save_folds(finished.folded),
-            "caches": {n: {"file": first_file, "scheme": asdict(c.scheme)} for n, c in finished.caches.items()},
+            "folds": self._save_folds(finished.folded, len(self.blocks)),
+            "caches": {n: asdict(c.scheme) for n, c in finished.caches.items()},
         }
-        state = {"identity": self.identity, "blocks": {**self.blocks, block: entry}}
-        self._together(PROGRESS, lambda: write_json(self.partial / PROGRESS, state) if self.comm.rank == 0 else None)
-        self.blocks[block] = entry
+        self._together(PROGRESS, self._note)
 
     @staticmethod
     def _tensors(layer: Layer, decision: Decision) -> dict[str, Tensor]:
@@ -258,11 +201,11 @@ class Writer:
             tensors |= {other + part: tensor.clone() for other in layer.shared for part, tensor in small.items()}
         return tensors
 
-    def _save_folds(self, folded: Sequence[Folded]) -> dict[str, Any] | None:
+    def _save_folds(self, folded: Sequence[Folded], number: int) -> dict[str, Any] | None:
         """Keep what a resumed run needs to fold again, until the run is finished; None where nothing was folded."""
         if not folded:
             return None
-        name = f"folds-{len(self.blocks):05d}.safetensors"
+        name = f"folds-{number:05d}.safetensors"
         tensors, noted = {}, []
         for i, each in enumerate(folded):
             # Copies: two passes that use one fold share its maps, which safetensors refuses.
@@ -274,14 +217,14 @@ class Writer:
             noted.append(
                 {"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers}
             )
-        self._together(name, lambda: save_file(tensors, self.partial / name) if self.comm.rank == 0 else None)
+        self._together(name, lambda: save_file(tensors, self.place.blocks / name) if self.comm.rank == 0 else None)
         return {"file": name, "folds": noted}
 
     def _read_folds(self, entry: Mapping[str, Any] | None) -> list[Folded]:
         if entry is None:
             return []
         folded = []
-        with safe_open(self.partial / entry["file"], framework="pt") as file:
+        with safe_open(self.place.blocks / entry["file"], framework="pt") as file:
             for i, noted in enumerate(entry["folds"]):
                 consumers = tuple(Consumer(n, file.get_tensor(f"{i}.{j}")) for j, n in enumerate(noted["consumers"]))
                 fold = Fold(noted["producer"], noted["kind"], noted["channels"], consumers)
@@ -293,26 +236,32 @@ class Writer:
         result, problem = None, None
         try:
             result = work()
+        except CompressError as error:
+            problem = str(error)
         except (OSError, SafetensorError) as error:
-            problem = f"cannot write {self.partial / what}: {error}; {KEPT}"
+            problem = f"cannot write {what} in {self.place.partial}: {error}; {KEPT}"
         self.comm.fail_together(problem)
         return result
 
     def _name(self, stem: str) -> str:
         rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
-        return f"model-{stem}{rank}.safetensors"
+        return f"{stem}{rank}.safetensors"
 
-    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> str:
-        """Save this rank's tensors; returns the file's name ('' for none)."""
+    def _save(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+        """Save this rank's tensors; returns {file: {tensor: SHA-256}} ({} for none)."""
         if not tensors:
-            return ""
+            return {}
         clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
-        save_file(clean, self.partial / name, metadata={"format": "pt"})
-        with (self.partial / name).open("rb") as file:
+        save_file(clean, self.place.blocks / name, metadata={"format": "pt"})
+        with (self.place.blocks / name).open("rb") as file:
             os.fsync(file.fileno())
-        return name
+        return {name: {k: checksum(t) for k, t in clean.items()}}
 
-    def finish(
+    def _gathered(self, saved: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        """What every rank saved."""
+        return {file: sums for part in self.comm.gather_objects(saved) for file, sums in part.items()}
+
+    def complete(
         self,
         rest: Iterator[tuple[str, Tensor]],
         config: dict[str, Any] | None,
@@ -320,31 +269,68 @@ class Writer:
         extra_files: Mapping[str, str],
         record: dict[str, Any],
     ) -> None:
-        """Write what lies outside the blocks, the index, the configuration and the record; then name the directory.
+        """Write what lies outside the blocks, put the weight files together, and write the index, the configuration
+        and the record beside them, in `place.model`.
 
-        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes).
+        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes). To the
+        record are added `tensors` (their SHA-256) and `files`.
         """
-        mine: dict[str, Tensor] = {}
-        load = [0] * self.comm.world
-        for name, tensor in rest:
-            owner = load.index(min(load))
-            load[owner] += tensor.numel()
-            if owner == self.comm.rank:
-                mine[name] = tensor
-        name_of_rest = self._name("rest")
-        file = self._together(name_of_rest, lambda: self._save(name_of_rest, mine))
-        weight_map: dict[str, str] = {}
-        for entry in self.blocks.values():
-            weight_map |= {key: f for f, keys in entry["files"].items() for key in keys}
-        for part, keys in self.comm.gather_objects((file, list(mine))):
-            weight_map |= dict.fromkeys(keys, part)
+        if self.journal.rest is None:
+            mine: dict[str, Tensor] = {}
+            load = [0] * self.comm.world
+            for name, tensor in rest:
+                owner = load.index(min(load))
+                load[owner] += tensor.numel()
+                if owner == self.comm.rank:
+                    mine[name] = tensor
+            name_of_rest = self._name("rest")
+            self.journal.rest = self._gathered(self._together(name_of_rest, lambda: self._save(name_of_rest, mine)))
+            self._together(PROGRESS, self._note)
+        self._together("model", lambda: self.place.model.mkdir(exist_ok=True) if self.comm.rank == 0 else None)
+        weight_map = self._put_together()
+        record = {**record, "tensors": self.journal.checksums}
 
-        def complete() -> None:
+        def describe() -> None:
             if self.comm.rank == 0:
                 self._describe(weight_map, config, source, extra_files, record)
-                self._take_name()
+                self.journal.complete = True
+                self.journal.write(self.place.progress)
 
-        self._together("", complete)
+        self._together("model", describe)
+
+    def _put_together(self) -> dict[str, str]:
+        """Copy the tensors of all blocks into the weight files, each rank some of them; returns {tensor: file}. A file
+        of a block goes when all of it is copied: it takes little more room than the checkpoint."""
+        sums = self.journal.checksums
+        held = {piece.name: piece for piece in self._together("blocks", lambda: list(self._pieces()))}
+        if lost := sorted(sums.keys() - held.keys()):
+            raise CheckpointError(f"{lost[0]} is no longer in {self.place.partial}; drop that run with --overwrite")
+        plan = planned([held[name] for name in sums])
+        open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
+        for first in range(0, len(open_files), self.comm.world):
+            turn = open_files[first : first + self.comm.world]
+            mine = turn[self.comm.rank : self.comm.rank + 1]
+            self._together("model", lambda files=mine: self._write_shards({file: plan[file] for file in files}, sums))
+            self.journal.moved |= {piece.name: file for file in turn for piece in plan[file]}
+            self._together(PROGRESS, self._note)
+            self._together("blocks", self._drop_copied)
+        return {piece.name: file for file, pieces in plan.items() for piece in pieces}
+
+    def _write_shards(self, shards: Mapping[str, Sequence[Piece]], sums: Mapping[str, str]) -> None:
+        for file, pieces in shards.items():
+            write_shard(self.place.model / file, pieces, sums)
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Every tensor of the checkpoint where it lies now."""
+        paths = {self._path(file, name) for file, sums in self.journal.files.items() for name in sums}
+        wanted = self.journal.checksums
+        yield from (piece for path in sorted(paths) for piece in pieces_of(path) if piece.name in wanted)
+
+    def _drop_copied(self) -> None:
+        if self.comm.rank == 0:
+            for file, sums in self.journal.files.items():
+                if all(name in self.journal.moved for name in sums):
+                    (self.place.blocks / file).unlink(missing_ok=True)
 
     def _describe(
         self,
@@ -354,40 +340,38 @@ class Writer:
         extra_files: Mapping[str, str],
         record: dict[str, Any],
     ) -> None:
-        """Everything beside the weights."""
-        files = set(weight_map.values())
-        for leftover in self.partial.glob("*.safetensors"):
-            if leftover.name not in files:
-                leftover.unlink()
-        total = sum((self.partial / file).stat().st_size for file in files)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(self.partial / INDEX, index)
+        """Everything beside the weights, and nothing else."""
+        model, weights = self.place.model, sorted(set(weight_map.values()))
+        names = {*weights, *extra_files}
+        if len(weights) > 1:
+            total = sum((model / file).stat().st_size for file in weights)
+            write_json(
+                model / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            )
+            names.add(INDEX)
         if config is not None:
-            write_json(self.partial / "config.json", config)
-        if source is not None:
-            for pattern in COMPANIONS:
-                for path in sorted(source.glob(pattern)):
-                    if path.is_file():
-                        shutil.copyfile(path, self.partial / path.name)
+            write_json(model / "config.json", config)
+            names.add("config.json")
+        companions = [] if source is None else [p for c in COMPANIONS for p in sorted(source.glob(c)) if p.is_file()]
+        for path in companions:
+            shutil.copyfile(path, model / path.name)
+            names.add(path.name)
         for name, text in extra_files.items():
-            (self.partial / name).write_text(text, encoding="utf-8")
-        write_json(self.partial / RECORD, record)
-        for stray in self.partial.glob("*.writing"):
-            stray.unlink()
+            write_whole(model / name, text)
+        write_json(model / RECORD, {**record, "files": sorted(names)})
+        for path in model.iterdir():
+            if path.name not in {RECORD, *names}:
+                path.unlink()
+        sync_directory(model)
 
-    def _take_name(self) -> None:
-        """Rename the partial directory to the output, which may have come into being while the run worked."""
-        refusal = self._refusal()
-        if refusal is not None:
-            raise OSError(refusal)
-        if self.output.exists():
-            if self.replaced.exists():
-                shutil.rmtree(self.replaced)
-            self.output.rename(self.replaced)
-        self.partial.rename(self.output)
-        (self.output / PROGRESS).unlink()
-        if self.replaced.exists() and _ours(self.replaced):
-            shutil.rmtree(self.replaced, ignore_errors=True)
+    def take_name(self) -> None:
+        """Make the checkpoint the output."""
+
+        def name() -> None:
+            if self.comm.rank == 0:
+                self.place.take_name(self.overwrite)
+
+        self._together(str(self.output), name)
 
 
 @contextmanager
@@ -404,10 +388,6 @@ def _scheme(noted: Mapping[str, Any]) -> Scheme:
     keys = ("weights", "inputs", "outputs")
     grids = {key: None if noted[key] is None else Grid(**noted[key]) for key in keys}
     return Scheme(**{**noted, **grids})
-
-
-def _ours(directory: Path) -> bool:
-    return directory.is_dir() and ((directory / RECORD).exists() or not any(directory.iterdir()))
 
 
 class Discard:

@@ -110,7 +110,12 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
         bits = 8 * total / math.prod(stored.shape)
         remark = _loss(made.get(name)) if stored.shares is None else f"shares the codes of {stored.shares}"
         rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, remark))
-    return rows, measure_size(source)
+    return sorted(rows, key=lambda row: _natural(row.name)), measure_size(source)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts names as people count: layers.9 before layers.10."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
 
 
 def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from compress.kernels.cache import cache_directory
+
 NAMES = ("cpu_gemm.cpp", "cpu_floats.h", "cpu_ints.h", "cpu_work.h", "cpu_vectors.h")
 SOURCES = tuple(Path(__file__).resolve().with_name(name) for name in NAMES)
 COMPILERS = ("c++", "g++", "clang++")
@@ -70,15 +72,6 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
-
-
-def cache_directory() -> Path:
-    """Where built libraries lie."""
-    own = os.environ.get("COMPRESS_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "compress"
 
 
 def compilers() -> list[list[str]]:

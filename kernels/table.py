@@ -18,7 +18,7 @@ A table that cannot be read is left out with a warning: a cache must not stop a 
 
 import json
 import math
-import os
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
 from compress.errors import InputError
+from compress.kernels.cache import cache_directory
 
 FORMAT = 1
 SHIPPED = Path(__file__).resolve().with_name("tuned.json")
@@ -92,8 +93,7 @@ def size_class(n: int) -> int:
 
 def user_table() -> Path:
     """Where `tune` writes: in the cache directory of the user."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "compress" / "tuned.json"
+    return cache_directory() / "tuned.json"
 
 
 def parse(text: str, source: Path) -> list[Entry]:
@@ -177,9 +177,9 @@ def write(path: Path, entries: Iterable[Entry], about: str) -> None:
     merged = {(e.key, e.N, e.K): e for e in [*read(path), *entries]}
     content = {"format": FORMAT, "about": about, "entries": [asdict(e) for e in merged.values()]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+    Path(file.name).replace(path)
     forget()
 
 

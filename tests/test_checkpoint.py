@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from models import build, tokens
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress import shards, writer
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.progress import Silent
+from compress.shards import pieces_of
 from compress.source import find_source, read_tensors
 from compress.verify import load_with_transformers, outputs, probe
 
@@ -149,7 +150,8 @@ def test_what_was_not_compressed_is_unchanged_and_companions_come_along(llama, t
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert {"tokenizer_config.json", "LICENSE.txt", "config.json", "generation_config.json", "compress.json"} <= names
     assert "pytorch_model.bin" not in names
-    assert not [name for name in names if name.endswith((".writing", ".partial")) or name == "progress.json"]
+    record = json.loads((tmp_path / "out/compress.json").read_text())
+    assert names == {"compress.json", *record["files"]}, "nothing else is there"
 
 
 def test_the_record_says_what_ran(llama, tmp_path):
@@ -191,6 +193,7 @@ import sys, torch, compress
 sys.path.insert(0, {tests!r})
 from models import tokens
 from compress.progress import Silent
+from compress.shards import pieces_of
 
 class Kill(Silent):
     def step(self, done, total, what):
@@ -205,7 +208,7 @@ compress.quantize({model!r}, compress.GPTQ(group_size=16), calibration=tokens(),
 """
 
 
-def test_a_killed_run_resumes_to_the_same_files(tmp_path):
+def test_a_killed_run_resumes_to_the_same_files(tmp_path, monkeypatch):
     model = build("llama")
     model = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 4})).eval()
     source, out = save(model, tmp_path / "in"), tmp_path / "out"
@@ -223,9 +226,8 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path):
     assert not out.exists()
     progress = json.loads((tmp_path / "out.partial/progress.json").read_text())
     assert sorted(progress["blocks"]) == ["model.layers.0", "model.layers.1"]
-    kept = {
-        f: (tmp_path / "out.partial" / f).stat().st_mtime_ns for b in progress["blocks"].values() for f in b["files"]
-    }
+    saved = []
+    monkeypatch.setattr(writer, "save_file", lambda t, path, metadata: saved.append(path.name) or save_file(t, path))
 
     with pytest.raises(InputError, match="unfinished run; go on with --resume"):
         compress.quantize(source, p, output=out, **arguments)
@@ -233,30 +235,29 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path):
         compress.quantize(source, compress.GPTQ(group_size=32), output=out, resume=True, **arguments)
     result = compress.quantize(source, p, output=out, resume=True, **arguments)
     assert files(out) == files(tmp_path / "whole")
-    assert {f: (out / f).stat().st_mtime_ns for f in kept} == kept, "finished blocks were written again"
+    assert saved == ["block-00002.safetensors", "block-00003.safetensors", "rest.safetensors"], "finished ones, too"
     assert len(result.record.layers) == 28
 
 
 def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):
     p = compress.GPTQ(group_size=16)
-    compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "whole", verify=False)
-    partial = tmp_path / "out.partial"
-    shutil.copytree(tmp_path / "whole", partial)
-    record = json.loads((partial / "compress.json").read_text())
-    for name in ("compress.json", "config.json", "generation_config.json", "model.safetensors.index.json"):
-        (partial / name).unlink()
-    from compress.checkpoint import fingerprint
 
-    (partial / "progress.json").write_text(json.dumps({"identity": fingerprint(record["identity"]), "blocks": {}}))
-    torn = partial / "model-block-00001.safetensors"
-    torn.write_bytes(torn.read_bytes()[:1000])
+    def tear():
+        torn = tmp_path / "out.partial/blocks/block-00001.safetensors"
+        torn.write_bytes((torn.parent / "block-00000.safetensors").read_bytes()[:1000])
+        (torn.parent / ".tmpAbCdEf").write_bytes(b"what a killed writer leaves")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(
+            llama, p, calibration=tokens(), output=tmp_path / "out", verify=False, reporter=Meanwhile(tear)
+        )
+    compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "whole", verify=False)
     compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "out", resume=True, verify=False)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_a_failure_keeps_finished_blocks_and_names_no_output(llama, tmp_path, monkeypatch):
-    import compress.writer as writer
-
     def full(tensors, path, metadata):
         if "00001" in str(path):
             raise OSError(28, "No space left on device")
@@ -302,10 +303,10 @@ def test_an_output_that_appears_during_the_run_is_not_replaced(llama, tmp_path):
 def test_a_run_stopped_while_it_names_its_output_resumes(llama, tmp_path, monkeypatch):
     out = tmp_path / "out"
     compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, verify=False)
-    rename = Path.rename
+    before, rename = files(out), Path.rename
 
     def stop(self, target):
-        if Path(target) == out:
+        if Path(target) == out and self.name == "model":
             raise KeyboardInterrupt
         return rename(self, target)
 
@@ -313,7 +314,10 @@ def test_a_run_stopped_while_it_names_its_output_resumes(llama, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, overwrite=True)
     monkeypatch.undo()
-    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    with pytest.raises(InputError, match="exists"):  # the former output is where it was
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    assert files(out) == before
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True, overwrite=True)
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
     assert files(out) == files(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
@@ -340,16 +344,12 @@ def damaged(llama, tmp_path):
     """A compressed checkpoint and a function that edits its first block's tensors."""
     out = tmp_path / "out"
     compress.quantize(llama, compress.RTN(group_size=16, grid="asymmetric"), output=out, verify=False)
-    path = out / "model-block-00000.safetensors"
+    path = out / "model.safetensors"
 
     def edit(change):
         tensors = load_file(path)
         change(tensors)
         save_file(tensors, path, metadata={"format": "pt"})
-        index = json.loads((out / "model.safetensors.index.json").read_text())
-        held = set(tensors)
-        index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != path.name or k in held}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index))
         return out
 
     return edit
@@ -383,33 +383,103 @@ def test_a_damaged_checkpoint_is_refused_naming_the_tensor(damaged, change, mess
         compress.load(damaged(change), dequantize=dequantize)
 
 
-def test_verify_notices_a_changed_code(damaged):
+def test_verify_names_any_tensor_that_is_not_what_was_written(llama, tmp_path):
+    """Codes, scales of inputs and caches, norms and embeddings; one that is missing or was added."""
+    out = tmp_path / "out"
+    passes = [compress.RTN(scheme="w8a8", activations="static"), compress.KVCache(granularity="tensor")]
+    compress.quantize(llama, passes, calibration=tokens(), output=out, verify=False)
+    path, layer = out / "model.safetensors", "model.layers.1.mlp.up_proj"
+    before = load_file(path)
+    assert compress.verify(out)["layers"] == 14
+    changes = {
+        f"{layer}.weight": lambda t: t.neg(),
+        f"{layer}.input_scale": lambda t: t * 50,
+        "model.layers.0.self_attn.k_scale": lambda t: t * 1000,
+        "model.norm.weight": torch.zeros_like,
+        "model.embed_tokens.weight": torch.rand_like,
+    }
+    for name, change in changes.items():
+        save_file({**before, name: change(before[name])}, path, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"^{name} is not what the run wrote"):
+            compress.verify(out)
+    save_file({n: t for n, t in before.items() if n != "model.norm.weight"}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"^model\.norm\.weight is in compress\.json but not in the checkpoint"):
+        compress.verify(out)
+    save_file({**before, "evil": torch.zeros(1)}, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"^evil is in the checkpoint but not in compress\.json"):
+        compress.verify(out)
+
+
+def test_a_record_without_checksums_of_tensors_still_has_those_of_layers(damaged):
     def flip(tensors):
         tensors[f"{LAYER}.weight_packed"][0, 0] ^= 1
 
+    out = damaged(flip)
+    record = json.loads((out / "compress.json").read_text())
+    del record["tensors"]
+    (out / "compress.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=f"{LAYER} does not hold the values"):
-        compress.verify(damaged(flip))
+        compress.verify(out)
 
 
-def test_truncated_and_missing_files_are_named(llama, tmp_path):
+def test_resume_does_not_build_on_a_changed_byte(llama, tmp_path):
+    """Neither in a norm, of which no layer has a checksum, nor in what is put together at the end."""
+
+    def stop():
+        raise KeyboardInterrupt
+
     out = tmp_path / "out"
-    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
-    file = out / "model-block-00001.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-100])
-    with pytest.raises(CheckpointError, match=r"block-00001\.safetensors is damaged"):
-        compress.load(out)
-    file.unlink()
-    with pytest.raises(CheckpointError, match=r"names model-block-00001\.safetensors, which is missing"):
-        compress.load(out)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, reporter=Meanwhile(stop))
+    path = tmp_path / "out.partial/blocks/block-00000.safetensors"
+    whole = path.read_bytes()
+    (norm,) = (p for p in pieces_of(path) if p.name == "model.layers.0.input_layernorm.weight")
+    path.write_bytes(whole[: norm.begin] + bytes([whole[norm.begin] ^ 1]) + whole[norm.begin + 1 :])
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.weight has changed since it was written"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    path.write_bytes(whole)
+
+    def flip():
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+    class AtTheEnd(Silent):
+        def step(self, done, total, what):
+            if done == total:
+                flip()
+
+    with pytest.raises(CompressError, match="has changed since it was written"):
+        compress.quantize(
+            llama, compress.RTN(group_size=16), output=out, verify=False, resume=True, reporter=AtTheEnd()
+        )
+    assert not out.exists()
 
 
-def test_files_hold_what_the_index_says(llama, tmp_path):
-    out = tmp_path / "out"
+def test_weight_files_are_one_or_several_of_a_size(llama, tmp_path, monkeypatch):
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "one", verify=False)
+    assert [p.name for p in (tmp_path / "one").glob("model*")] == ["model.safetensors"]
+    monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
+    out = tmp_path / "several"
     compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     held = {}
     for path in out.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            held |= dict.fromkeys(file.keys(), path.name)
+        tensors = load_file(path)
+        held |= dict.fromkeys(tensors, path.name)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 10_000
     assert held == index
+    count = len(set(index.values()))
+    assert count > 2
+    assert set(index.values()) == {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
+    one = load_file(tmp_path / "one/model.safetensors")
+    assert all(torch.equal(one[name], load_file(out / file)[name]) for name, file in index.items())
+    theirs, _ = load_with_transformers(find_source(str(out)))
+    assert torch.equal(outputs(theirs, probe(96)), outputs(compress.load(out, dequantize=True), probe(96)))
+
+    file = out / f"model-00002-of-{count:05d}.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=rf"{file.name} is damaged"):
+        compress.load(out)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"names {file.name}, which is missing"):
+        compress.load(out)

@@ -474,7 +474,9 @@ def test_an_output_that_exists_is_kept_without_overwrite_and_replaced_with_it(de
     assert "--overwrite" in last_line(outcome)
     assert tree(desk.output) == before
     assert desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite").code == 0
-    assert command("inspect", desk.output, "--json", "-").json()["layers"][1]["scheme"].startswith("w3a16")
+    rows = {row["name"]: row["scheme"] for row in command("inspect", desk.output, "--json", "-").json()["layers"]}
+    assert rows["model.layers.0.mlp.up_proj"].startswith("w3a16")
+    assert [*rows][:3] == ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
     assert sorted(p.name for p in desk.here.iterdir()) == ["output"]
 
 
@@ -494,18 +496,41 @@ def test_an_output_of_somebody_else_is_never_overwritten(desk: Desk, kind: str) 
     assert (desk.output.read_bytes() if kind == "file" else tree(desk.output)) == before
 
 
-@pytest.mark.parametrize("name", ["output.partial", "output.replaced"])
-def test_a_directory_in_the_way_of_a_working_directory_is_kept(desk: Desk, name: str) -> None:
+def test_a_directory_in_the_way_of_a_working_directory_is_kept(desk: Desk) -> None:
     assert desk.rtn(desk.model).code == 0
     before = tree(desk.output)
-    other = desk.here / name
-    other.mkdir()
-    (other / "thesis.tex").write_text("mine")
-    outcome = desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite")
+    for name, content in {"thesis.tex": "mine", "progress.json": '{"identity": "", "blocks": {}}'}.items():
+        other = desk.here / "output.partial"
+        other.mkdir()
+        (other / name).write_text(content)
+        outcome = desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite")
+        assert outcome.code == 2
+        assert "output.partial" in last_line(outcome)
+        assert "move" in last_line(outcome)
+        assert tree(other) == {name: content.encode()}
+        assert tree(desk.output) == before
+        shutil.rmtree(other)
+
+
+def test_overwriting_takes_nothing_but_what_a_run_wrote(desk: Desk) -> None:
+    """A former result that a person kept beside the output, and a file of a person's inside it."""
+    assert desk.rtn(desk.model).code == 0
+    kept = Path(shutil.copytree(desk.output, desk.here / "output.replaced"))
+    before = tree(kept)
+    assert desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite").code == 0
+    assert tree(kept) == before
+    (desk.output / "thesis.tex").write_text("mine")
+    before = tree(desk.output)
+    outcome = desk.rtn(desk.model, "--overwrite")
     assert outcome.code == 2
-    assert f"{name} is in the way" in last_line(outcome)
-    assert tree(other) == {"thesis.tex": b"mine"}
+    assert "holds thesis.tex, which no run wrote; move it" in last_line(outcome)
     assert tree(desk.output) == before
+    shutil.rmtree(desk.output)
+    desk.output.mkdir()
+    (desk.output / "compress.json").write_text('{"layers": []}')
+    outcome = desk.rtn(desk.model, "--overwrite")
+    assert "not a checkpoint of this tool" in last_line(outcome)
+    assert (desk.output / "compress.json").exists()
 
 
 # --- work that fails -----------------------------------------------------------------------------------------------
@@ -609,16 +634,14 @@ def test_a_full_disk_keeps_the_finished_blocks_and_resume_ends_in_the_same_files
     assert done.returncode == 1, done.stderr
     line = last_line(Outcome(done.returncode, done.stdout, done.stderr))
     assert "cannot write" in line
-    assert "model-block-00001.safetensors" in line
+    assert "block-00001.safetensors" in line
     assert "--resume" in line
     assert not desk.output.exists()
     partial = desk.here / "output.partial"
     assert list(json.loads((partial / "progress.json").read_text())["blocks"]) == ["model.layers.0"]
-    first = (partial / "model-block-00000.safetensors").read_bytes()
 
     resumed = command(*words, "--resume")
     assert resumed.code == 0, resumed
-    assert (desk.output / "model-block-00000.safetensors").read_bytes() == first
     words[-1] = str(desk.here / "uninterrupted")
     assert command(*words).code == 0
     assert weights(desk.output) == weights(desk.here / "uninterrupted")
@@ -629,7 +652,7 @@ def test_a_full_disk_at_the_end_keeps_the_blocks(desk: Desk) -> None:
     with files_of_at_most(100_000):  # blocks are small; embedding and head together are not
         outcome = desk.rtn(desk.model)
     assert outcome.code == 1
-    assert "model-rest.safetensors" in last_line(outcome)
+    assert "cannot write rest.safetensors" in last_line(outcome)
     assert not desk.output.exists()
     resumed = desk.rtn(desk.model, "--resume")
     assert resumed.code == 0
@@ -660,10 +683,10 @@ def test_an_unfinished_run_is_neither_dropped_nor_mixed_with_another(stopped: De
 
 
 def test_a_damaged_block_of_an_unfinished_run_is_refused(stopped: Desk) -> None:
-    half(stopped.here / "output.partial" / "model-block-00000.safetensors")
+    half(stopped.here / "output.partial" / "blocks" / "block-00000.safetensors")
     outcome = stopped.rtn(stopped.model, "--resume")
     assert outcome.code == 2
-    assert "model-block-00000.safetensors of the unfinished run cannot be read" in last_line(outcome)
+    assert "block-00000.safetensors of the unfinished run cannot be read" in last_line(outcome)
     assert "--overwrite" in last_line(outcome)
 
 

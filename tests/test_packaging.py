@@ -114,7 +114,8 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.page"),
+    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.files"),
+    ("compress.page", "compress.shards", "compress.shown"),
     ("compress.kernels.*",),
     (
         "compress.grid",
@@ -140,6 +141,8 @@ LAYERS = (
     ("compress.export",),
     ("compress.pipeline",),
     ("compress.checkpoint", "compress.recipe"),
+    ("compress.journal",),
+    ("compress.directory",),
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from compress.errors import InputError
+from compress.files import write_whole
 from compress.kernels.provenance import provenance
 
 FORMAT = 1
@@ -86,6 +87,6 @@ def _finite(value: Any) -> Any:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

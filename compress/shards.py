@@ -1,0 +1,147 @@
+"""The weight files of a finished checkpoint, put together from the files of its blocks byte by byte.
+
+A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, begin
+and end of the data) and the data, without holes. Here tensors of wide numbers come first, so that every tensor begins
+at a multiple of its numbers' width, as readers that map files need it.
+
+Nothing is converted: what a block's file holds is copied, and its SHA-256 compared with what was noted when it was
+written, so that a byte that changed on disk in between is found.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from compress.errors import CheckpointError
+
+SHARD_BYTES = 5_000_000_000  # of data in one file: what transformers long wrote and every reader knows
+ONE_FILE = "model.safetensors"
+METADATA = "__metadata__"
+ALIGNMENT = 8  # the data begins at a multiple of it
+LENGTH_BYTES = 8
+LONGEST_HEADER = 100_000_000  # what the safetensors library reads
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in a file: `length` bytes from `begin`. dtype is safetensors' name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    length: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number; 0 of a tensor without any."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return self.length // count if count else 0
+
+    def chunks(self, source: BinaryIO) -> Iterator[bytes]:
+        """The bytes of the tensor from its opened file. Raises CheckpointError where the file ends early."""
+        source.seek(self.begin)
+        left = self.length
+        while left:
+            chunk = source.read(min(CHUNK, left))
+            if not chunk:
+                raise CheckpointError(f"{self.file} ends inside {self.name}")
+            left -= len(chunk)
+            yield chunk
+
+
+def pieces_of(path: Path) -> list[Piece]:
+    """The tensors of a safetensors file, by its header. Raises CheckpointError where it is none, or not a whole one."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if length > min(size, LONGEST_HEADER):
+                raise CheckpointError(f"{path} is damaged or incomplete")
+            header = json.loads(file.read(length))
+            base = LENGTH_BYTES + length
+            found = []
+            for name, entry in header.items():
+                if name != METADATA:
+                    begin, end = entry["data_offsets"]
+                    found.append(Piece(name, entry["dtype"], tuple(entry["shape"]), path, base + begin, end - begin))
+        if base + sum(piece.length for piece in found) != size:
+            raise CheckpointError(f"{path} is damaged or incomplete")
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
+
+
+def checksums_of(pieces: Iterable[Piece]) -> dict[str, str]:
+    """{tensor: SHA-256 of its bytes}, each file opened once."""
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(piece.file, []).append(piece)
+    found = {}
+    for path, inside in by_file.items():
+        with path.open("rb") as file:
+            for piece in sorted(inside, key=lambda p: p.begin):
+                digest = hashlib.sha256()
+                for chunk in piece.chunks(file):
+                    digest.update(chunk)
+                found[piece.name] = digest.hexdigest()
+    return found
+
+
+def planned(pieces: Sequence[Piece], limit: int | None = None) -> dict[str, list[Piece]]:
+    """{file name: its tensors}, in the order given, files of at most `limit` bytes of data (one tensor at least)."""
+    limit = SHARD_BYTES if limit is None else limit
+    shards: list[list[Piece]] = [[]]
+    room = limit
+    for piece in pieces:
+        if shards[-1] and piece.length > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(piece)
+        room -= piece.length
+    if len(shards) == 1:
+        return {ONE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, str]) -> None:
+    """Copy tensors into one file, which is on the disk when this returns. Raises CheckpointError, naming the tensor,
+    where its bytes are not the ones that the checksum is of; OSError where the file cannot be written."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.width, piece.name))
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for piece in ordered:
+        header[piece.name] = {
+            "dtype": piece.dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [end, end + piece.length],
+        }
+        end += piece.length
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    sources: dict[Path, BinaryIO] = {}
+    try:
+        with target.open("wb") as out:
+            out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+            for piece in ordered:
+                if piece.file not in sources:
+                    sources[piece.file] = piece.file.open("rb")
+                digest = hashlib.sha256()
+                for chunk in piece.chunks(sources[piece.file]):
+                    digest.update(chunk)
+                    out.write(chunk)
+                if digest.hexdigest() != checksums[piece.name]:
+                    raise CheckpointError(f"{piece.name} in {piece.file} has changed since it was written")
+            out.flush()
+            os.fsync(out.fileno())
+    finally:
+        for source in sources.values():
+            source.close()
