@@ -167,6 +167,29 @@ def test_the_record_says_what_ran(llama, tmp_path):
     assert record["versions"]["torch"] == torch.__version__
 
 
+def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch):
+    shutil.copytree(llama, tmp_path / "in")
+    weights = load_file(tmp_path / "in/model.safetensors")
+    save_file({**weights, "unused": torch.zeros(1)}, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    torch.save(tokens(), tmp_path / "calibration.pt")
+    words = ["quantize", str(tmp_path / "in"), f"--calibration={tmp_path / 'calibration.pt'}"]
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/compress", *words, "--output", str(tmp_path / "out")])
+    compress.quantize(
+        tmp_path / "in",
+        compress.GPTQ(group_size=16),
+        calibration=str(tmp_path / "calibration.pt"),
+        output=tmp_path / "out",
+        resume=True,
+    )
+    text = (tmp_path / "out/compress.json").read_text()
+    assert str(tmp_path) not in text
+    record = json.loads(text)
+    assert record["command"] == "compress quantize in --calibration=calibration.pt --output out"
+    assert (record["model"], record["calibration"]["source"]) == ("in", "calibration.pt")
+    assert record["verification"]["layers"] == 14
+    assert len(record["notes"]) == 2
+
+
 def test_an_existing_output_is_kept_unless_told(llama, tmp_path):
     out = tmp_path / "out"
     compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
@@ -283,6 +306,29 @@ class Meanwhile(Silent):
     def step(self, done, total, what):
         if done == 1:
             self.act()
+
+
+def test_a_second_run_on_one_output_ends_at_once_and_names_the_first(llama, tmp_path):
+    out, refusals = tmp_path / "out", []
+
+    def again():
+        before = {p: p.read_bytes() for p in (tmp_path / "out.partial").rglob("*") if p.is_file()}
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(InputError) as refused:
+                compress.quantize("no such model", compress.RTN(scheme="w3a16"), output=out, verify=False, **options)
+            refusals.append(str(refused.value))
+        assert {p: p.read_bytes() for p in (tmp_path / "out.partial").rglob("*") if p.is_file()} == before
+
+    class FromTheStart(Silent):
+        def step(self, done, total, what):
+            again()  # before a block is finished, and after
+
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, reporter=FromTheStart())
+    assert len(refusals) == 9
+    assert all(f"being written by another run (process {os.getpid()} on " in line for line in refusals)
+    compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
+    assert files(out) == files(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
 def test_an_output_that_appears_during_the_run_is_not_replaced(llama, tmp_path):
