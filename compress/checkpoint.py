@@ -142,7 +142,7 @@ def checksum(tensor: Tensor) -> str:
     data = tensor.detach().cpu().contiguous().flatten()
     # A single element counts as contiguous whatever its stride, and cannot be seen as bytes then.
     data = data if data.numel() > 1 else data.clone(memory_format=torch.contiguous_format)
-    return hashlib.sha256(data.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ class Writer:
             decided[name] = Decision(quantized_from(name, parts, scheme), {}, inputs, outputs)
         caches = {}
         for name, noted in entry["caches"].items():
-            scales = None if CacheScheme(**noted).dynamic else tuple(tensors[f"{name}.{side}_scale"] for side in SIDES)
+            keys, values = (tensors.get(f"{name}.{side}_scale") for side in SIDES)
+            scales = None if keys is None or values is None else (keys, values)
             caches[name] = CacheCodes(CacheScheme(**noted), scales)
         with _readable(f"the folds of the unfinished run in {self.place.blocks}"):
             folded = self._read_folds(entry["folds"])
@@ -309,8 +311,8 @@ class Writer:
         open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
         for first in range(0, len(open_files), self.comm.world):
             turn = open_files[first : first + self.comm.world]
-            mine = turn[self.comm.rank : self.comm.rank + 1]
-            self._together("model", lambda files=mine: self._write_shards({file: plan[file] for file in files}, sums))
+            mine = {file: plan[file] for file in turn[self.comm.rank : self.comm.rank + 1]}
+            self._together("model", partial(self._write_shards, mine, sums))
             self.journal.moved |= {piece.name: file for file in turn for piece in plan[file]}
             self._together(PROGRESS, self._note)
             self._together("blocks", self._drop_copied)
