@@ -367,11 +367,14 @@ class Writer:
         sync_directory(model)
 
     def take_name(self) -> None:
-        """Make the checkpoint the output."""
+        """Make the checkpoint the output. Raises CompressError where something took that name meanwhile."""
 
         def name() -> None:
             if self.comm.rank == 0:
-                self.place.take_name(self.overwrite)
+                try:
+                    self.place.take_name(self.overwrite)
+                except InputError as error:
+                    raise CompressError(f"{error}; the work is kept: --resume goes on with it") from None
 
         self._together(str(self.output), name)
 
