@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from vision import calibration, net
 
 import compress
+from compress import writer
 from compress.architecture import find_stacks
 from compress.cli import leave
 from compress.comm import Comm
@@ -118,7 +119,14 @@ def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (comm.world,))
     exact = compress.GPTQ(group_size=16, statistics="float64")
     common = {"calibration": tokens(8), "batch_size": 2, "fsdp": True, "verify": False}
+    written: list[int] = []
+    save_file = writer.save_file
+    writer.save_file = lambda tensors, path, metadata: (
+        written.append(sum(t.nbytes for t in tensors.values())) or save_file(tensors, path, metadata=metadata)
+    )
     compress.quantize(folder / "model", exact, output=folder / f"exact-{comm.world}", **common)
+    found["written"] = comm.gather_objects(sum(written))
+    writer.save_file = save_file
     if comm.world == 2:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
