@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 
 import pytest
 import torch
-from commands import SHARED, VOCABULARY, make_llama, save
+from commands import SHARED, VOCABULARY, Desk, make_llama, save
 
 import compress
 from compress.source import DEMO
@@ -68,6 +68,11 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "tokens.pt"
     torch.save(torch.randint(VOCABULARY, (6, 16), generator=torch.Generator().manual_seed(1)), path)
     return path
+
+
+@pytest.fixture
+def desk(llama: Path, token_file: Path, tmp_path: Path) -> Desk:
+    return Desk(llama, token_file, tmp_path)
 
 
 @pytest.fixture(scope="session")

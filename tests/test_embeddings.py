@@ -22,7 +22,7 @@ from compress.grid import Grid, quantize
 from compress.lowbit import compressed_layers
 from compress.recipe import describe, parse_recipe
 from compress.source import find_source
-from compress.verify import outputs, probe
+from compress.verification import outputs, probe
 
 GPTQ = compress.GPTQ(group_size=16)
 PACKED = {"scheme": "w4a16", "group_size": 16}

@@ -29,7 +29,7 @@ from compress.lowbit import compressed_layers
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import scheme_for
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
 OUTPUT = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": "tensor"}

@@ -114,7 +114,7 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.page"),
+    ("compress.errors", "compress.version", "compress.terminal", "compress.progress", "compress.comm", "compress.page"),
     ("compress.kernels.*",),
     (
         "compress.grid",
@@ -139,12 +139,12 @@ LAYERS = (
     ("compress.plan", "compress.record"),
     ("compress.export",),
     ("compress.pipeline",),
-    ("compress.checkpoint", "compress.recipe"),
+    ("compress.checkpoint", "compress.recipe", "compress.cards"),
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
     ("compress.loading",),
-    ("compress.api", "compress.verify", "compress.evaluation.*", "compress.bench*"),
+    ("compress.api", "compress.verification", "compress.evaluation.*", "compress.bench*"),
     ("compress",),
     ("compress.show",),
     ("compress.cli", "compress.recipes.*"),
