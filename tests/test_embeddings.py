@@ -200,6 +200,7 @@ def test_blocks_that_form_no_chain_get_the_same_embedding():
     assert "embeddings.word_embeddings" not in record.left_alone
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, PACKED], ids=str)
 def test_transformers_loads_our_layers_with_the_head_and_without(options, tmp_path):
     model, _ = run("gemma", tmp_path / "out", compress.Embeddings(**options))
