@@ -73,6 +73,7 @@ def quantize(
     fsdp: bool = False,
     one_block: bool = False,
     convolutions: bool | None = None,
+    trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Result:
     """Compress a model with one or more passes.
@@ -86,6 +87,7 @@ def quantize(
     fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of the
     initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
     convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs).
+    trust_remote_code: run Python code that comes with a model given by name, if any does.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed.
     """
@@ -98,7 +100,7 @@ def quantize(
     if (resume or overwrite or verify) and output is None:
         raise InputError("resume, overwrite and verify need an output")
     comm = Comm()
-    source = find_source(str(model)) if isinstance(model, str | Path) else None
+    source = find_source(str(model), trust_remote_code) if isinstance(model, str | Path) else None
     if verify and source is None and not hasattr(model, "config"):
         raise InputError("verify reloads the output by its configuration, which this model has none of; leave it out")
     notes: list[str] = []
@@ -171,7 +173,7 @@ def quantize(
             if comm.rank == 0:
                 reporter.note("verifying the output in a fresh process")
                 try:
-                    result.verification = _verify(sink.output)
+                    result.verification = _verify(sink.output, trust_remote_code)
                     _store_verification(sink.output, result.verification)
                 except CompressError as error:
                     problem = str(error)
@@ -353,11 +355,12 @@ def _finish(
     sink.finish(_rest(model, plan_), config, source.path if source is not None else None, extra, manifest)
 
 
-def _verify(output: Path) -> dict[str, Any]:
+def _verify(output: Path, trust_remote_code: bool) -> dict[str, Any]:
     """`compress verify` in a fresh process, outside any process group."""
     distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
     environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
     command = [sys.executable, "-m", "compress", "verify", str(output), "--json", "-", "--quiet"]
+    command += ["--trust-remote-code"] if trust_remote_code else []
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()

@@ -114,7 +114,23 @@ def _writable(context: click.Context, parameter: click.Parameter, value: str | N
     return value
 
 
-quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
+def _warned(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Say what is risked, before it is."""
+    if value and not context.params.get("quiet") and os.environ.get("RANK", "0") == "0":
+        click.echo(
+            "warning: --trust-remote-code runs Python code that comes with the model, with your rights", err=True
+        )
+    return value
+
+
+# Eager: read before the callbacks of others ask for it.
+quiet_option = click.option("--quiet", is_flag=True, is_eager=True, help="No progress, no table; errors only.")
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    callback=_warned,
+    help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
+)
 json_option = click.option(
     "--json",
     "json_file",
@@ -201,6 +217,7 @@ def cli() -> None:
     help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
 )
 @click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -319,6 +336,7 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
 @click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option("--samples", type=int, help="At most so many windows, spread over the text.")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -357,6 +375,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     callback=_writable,
     help="With --calibration: write its table and histograms as one page (needs the report extra).",
 )
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -366,6 +385,7 @@ def inspect(
     kernels: bool,
     calibration: bool,
     html: str | None,
+    trust_remote_code: bool,
     device: str | None,
     json_file: str | None,
     quiet: bool,
@@ -377,6 +397,8 @@ def inspect(
         raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
     if device is not None and not kernels:
         raise InputError("--device is for --kernels: without it nothing depends on a device")
+    if trust_remote_code and not kernels:
+        raise InputError("--trust-remote-code is for --kernels: without it nothing of the model is run")
     if html is not None:
         from compress.page import check_plotly
 
@@ -392,7 +414,7 @@ def inspect(
         from compress.evaluation.routes import kernel_rows
 
         target = find_device(device)
-        found = kernel_rows(model, target)
+        found = kernel_rows(model, target, trust_remote_code=trust_remote_code)
         write_report(json_file, {"device": str(target), "layers": [asdict(row) for row in found]})
         if not silent:
             show.kernels(found, str(target))
@@ -427,6 +449,7 @@ def inspect(
 @click.option(
     "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
 )
+@trust_option
 @device_option
 @exits_cleanly
 def generate(
@@ -437,6 +460,7 @@ def generate(
     seed: int,
     dequantize: bool,
     int8_activations: bool,
+    trust_remote_code: bool,
     device: str | None,
 ) -> None:
     """Continue a prompt with a model; a compressed one runs compressed."""
@@ -447,7 +471,7 @@ def generate(
     from compress.source import find_source, load_tokenizer
 
     target = find_device(device)
-    source = find_source(model)
+    source = find_source(model, trust_remote_code)
     tokenizer = load_tokenizer(source)
     notes: list[str] = []
     network: Any = compress.load(
@@ -456,6 +480,7 @@ def generate(
         target,
         dequantize=dequantize,
         int8_activations=int8_activations,
+        trust_remote_code=trust_remote_code,
         notes=notes,
     )
     for note in notes:
@@ -479,13 +504,14 @@ def generate(
 
 @cli.command(short_help="Check that a checkpoint holds what its run decided.")
 @click.argument("model")
+@trust_option
 @json_option
 @quiet_option
 @exits_cleanly
-def verify(model: str, json_file: str | None, quiet: bool) -> None:
+def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
     """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
     quiet_libraries()
-    found = compress.verify(model)
+    found = compress.verify(model, trust_remote_code)
     write_report(json_file, found)
     if not quiet and json_file != "-":
         click.echo(visible(f"{found['layers']} layers bit for bit; transformers {found['transformers']}"))
@@ -522,6 +548,7 @@ def methods(name: str | None) -> None:
 @click.option("--quick", is_flag=True, help="Less of everything.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
 @click.option("--html", metavar="FILE", callback=_writable, help="Write plots as one page (needs the report extra).")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -537,8 +564,10 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     Shapes: tiny, small, llama-3-8b, llama-3-70b. What a kernel or a model computes is checked before it is timed.
     Times are held against the bandwidth and the products that this machine reaches at best, measured in the same run.
     """
-    of_linears, of_models = ("shapes", "tokens", "tune"), ("schemes", "batch", "prompt", "new")
-    foreign = [f"--{name}" for name in (of_linears if model is not None else of_models) if given(name)]
+    of_linears, of_models = ("shapes", "tokens", "tune"), ("schemes", "batch", "prompt", "new", "trust_remote_code")
+    foreign = [
+        f"--{name.replace('_', '-')}" for name in (of_linears if model is not None else of_models) if given(name)
+    ]
     if foreign:
         where = "the linear layers, without a MODEL" if model is not None else "a MODEL, and none is given"
         raise InputError(f"{', '.join(foreign)}: only for {where}; drop it")

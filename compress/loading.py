@@ -172,6 +172,7 @@ def load(
     dequantize: bool = False,
     fuse: bool | None = None,
     int8_activations: bool = False,
+    trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> nn.Module:
     """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
@@ -179,12 +180,13 @@ def load(
     model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
     unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
     one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
-    scale per token and 128 inputs; faster on a CPU, with a small error. notes: takes what the person should know.
+    scale per token and 128 inputs; faster on a CPU, with a small error. trust_remote_code: run Python code that comes
+    with the model, if any does. notes: takes what the person should know.
 
     Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that a checkpoint cannot have.
     """
-    source = find_source(str(model))
+    source = find_source(str(model), trust_remote_code)
     target = torch.device(device)
     if source.quantization is None:
         layers_of(source)
