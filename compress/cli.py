@@ -143,7 +143,28 @@ device_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """Errors of usage quote arguments, which may be the names of files: they are shown as text, too."""
+
+    def make_context(self, *words: Any, **options: Any) -> click.Context:
+        with _quoting():
+            return super().make_context(*words, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _quoting():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _quoting() -> Iterator[None]:
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = visible(error.message)
+        raise
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(compress.__version__, prog_name="compress")
 def cli() -> None:
     """Make a trained model smaller, and say honestly what it cost.
