@@ -33,7 +33,8 @@ def card_of(name: str) -> Card:
     """The card of a method in `PASSES`."""
     module, _, kind = PASSES[name].partition(":")
     about = _docstring(_parsed(module))
-    options, defaults = [], {}
+    options: list[str] = []
+    defaults: dict[str, Any] = {}
     for home, definition in reversed(list(_lineage(module, kind))):
         defaults |= {field: _value(home, node) for field, node in _fields(definition)}
         if defaults:

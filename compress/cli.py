@@ -159,9 +159,8 @@ class Commands(click.Group):
 def _quoting() -> Iterator[None]:
     try:
         yield
-    except click.ClickException as error:
-        error.message = visible(error.message)
-        raise
+    except click.UsageError as error:
+        raise click.UsageError(visible(error.format_message()), error.ctx) from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

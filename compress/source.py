@@ -173,7 +173,7 @@ def needs_code(source: Source, what: str, code: str) -> InputError:
 def own_code(config: Any) -> dict[str, str]:
     """{Auto class of transformers: `module.Class` that comes with the model}, the `auto_map` of a configuration."""
     auto_map = config.get("auto_map") if isinstance(config, Mapping) else None
-    found = {}
+    found: dict[str, str] = {}
     for kind, code in auto_map.items() if isinstance(auto_map, Mapping) else ():
         names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
         found |= {kind: names[-1]} if names else {}  # of a tokenizer: a slow and a fast one
