@@ -71,9 +71,12 @@ def leave(code: int) -> None:
     sys.exit(code)
 
 
-def quiet_libraries() -> None:
-    """Silence what libraries say between our lines. Every command that needs them begins its work with it, after what
-    it can refuse without them: importing them takes seconds."""
+def begin() -> None:
+    """How every command with a model begins its work, after what it can refuse without the libraries, whose import
+    takes seconds: the risk that is taken is said, and what libraries say between our lines is not."""
+    chosen = click.get_current_context().params
+    if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
+        click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
     warnings.filterwarnings("ignore")
     import huggingface_hub
     import transformers
@@ -114,21 +117,10 @@ def _writable(context: click.Context, parameter: click.Parameter, value: str | N
     return value
 
 
-def _warned(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    """Say what is risked, before it is."""
-    if value and not context.params.get("quiet") and os.environ.get("RANK", "0") == "0":
-        click.echo(
-            "warning: --trust-remote-code runs Python code that comes with the model, with your rights", err=True
-        )
-    return value
-
-
-# Eager: read before the callbacks of others ask for it.
-quiet_option = click.option("--quiet", is_flag=True, is_eager=True, help="No progress, no table; errors only.")
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
 trust_option = click.option(
     "--trust-remote-code",
     is_flag=True,
-    callback=_warned,
     help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
 )
 json_option = click.option(
@@ -292,7 +284,7 @@ def quantize(
         if unused:
             who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
             raise InputError(f"{who} uses no calibration data; drop {', '.join(unused)}")
-    quiet_libraries()
+    begin()
     with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
         result = compress.quantize(
             model,
@@ -369,7 +361,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     """
     from compress.progress import reporting
 
-    quiet_libraries()
+    begin()
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(
             model,
@@ -425,7 +417,7 @@ def inspect(
         if html == "-":
             raise InputError("--html '-'; give a file")
         check_plotly()
-    quiet_libraries()
+    begin()
     from compress import show
 
     silent = quiet or json_file == "-"
@@ -484,7 +476,7 @@ def generate(
     device: str | None,
 ) -> None:
     """Continue a prompt with a model; a compressed one runs compressed."""
-    quiet_libraries()
+    begin()
     import torch
 
     from compress.device import find_device
@@ -530,7 +522,7 @@ def generate(
 @exits_cleanly
 def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
     """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
-    quiet_libraries()
+    begin()
     found = compress.verify(model, trust_remote_code)
     write_report(json_file, found)
     if not quiet and json_file != "-":
@@ -593,7 +585,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
         raise InputError(f"{', '.join(foreign)}: only for {where}; drop it")
     if html == "-":
         raise InputError("--html '-'; give a file")
-    quiet_libraries()
+    begin()
     from compress.bench.run import run_bench
     from compress.bench.table import tables
     from compress.progress import reporting
@@ -630,7 +622,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
 
     if overwrite and output is None:
         raise InputError("--overwrite needs --output; without it the demo keeps nothing")
-    quiet_libraries()
+    begin()
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
         for made in (

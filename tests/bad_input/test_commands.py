@@ -48,6 +48,10 @@ MODELS: dict[str, Case] = {
         lambda d: d.rtn(d.copy(config__json=configured(model_type="zork"))),
         ("config.json is not a configuration that transformers knows", "`zork`"),
     ),
+    "config that comes with code of its own": (
+        lambda d: d.rtn(d.copy(config__json=configured(model_type="zork", auto_map={"AutoConfig": "own.Config"}))),
+        ("the configuration of", "(own.Config)", "not run", "--trust-remote-code"),
+    ),
     "config of another size": (
         lambda d: d.rtn(d.copy(config__json=configured(intermediate_size=128))),
         ("model.layers.0.mlp.down_proj.weight has shape [64, 96]", "[64, 128]", "6 tensors"),
@@ -304,6 +308,14 @@ OTHERS: dict[str, Case] = {
         ("prompt is empty", "at least one token"),
     ),
     "verify: not of this tool": (lambda d: command("verify", d.model), ("no compress.json", "of this tool")),
+    "inspect: code that is not run": (
+        lambda d: command("inspect", d.model, "--trust-remote-code"),
+        ("--trust-remote-code is for --kernels",),
+    ),
+    "bench: code without a model": (
+        lambda d: command("bench", "--trust-remote-code"),
+        ("--trust-remote-code: only for a MODEL",),
+    ),
     "methods: unknown": (
         lambda d: command("methods", "gtpq"),
         ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
