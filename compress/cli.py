@@ -15,8 +15,8 @@ import click
 from click.core import ParameterSource
 
 import compress
-from compress import show
 from compress.errors import CompressError, InputError
+from compress.terminal import console, visible
 
 STOPPED = 130  # what a shell reports for a command that was interrupted
 TRACEBACK = "COMPRESS_TRACEBACK"
@@ -27,15 +27,13 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        import torch
-
         try:
             command(*args, **kwargs)
         except InputError as error:
             fail(str(error), 2)
         except CompressError as error:
             fail(str(error), 1)
-        except torch.OutOfMemoryError as error:
+        except out_of_memory() as error:
             fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
@@ -51,9 +49,15 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def out_of_memory() -> tuple[type[Exception], ...]:
+    """What torch raises where a device is full; nothing where torch has not been imported, so cannot have raised."""
+    found = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
+    return () if found is None else (found,)
+
+
 def fail(message: str, code: int) -> None:
     """Say why in one line and leave."""
-    click.echo(f"compress: {' '.join(message.split())}", err=True)
+    click.echo(f"compress: {visible(' '.join(message.split()))}", err=True)
     leave(code)
 
 
@@ -65,6 +69,21 @@ def leave(code: int) -> None:
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
+
+
+def begin() -> None:
+    """How every command with a model begins its work, after what it can refuse without the libraries, whose import
+    takes seconds: the risk that is taken is said, and what libraries say between our lines is not."""
+    chosen = click.get_current_context().params
+    if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
+        click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
+    warnings.filterwarnings("ignore")
+    import huggingface_hub
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
 
 
 def given(name: str) -> bool:
@@ -99,6 +118,11 @@ def _writable(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
+)
 json_option = click.option(
     "--json",
     "json_file",
@@ -111,7 +135,27 @@ device_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """Errors of usage quote arguments, which may be the names of files: they are shown as text, too."""
+
+    def make_context(self, *words: Any, **options: Any) -> click.Context:
+        with _quoting():
+            return super().make_context(*words, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _quoting():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _quoting() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        raise click.UsageError(visible(error.format_message()), error.ctx) from None
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(compress.__version__, prog_name="compress")
 def cli() -> None:
     """Make a trained model smaller, and say honestly what it cost.
@@ -185,6 +229,7 @@ def cli() -> None:
     help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
 )
 @click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -209,10 +254,10 @@ def quantize(
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
-    from compress.passes.kv_cache import cache_pass
     from compress.progress import reporting
     from compress.recipe import load_recipe, make_pass
 
+    check_processes(fsdp, options["device"])
     chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid", "activations", "calibrator")}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     for setting in settings:
@@ -230,6 +275,8 @@ def quantize(
     if embeddings is not None:
         passes = (*passes, make_pass("embeddings", {"scheme": embeddings}))
     if kv_cache is not None:
+        from compress.passes.kv_cache import cache_pass
+
         passes = (*passes, cache_pass(kv_cache))
     calibration = options.pop("calibration")
     if not any(p.calibrated for p in passes):
@@ -237,6 +284,7 @@ def quantize(
         if unused:
             who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
             raise InputError(f"{who} uses no calibration data; drop {', '.join(unused)}")
+    begin()
     with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
         result = compress.quantize(
             model,
@@ -252,23 +300,31 @@ def quantize(
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
+            from compress import show
+
             show.result(result, model)
     if fsdp:
         leave(0)
+
+
+def check_processes(fsdp: bool, device: str | None) -> None:
+    """Refuse what does not go with the number of processes."""
+    if not fsdp:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes were started; add --fsdp to shard the model over them")
+        return
+    if device is not None and ":" in device:
+        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
+    if "RANK" not in os.environ:
+        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
 
 
 @contextmanager
 def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
     if not fsdp:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("several processes were started; add --fsdp to shard the model over them")
         yield 0
         return
-    if device is not None and ":" in device:
-        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
-    if "RANK" not in os.environ:
-        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
     import torch
     import torch.distributed as dist
 
@@ -292,6 +348,7 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
 @click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option("--samples", type=int, help="At most so many windows, spread over the text.")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -304,6 +361,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     """
     from compress.progress import reporting
 
+    begin()
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(
             model,
@@ -314,6 +372,8 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
         )
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
+        from compress import show
+
         show.evaluations([(model, found)], reference)
 
 
@@ -327,6 +387,7 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     callback=_writable,
     help="With --calibration: write its table and histograms as one page (needs the report extra).",
 )
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -336,49 +397,56 @@ def inspect(
     kernels: bool,
     calibration: bool,
     html: str | None,
+    trust_remote_code: bool,
     device: str | None,
     json_file: str | None,
     quiet: bool,
 ) -> None:
     """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
-    from compress.evaluation.size import inspect_checkpoint
-
     if kernels and calibration:
         raise InputError("--kernels and --calibration are two reports; ask for one")
     if html is not None and not calibration:
         raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
+    if device is not None and not kernels:
+        raise InputError("--device is for --kernels: without it nothing depends on a device")
+    if trust_remote_code and not kernels:
+        raise InputError("--trust-remote-code is for --kernels: without it nothing of the model is run")
+    if html is not None:
+        from compress.page import check_plotly
+
+        if html == "-":
+            raise InputError("--html '-'; give a file")
+        check_plotly()
+    begin()
+    from compress import show
+
+    silent = quiet or json_file == "-"
     if kernels:
         from compress.device import find_device
         from compress.evaluation.routes import kernel_rows
 
         target = find_device(device)
-        found = kernel_rows(model, target)
+        found = kernel_rows(model, target, trust_remote_code=trust_remote_code)
         write_report(json_file, {"device": str(target), "layers": [asdict(row) for row in found]})
-        if not quiet and json_file != "-":
+        if not silent:
             show.kernels(found, str(target))
         return
-    if device is not None:
-        raise InputError("--device is for --kernels: without it nothing depends on a device")
     if calibration:
         from compress.evaluation.calibration import calibrated_ranges, content, write_ranges
-        from compress.page import check_plotly
 
-        if html == "-":
-            raise InputError("--html '-'; give a file")
-        if html is not None:
-            check_plotly()
         ranges = calibrated_ranges(model)
         write_report(json_file, {"model": model, "ranges": content(ranges)})
         if html is not None:
             write_ranges(model, ranges, Path(html))
-        if not quiet and json_file != "-":
+        if not silent:
             show.calibration(ranges)
         return
+    from compress.evaluation.size import inspect_checkpoint
+
     rows, size = inspect_checkpoint(model)
     write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
-    if quiet or json_file == "-":
-        return
-    show.inspection(rows, size)
+    if not silent:
+        show.inspection(rows, size)
 
 
 @cli.command(short_help="Continue a prompt with a model, compressed or not.")
@@ -393,6 +461,7 @@ def inspect(
 @click.option(
     "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
 )
+@trust_option
 @device_option
 @exits_cleanly
 def generate(
@@ -403,16 +472,18 @@ def generate(
     seed: int,
     dequantize: bool,
     int8_activations: bool,
+    trust_remote_code: bool,
     device: str | None,
 ) -> None:
     """Continue a prompt with a model; a compressed one runs compressed."""
+    begin()
     import torch
 
     from compress.device import find_device
     from compress.source import find_source, load_tokenizer
 
     target = find_device(device)
-    source = find_source(model)
+    source = find_source(model, trust_remote_code)
     tokenizer = load_tokenizer(source)
     notes: list[str] = []
     network: Any = compress.load(
@@ -421,10 +492,11 @@ def generate(
         target,
         dequantize=dequantize,
         int8_activations=int8_activations,
+        trust_remote_code=trust_remote_code,
         notes=notes,
     )
     for note in notes:
-        click.echo(f"compress: {note}", err=True)
+        click.echo(f"compress: {visible(note)}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -444,15 +516,17 @@ def generate(
 
 @cli.command(short_help="Check that a checkpoint holds what its run decided.")
 @click.argument("model")
+@trust_option
 @json_option
 @quiet_option
 @exits_cleanly
-def verify(model: str, json_file: str | None, quiet: bool) -> None:
+def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
     """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
-    found = compress.verify(model)
+    begin()
+    found = compress.verify(model, trust_remote_code)
     write_report(json_file, found)
     if not quiet and json_file != "-":
-        click.echo(f"{found['layers']} layers bit for bit; transformers {found['transformers']}")
+        click.echo(visible(f"{found['layers']} layers bit for bit; transformers {found['transformers']}"))
 
 
 @cli.command(short_help="List the methods, or show the card of one.")
@@ -460,21 +534,17 @@ def verify(model: str, json_file: str | None, quiet: bool) -> None:
 @exits_cleanly
 def methods(name: str | None) -> None:
     """List the methods, or show the card of one: what it does, its source, its options and their defaults."""
-    import inspect as python
-    from dataclasses import fields
-
+    from compress.cards import card_of, summary_of
     from compress.errors import one_of
     from compress.recipe import PASSES
 
     if name is None:
-        for key, kind in PASSES.items():
-            click.echo(f"{key:12} {(python.getmodule(kind).__doc__ or '').strip().splitlines()[0]}")
+        for key in PASSES:
+            click.echo(f"{key:12} {summary_of(key)}")
         return
-    kind = PASSES[one_of("method", name, PASSES)]
-    click.echo((python.getmodule(kind).__doc__ or "").strip())
-    for base in reversed([b for b in kind.__mro__ if "__dataclass_fields__" in vars(b) and fields(b)]):
-        click.echo(f"\n{python.getdoc(base)}")
-    click.echo("\nDefaults: " + ", ".join(f"{f.name}={f.default}" for f in fields(kind)))
+    card = card_of(one_of("method", name, PASSES))
+    click.echo("\n\n".join((card.about, *card.options)))
+    click.echo("\nDefaults: " + ", ".join(f"{option}={value}" for option, value in card.defaults.items()))
 
 
 @cli.command(short_help="Measure speed on this machine: of the kernels, or of a model.")
@@ -490,6 +560,7 @@ def methods(name: str | None) -> None:
 @click.option("--quick", is_flag=True, help="Less of everything.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
 @click.option("--html", metavar="FILE", callback=_writable, help="Write plots as one page (needs the report extra).")
+@trust_option
 @device_option
 @json_option
 @quiet_option
@@ -505,17 +576,20 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
     Shapes: tiny, small, llama-3-8b, llama-3-70b. What a kernel or a model computes is checked before it is timed.
     Times are held against the bandwidth and the products that this machine reaches at best, measured in the same run.
     """
-    from compress.bench.run import run_bench
-    from compress.bench.table import tables
-    from compress.progress import reporting
-
-    of_linears, of_models = ("shapes", "tokens", "tune"), ("schemes", "batch", "prompt", "new")
-    foreign = [f"--{name}" for name in (of_linears if model is not None else of_models) if given(name)]
+    of_linears, of_models = ("shapes", "tokens", "tune"), ("schemes", "batch", "prompt", "new", "trust_remote_code")
+    foreign = [
+        f"--{name.replace('_', '-')}" for name in (of_linears if model is not None else of_models) if given(name)
+    ]
     if foreign:
         where = "the linear layers, without a MODEL" if model is not None else "a MODEL, and none is given"
         raise InputError(f"{', '.join(foreign)}: only for {where}; drop it")
     if html == "-":
         raise InputError("--html '-'; give a file")
+    begin()
+    from compress.bench.run import run_bench
+    from compress.bench.table import tables
+    from compress.progress import reporting
+
     chosen = {
         name: value for name, value in options.items() if name not in (of_models if model is None else of_linears)
     }
@@ -527,7 +601,7 @@ def bench(model: str | None, json_file: str | None, html: str | None, quiet: boo
         write_report("-", report.content())
     elif not quiet:
         for part in tables(report):
-            show.console().print(part, highlight=False, markup=False)
+            console().print(part, highlight=False)
     if report.failures:
         more = f" ({len(report.failures)} in all)" if len(report.failures) > 1 else ""
         raise CompressError(f"wrong or failed, and not timed: {report.failures[0]}{more}")
@@ -548,6 +622,7 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
 
     if overwrite and output is None:
         raise InputError("--overwrite needs --output; without it the demo keeps nothing")
+    begin()
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
         for made in (
@@ -568,16 +643,11 @@ def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quie
                 found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
             rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
     if not quiet:
+        from compress import show
+
         show.evaluations(rows, "fp16 (original)")
 
 
 def main() -> None:
     """Entry point of `compress` and `python -m compress`."""
-    import huggingface_hub
-    import transformers
-
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
     cli()

@@ -1,9 +1,10 @@
-"""`compress.load`, and the same through `transformers.from_pretrained`: importing compress registers both.
+"""`compress.load`, and the same through `transformers.from_pretrained`, for who asks for it: `compress.register()`.
 
 transformers asks a quantizer to prepare a model before its weights are read and to finish it afterwards (`lowbit`).
-Ours is registered as `compress`, and in front of transformers' own for compressed-tensors: a checkpoint with integer or
-float8 weights then runs on our kernels instead of being decompressed at its first forward. What we cannot run (other
-layouts), and whatever is loaded with `CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
+`load` gives ours the name `compress`, which replaces nothing. `register` puts it in front of transformers' own for
+compressed-tensors: a checkpoint with integer or float8 weights then runs on our kernels instead of being decompressed
+at its first forward. What we cannot run (other layouts), and whatever is loaded with
+`CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,20 +141,27 @@ def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
 
 
 def register() -> None:
-    """Make transformers know our quantizer. Done when compress is imported; doing it again changes nothing."""
+    """From now on, in this process, `from_pretrained` of transformers runs the compressed layers of a checkpoint on our
+    kernels, as `compress.load` does. Doing it again changes nothing."""
+    _make_known()
+    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
+
+
+def _make_known() -> None:
+    """Our quantizer under its own name, beside those that transformers has."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, LowBitConfig)
     auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, LowBitQuantizer)
-    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
 
 
 @contextmanager
 def transformers_alone() -> Iterator[None]:
     """Within: transformers loads compressed-tensors checkpoints as it does without us."""
+    before = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
     auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _their_quantizer
     try:
         yield
     finally:
-        auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
+        auto.AUTO_QUANTIZER_MAPPING[THEIRS] = before
 
 
 def load(
@@ -164,6 +172,7 @@ def load(
     dequantize: bool = False,
     fuse: bool | None = None,
     int8_activations: bool = False,
+    trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> nn.Module:
     """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
@@ -171,12 +180,13 @@ def load(
     model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
     unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
     one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
-    scale per token and 128 inputs; faster on a CPU, with a small error. notes: takes what the person should know.
+    scale per token and 128 inputs; faster on a CPU, with a small error. trust_remote_code: run Python code that comes
+    with the model, if any does. notes: takes what the person should know.
 
     Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that a checkpoint cannot have.
     """
-    source = find_source(str(model))
+    source = find_source(str(model), trust_remote_code)
     target = torch.device(device)
     if source.quantization is None:
         layers_of(source)
@@ -187,6 +197,7 @@ def load(
         if fuse or int8_activations:
             raise InputError("a dequantized model is dense: fuse and int8_activations do not apply")
         return load_dequantized(source, dtype).to(target)
+    _make_known()
     config = read_config(source)
     config.quantization_config = {
         "quant_method": METHOD,

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from compress.terminal import console, visible
 
 
 class Reporter(Protocol):
@@ -41,10 +42,10 @@ class Lines:
     def step(self, done: int, total: int, what: str) -> None:
         left = (time.monotonic() - self.started) / max(done, 1) * (total - done)
         remaining = f", {left:.0f} s left" if 0 < done < total else ""
-        print(f"{self.title}: {done}/{total} {what}{remaining}".rstrip(), file=sys.stderr, flush=True)
+        print(f"{self.title}: {done}/{total} {visible(what)}{remaining}".rstrip(), file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
-        print(f"note: {message}", file=sys.stderr, flush=True)
+        print(f"note: {visible(message)}", file=sys.stderr, flush=True)
 
 
 class Bar:
@@ -54,7 +55,7 @@ class Bar:
         self.progress, self.task, self.title = progress, progress.add_task(title, total=None), title
 
     def step(self, done: int, total: int, what: str) -> None:
-        self.progress.update(self.task, completed=done, total=total, description=f"{self.title} {what}")
+        self.progress.update(self.task, completed=done, total=total, description=f"{self.title} {visible(what)}")
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False, soft_wrap=True)
@@ -63,18 +64,18 @@ class Bar:
 @contextmanager
 def reporting(title: str, quiet: bool) -> Iterator[Reporter]:
     """The reporter that fits where standard error goes."""
-    console = Console(stderr=True)
+    terminal = console(stderr=True)
     if quiet:
         yield Silent()
-    elif not console.is_terminal:
+    elif not terminal.is_terminal:
         yield Lines(title)
     else:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=console) as progress:
+        with Progress(*columns, console=terminal) as progress:
             yield Bar(title, progress)

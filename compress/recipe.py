@@ -12,34 +12,40 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from compress.errors import InputError, one_of
-from compress.passes.awq import AWQ
-from compress.passes.base import Only, Pass
-from compress.passes.embeddings import Embeddings
-from compress.passes.gptq import GPTQ
-from compress.passes.kv_cache import KVCache
-from compress.passes.rtn import RTN
-from compress.passes.smoothquant import SmoothQuant
 
-PASSES: dict[str, type[Pass]] = {
-    "rtn": RTN,
-    "gptq": GPTQ,
-    "awq": AWQ,
-    "smoothquant": SmoothQuant,
-    "embeddings": Embeddings,
-    "kv-cache": KVCache,
+if TYPE_CHECKING:
+    from compress.passes.base import Pass
+
+# Where each is, imported (with torch) when it is made: what is wrong before that is said at once.
+PASSES = {
+    "rtn": "compress.passes.rtn:RTN",
+    "gptq": "compress.passes.gptq:GPTQ",
+    "awq": "compress.passes.awq:AWQ",
+    "smoothquant": "compress.passes.smoothquant:SmoothQuant",
+    "embeddings": "compress.passes.embeddings:Embeddings",
+    "kv-cache": "compress.passes.kv_cache:KVCache",
 }
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
+def pass_class(name: str) -> "type[Pass]":
+    """The class of a pass by name (or `module:Class`). Raises InputError for a wrong name."""
+    if ":" in name:
+        return _third_party(name)
+    module, _, attribute = PASSES[one_of("method", name, PASSES)].partition(":")
+    kind: type[Pass] = getattr(importlib.import_module(module), attribute)
+    return kind
+
+
+def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
     """A pass by name (or `module:Class`) with its options. Raises InputError for a wrong name, option or value."""
-    kind = _third_party(name) if ":" in name else PASSES[one_of("method", name, PASSES)]
+    kind = pass_class(name)
     known = {f.name: f for f in fields(kind)}
     arguments = {}
     for key, value in options.items():
@@ -51,7 +57,9 @@ def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
         raise InputError(f"{name}: {error}") from None
 
 
-def _third_party(path: str) -> type[Pass]:
+def _third_party(path: str) -> "type[Pass]":
+    from compress.passes.base import Only, Pass
+
     module, _, attribute = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
@@ -92,14 +100,14 @@ def _read_word(word: str, wanted: type) -> Any:
         return word
 
 
-def parse_recipe(data: Any, where: str) -> tuple[Pass, ...]:
+def parse_recipe(data: Any, where: str) -> "tuple[Pass, ...]":
     """Passes from parsed YAML."""
     if not isinstance(data, Mapping) or set(data) != {"passes"} or not isinstance(data["passes"], Sequence):
         raise InputError(f"{where} must hold one key, `passes`, with a list")
     return tuple(_step(step, f"{where}, step {i}") for i, step in enumerate(data["passes"], 1))
 
 
-def _step(step: Any, where: str) -> Pass:
+def _step(step: Any, where: str) -> "Pass":
     if not isinstance(step, Mapping):
         raise InputError(f"{where} must be a pass with its options, like `gptq: {{scheme: w4a16}}`")
     names = [key for key in step if key not in ("only", "but")]
@@ -117,11 +125,13 @@ def _step(step: Any, where: str) -> Pass:
             patterns = step[key]
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
                 raise InputError(f"{where}: `{key}` must be a list of layer patterns")
+            from compress.passes.base import Only
+
             result = Only(inner=result, patterns=tuple(patterns), but=key == "but")
     return result
 
 
-def load_recipe(path: str | Path) -> tuple[Pass, ...]:
+def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
     """Passes of a YAML file."""
     try:
         data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -132,8 +142,10 @@ def load_recipe(path: str | Path) -> tuple[Pass, ...]:
     return parse_recipe(data, str(path))
 
 
-def describe(passes: Sequence[Pass]) -> dict[str, Any]:
+def describe(passes: "Sequence[Pass]") -> dict[str, Any]:
     """The recipe as resolved, every option spelled out; `parse_recipe` reads it back."""
+    from compress.passes.base import Only
+
     steps = []
     for p in passes:
         filters: dict[str, Any] = {}
@@ -143,7 +155,7 @@ def describe(passes: Sequence[Pass]) -> dict[str, Any]:
                 raise InputError(f"a recipe cannot hold two `{key}` filters around one pass")
             filters[key] = list(p.patterns)
             p = p.inner
-        kind = type(p)
-        name = p.name if PASSES.get(p.name) is kind else f"{kind.__module__}:{kind.__qualname__}"
+        path = f"{type(p).__module__}:{type(p).__qualname__}"
+        name = p.name if PASSES.get(p.name) == path else path
         steps.append({name: asdict(p), **filters})
     return {"passes": steps}

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from compress.api import Result
@@ -14,15 +12,9 @@ from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.record import RangeRecord
 from compress.source import find_source
+from compress.terminal import console
 
 MIB = 2**20
-WIDTH = 160  # columns where standard output is no terminal
-
-
-def console() -> Console:
-    """Standard output; wide enough for whole tables when it is no terminal."""
-    out = Console()
-    return out if out.is_terminal else Console(width=WIDTH)
 
 
 def number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -46,7 +38,7 @@ def result(made: Result, model: str) -> None:
         own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
         out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
     if made.record.ranges:
-        out.print(escape(clipped(made.record.ranges)))
+        out.print(clipped(made.record.ranges))
     if made.record.caches:
         out.print(f"keys and values of {len(made.record.caches)} attentions: {next(iter(made.record.caches.values()))}")
     kinds: dict[str, int] = {}
@@ -135,8 +127,8 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
         about = name if each.role == "input" else f"{each.role} of {name}"
         several = f" ({each.ranges} ranges)" if each.ranges > 1 else ""
         table.add_row(
-            escape(about),
-            escape(each.calibrator),
+            about,
+            each.calibrator,
             interval(each.lowest, each.highest),
             interval(each.low, each.high) + several,
             percent(each.clipped),
@@ -145,7 +137,7 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
         )
     out = console()
     out.print(table)
-    out.print(escape(clipped(ranges)))
+    out.print(clipped(ranges))
 
 
 def _beside(name: str, other: str) -> str:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.cache import SIDES, CacheScheme, attentions, hold_scales, read_cache_scheme, round_cache
 from compress.checkpoint import INDEX, check_parts, quantized_from, read_json, shape_of
@@ -47,12 +48,16 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory that has a readable configuration and all of its weight files."""
+    """A checkpoint directory that has a readable configuration and all of its weight files.
+
+    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input.
+    """
 
     name: str
     path: Path
     config: dict[str, Any]
     weights: Mapping[str, Path]
+    trusted: bool = False
 
     @cached_property
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -93,8 +98,11 @@ def path_of(name: str, what: str) -> Path:
     return path
 
 
-def find_source(name: str) -> Source:
-    """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint."""
+def find_source(name: str, trust_remote_code: bool = False) -> Source:
+    """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint.
+
+    trust_remote_code: run the model's own Python code where it has some.
+    """
     if not name.strip():
         raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
     path = DEMO if name == "demo" else path_of(name, "model")
@@ -107,7 +115,7 @@ def find_source(name: str) -> Source:
     config = read_json(path / "config.json")
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / 'config.json'} does not hold a configuration")
-    return Source(name, path, config, weight_files(path))
+    return Source(name, path, config, weight_files(path), trust_remote_code)
 
 
 def _download(name: str) -> Path:
@@ -155,11 +163,33 @@ def weight_files(path: Path) -> dict[str, Path]:
     return found
 
 
+def needs_code(source: Source, what: str, code: str) -> InputError:
+    """The refusal of a model whose `what` is Python code of its own."""
+    return InputError(
+        f"the {what} of {source.name} is Python code of its own ({code}), which is not run; read it, and if you trust "
+        "it give --trust-remote-code (in Python trust_remote_code=True)"
+    )
+
+
+def own_code(config: Any) -> dict[str, str]:
+    """{Auto class of transformers: `module.Class` that comes with the model}, the `auto_map` of a configuration."""
+    auto_map = config.get("auto_map") if isinstance(config, Mapping) else None
+    found: dict[str, str] = {}
+    for kind, code in auto_map.items() if isinstance(auto_map, Mapping) else ():
+        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+        found |= {kind: names[-1]} if names else {}  # of a tokenizer: a slow and a fast one
+    return found
+
+
 def read_config(source: Source) -> PretrainedConfig:
-    """The configuration as transformers reads it. Raises CheckpointError where it cannot."""
+    """The configuration as transformers reads it. Raises CheckpointError where it cannot, InputError for one that needs
+    code which is not trusted."""
     try:
-        return AutoConfig.from_pretrained(source.path)
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        code = own_code(source.config).get("AutoConfig")
+        if code is not None and not source.trusted:
+            raise needs_code(source, "configuration", code) from None
         raise CheckpointError(
             f"{source.path / 'config.json'} is not a configuration that transformers knows: "
             f"{str(error).splitlines()[0]}"
@@ -167,10 +197,23 @@ def read_config(source: Source) -> PretrainedConfig:
 
 
 def _model_class(source: Source, notes: list[str] | None) -> Any:
+    """The class of the model: what comes with it where that is trusted, transformers' own otherwise. Raises InputError
+    for one that transformers does not have and that comes as code which is not trusted."""
     names = source.config.get("architectures") or []
+    own = {task: code for task, code in own_code(source.config).items() if task.startswith("AutoModel")}
+    # Several tasks may have a class each; the weights are those of the architecture that is named.
+    task = next((task for task, code in own.items() if code.rpartition(".")[2] in names[:1]), None)
+    if source.trusted and own:
+        usual = AutoModelForCausalLM.__name__
+        task = task or (usual if usual in own else next(iter(own)))
+        kind = get_class_from_dynamic_module(own[task], str(source.path))
+        kind.register_for_auto_class(task)  # save_pretrained then writes the code, too
+        return kind
     found = getattr(transformers, names[0], None) if names else None
     if found is not None:
         return found
+    if task is not None:
+        raise needs_code(source, "model", own[task])
     if notes is not None:
         notes.append(
             f"config.json names no architecture that transformers has ({names}); loaded as a causal language model"
@@ -198,10 +241,16 @@ def from_pretrained(
 
     strict: tensors that the model has no place for are an error, too.
     """
+    if source.trusted and own_code(source.config):  # such a class does not find its configuration by itself
+        arguments.setdefault("config", read_config(source))
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
         model, info = _model_class(source, notes).from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=source.trusted,
+            **arguments,
         )
     except CompressError:
         raise
@@ -239,7 +288,8 @@ def empty_model(source: Source) -> nn.Module:
     config.__dict__.pop("quantization_config", None)
     kind = _model_class(source, None)
     with torch.device("meta"):
-        model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+        own = hasattr(kind, "_from_config")
+        model = kind._from_config(config) if own else kind.from_config(config, trust_remote_code=source.trusted)
     assert isinstance(model, nn.Module)
     return model
 
@@ -442,8 +492,13 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights. Raises InputError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source.path)
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        settings = source.path / "tokenizer_config.json"
+        own = own_code(source.config) | (own_code(read_json(settings)) if settings.exists() else {})
+        code = own.get("AutoTokenizer")
+        if code is not None and not source.trusted:
+            raise needs_code(source, "tokenizer", code) from None
         raise InputError(
             f"{source.path} has no usable tokenizer ({str(error).splitlines()[0]}); "
             "give token ids ([samples, length], .pt or .npy) instead of text"

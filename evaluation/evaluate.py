@@ -48,24 +48,24 @@ def _size(model: nn.Module | str | Path | None) -> Size | None:
     return measure_size(find_source(str(model))) if isinstance(model, str | Path) else None
 
 
-def _config_of(model: nn.Module | str | Path) -> Any:
+def _config_of(model: nn.Module | str | Path, trusted: bool) -> Any:
     """The configuration, without loading weights."""
     named = isinstance(model, str | Path)
-    found: Any = read_config(find_source(str(model))) if named else getattr(model, "config", None)
+    found: Any = read_config(find_source(str(model), trusted)) if named else getattr(model, "config", None)
     if not isinstance(getattr(found, "vocab_size", None), int):
         raise InputError(f"{type(found or model).__name__} has no vocabulary; perplexity and KL need a language model")
     return found
 
 
-def _loaded(model: str | Path, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+def _loaded(model: str | Path, dtype: torch.dtype | None, device: torch.device, trusted: bool) -> nn.Module:
     """Dense weights, exactly what the codes stand for, unless inputs are quantized too: only codes can show that."""
     layers = layers_of(find_source(str(model)))
     weights_only = all(stored.scheme.inputs is None for stored in layers.values())
-    return load(model, dtype, device, dequantize=bool(layers) and weights_only)
+    return load(model, dtype, device, dequantize=bool(layers) and weights_only, trust_remote_code=trusted)
 
 
-def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device) -> Any:
-    network: Any = _loaded(model, dtype, device) if isinstance(model, str | Path) else model
+def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device, trusted: bool) -> Any:
+    network: Any = _loaded(model, dtype, device, trusted) if isinstance(model, str | Path) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network
@@ -80,6 +80,7 @@ def evaluate(
     samples: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
     """Measure a language model, compressed or not, on held-out text or token ids [samples, length].
@@ -87,14 +88,15 @@ def evaluate(
     model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration. length:
     tokens per window of text (the model's context, at most 2048). samples: at most so many windows. dtype: of the
     arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
+    trust_remote_code: run Python code that comes with models given by name, if any does.
 
     Raises InputError for models that predict no next token and for text that cannot be used.
     """
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
     sizes = _size(model), _size(reference)
-    config = _config_of(model)
-    sources = [find_source(str(m)) for m in (model, reference) if isinstance(m, str | Path)]
+    config = _config_of(model, trust_remote_code)
+    sources = [find_source(str(m), trust_remote_code) for m in (model, reference) if isinstance(m, str | Path)]
 
     def tokenizer() -> Any:
         if not sources:
@@ -102,16 +104,17 @@ def evaluate(
         return load_tokenizer(sources[0])
 
     tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
-    if reference is not None and _config_of(reference).vocab_size != config.vocab_size:
+    original_config = None if reference is None else _config_of(reference, trust_remote_code)
+    if original_config is not None and original_config.vocab_size != config.vocab_size:
         raise InputError(
-            f"the reference has a vocabulary of {_config_of(reference).vocab_size}, the model of "
-            f"{config.vocab_size}; KL needs the same one"
+            f"the reference has a vocabulary of {original_config.vocab_size}, the model of {config.vocab_size}; KL "
+            "needs the same one"
         )
     reporter = reporter or Silent()
     for note in tokens.notes:
         reporter.note(note)
-    network = _ready(model, work, target)
-    original = None if reference is None else _ready(reference, work, target)
+    network = _ready(model, work, target, trust_remote_code)
+    original = None if reference is None else _ready(reference, work, target, trust_remote_code)
     with evaluating(network), evaluating(network if original is None else original):
         quality = measure(
             network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")

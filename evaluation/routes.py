@@ -24,11 +24,15 @@ class KernelRow:
 
 
 def kernel_rows(
-    model: str, device: torch.device, dtype: torch.dtype | None = None, tokens: tuple[int, ...] = TOKENS
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    tokens: tuple[int, ...] = TOKENS,
+    trust_remote_code: bool = False,
 ) -> list[KernelRow]:
     """One row per compressed layer. dtype: of the arithmetic; the checkpoint's own unless given, float32 on a CPU for
     `compress generate`. Raises InputError for a checkpoint that holds no compressed layer."""
-    source = find_source(model)
+    source = find_source(model, trust_remote_code)
     layers = layers_of(source)
     if not layers:
         raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")

@@ -1,10 +1,13 @@
-"""The command line run inside this process, and a tiny random Llama with the demo's tokenizer."""
+"""The command line run inside this process, a tiny random Llama with the demo's tokenizer, and a desk to use both."""
 
 import io
 import json
+import re
 import shutil
 import sys
+import textwrap
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,3 +98,65 @@ def save(model: torch.nn.Module, directory: Path, **options: object) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(DEMO / name, directory / name)
     return directory
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a case works with: a good model and good tokens, a directory of its own, and the output it asks for."""
+
+    model: Path
+    tokens: Path
+    here: Path
+
+    @property
+    def output(self) -> Path:
+        return self.here / "output"
+
+    def copy(self, **edits: Callable[[Path], object]) -> Path:
+        """A copy of the model, changed by `edits`: {name of the file, with __ for a point: function of its path}."""
+        directory = Path(shutil.copytree(self.model, self.here / "model"))
+        for name, edit in edits.items():
+            edit(directory / name.replace("__", "."))
+        return directory
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        path = self.here / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    def ids(self, value: object) -> Path:
+        path = self.here / "given.pt"
+        torch.save(value, path)
+        return path
+
+    def rtn(self, model: object, *more: object) -> Outcome:
+        return command(
+            *("quantize", model, "--method", "rtn", "--group-size", 32, "--output", self.output, "--no-verify", *more)
+        )
+
+    def gptq(self, calibration: object, *more: object, model: object = None) -> Outcome:
+        words = ["--group-size", 32, "--calibration", calibration, "--output", self.output, "--no-verify"]
+        return command("quantize", model or self.model, *words, *more)
+
+    def recipe(self, text: str, *more: object) -> Outcome:
+        path = self.file("recipe.yaml", textwrap.dedent(text))
+        return command("quantize", self.model, "--recipe", path, "--output", self.output, "--no-verify", *more)
+
+
+def last_line(outcome: Outcome) -> str:
+    """The one line that says why; everything before it is progress."""
+    lines = outcome.err.splitlines()
+    assert lines, outcome
+    assert all(re.match(r"(quantize|evaluate): \d+/\d+|note: ", line) for line in lines[:-1]), outcome.err
+    assert lines[-1].startswith("compress: "), outcome.err
+    assert "Traceback" not in outcome.err
+    assert not outcome.out, outcome.out
+    return lines[-1]
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def configured(**changes: object) -> Callable[[Path], object]:
+    return lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

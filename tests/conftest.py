@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Read when these libraries are imported: no test asks a server for anything, and none waits for one.
@@ -12,9 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 
 import pytest
 import torch
-from commands import SHARED, VOCABULARY, make_llama, save
+from commands import SHARED, VOCABULARY, Desk, make_llama, save
 
 import compress
+from compress.loading import transformers_alone
 from compress.source import DEMO
 
 
@@ -68,6 +69,19 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "tokens.pt"
     torch.save(torch.randint(VOCABULARY, (6, 16), generator=torch.Generator().manual_seed(1)), path)
     return path
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """`compress.register()`, for one test."""
+    with transformers_alone():
+        compress.register()
+        yield
+
+
+@pytest.fixture
+def desk(llama: Path, token_file: Path, tmp_path: Path) -> Desk:
+    return Desk(llama, token_file, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from compress.lowbit import compressed_layers
 from compress.nn import Int8Linear, PackedLinear
 from compress.scheme import ActivationCodes
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe
 
 DYNAMIC = {"scheme": "w8a8"}
 STATIC = {"scheme": "w8a8", "activations": "static"}

@@ -19,7 +19,7 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.progress import Silent
 from compress.shards import pieces_of
 from compress.source import find_source, read_tensors
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe
 
 LOADERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -22,7 +22,7 @@ from compress.grid import Grid, quantize
 from compress.lowbit import compressed_layers
 from compress.recipe import describe, parse_recipe
 from compress.source import find_source
-from compress.verify import outputs, probe
+from compress.verification import outputs, probe
 
 GPTQ = compress.GPTQ(group_size=16)
 PACKED = {"scheme": "w4a16", "group_size": 16}
@@ -196,6 +196,7 @@ def test_blocks_that_form_no_chain_get_the_same_embedding():
     assert "embeddings.word_embeddings" not in record.left_alone
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, PACKED], ids=str)
 def test_transformers_loads_our_layers_with_the_head_and_without(options, tmp_path):
     model, _ = run("gemma", tmp_path / "out", compress.Embeddings(**options))

@@ -8,6 +8,7 @@ from commands import StopAfterOne, command, make_llama, save
 from models import DECODERS, build, tokens
 
 import compress
+from compress.comm import Comm
 from compress.errors import InputError
 from compress.fold import UNTOUCHED
 from compress.grid import fake_quantize
@@ -16,7 +17,7 @@ from compress.passes.base import FoldSite, Reader
 from compress.passes.smoothquant import smoothing
 from compress.source import find_source, read_tensors
 from compress.stats import ChannelMean, Hessian, MinMax, TokenSample
-from compress.verify import outputs, probe
+from compress.verification import outputs, probe
 
 FOLD_ONLY = {
     "smoothquant": compress.SmoothQuant(rounding="none"),
@@ -55,7 +56,7 @@ def _site(weights, x, channel_of_K=None, channels=None):
         stats[name] = statistic.result()
     found = torch.arange(x.shape[1]) if channel_of_K is None else channel_of_K
     readers = {n: Reader(w, stats, found, torch.float32) for n, w in weights.items()}
-    return FoldSite(readers, channels or x.shape[1], compress.comm.Comm())
+    return FoldSite(readers, channels or x.shape[1], Comm())
 
 
 def _outlying(M=256, K=32, N=24):

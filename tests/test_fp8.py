@@ -23,7 +23,7 @@ from compress.lowbit import compressed_layers
 from compress.nn import Fp8Linear, QuantLinear
 from compress.scheme import ActivationCodes, Scheme
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe, verify
+from compress.verification import load_with_transformers, outputs, probe, verify
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
 CHANNEL, TENSOR = (Grid(bits=8, type="float", granularity=g) for g in ("channel", "tensor"))

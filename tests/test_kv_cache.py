@@ -28,7 +28,7 @@ from compress.calibrators import OPTIONS as CALIBRATORS
 from compress.errors import CheckpointError, InputError
 from compress.grid import Grid, fake_quantize
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe
 
 KINDS = [(kind, per) for kind in ("int8", "fp8") for per in ("token", "head", "tensor")]
 every_kind = pytest.mark.parametrize(("kind", "per"), KINDS)
@@ -294,7 +294,7 @@ def test_a_loader_that_leaves_the_cache_alone_does_not_verify(tmp_path, monkeypa
         (tmp_path / "out" / "config.json").write_text(json.dumps(config))
         return load_with_transformers(find_source(str(given.path)), dtype)
 
-    monkeypatch.setattr(sys.modules["compress.verify"], "load_with_transformers", unrounded)
+    monkeypatch.setattr(sys.modules["compress.verification"], "load_with_transformers", unrounded)
     with pytest.raises(compress.CompressError, match="without a rounded key-value cache"):
         compress.verify(tmp_path / "out")
 

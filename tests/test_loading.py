@@ -29,7 +29,7 @@ from compress.lowbit import compressed_layers
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import scheme_for
 from compress.source import find_source
-from compress.verify import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe
 
 FIXTURES = Path(__file__).parent / "fixtures" / "llmcompressor"
 OUTPUT = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": "tensor"}
@@ -192,6 +192,7 @@ def test_checkpoints_with_rounded_outputs(name, kind, zero, fuse, changed):
 # --- through transformers ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("registered")
 def test_models_without_the_checkpoints_head_and_with_another_one(tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs the hf extra")
     out = write(tmp_path)
@@ -225,6 +226,15 @@ def test_layers_that_transformers_stores_under_other_names(tmp_path):
     assert torch.equal(outputs(found, ids), outputs(expected, ids))
 
 
+def test_transformers_stays_as_it_is_until_it_is_asked_for(tmp_path):
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    out = write(tmp_path)
+    compress.load(out)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    assert not any(isinstance(m, QuantLinear) for m in theirs.modules())
+
+
+@pytest.mark.usefixtures("registered")
 def test_from_pretrained_runs_compressed(tmp_path):
     pytest.importorskip("compressed_tensors", reason="needs the hf extra")
     from transformers import CompressedTensorsConfig

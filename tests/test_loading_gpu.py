@@ -9,7 +9,7 @@ from commands import make_llama
 import compress
 from compress.kernels import workspace
 from compress.lowbit import compressed_layers
-from compress.verify import outputs, probe
+from compress.verification import outputs, probe
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from vision import calibration, net
 import compress
 from compress.calibrators import OPTIONS as CALIBRATORS
 from compress.errors import CompressError, InputError
-from compress.verify import outputs, probe
+from compress.verification import outputs, probe
 
 METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
 STATIC = {"activations": "static"}

@@ -1,18 +1,25 @@
 """What an installation holds, and which way imports point."""
 
 import ast
+import inspect
+import json
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import fields
 from fnmatch import fnmatchcase
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import compress
+from compress.cards import card_of, summary_of
 from compress.kernels.cpu import SOURCES
+from compress.recipe import PASSES, pass_class
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
@@ -114,7 +121,7 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.files"),
+    ("compress.errors", "compress.version", "compress.terminal", "compress.progress", "compress.comm", "compress.files"),
     ("compress.page", "compress.shards", "compress.shown"),
     ("compress.kernels.*",),
     (
@@ -140,14 +147,14 @@ LAYERS = (
     ("compress.plan", "compress.record"),
     ("compress.export",),
     ("compress.pipeline",),
-    ("compress.checkpoint", "compress.recipe"),
+    ("compress.checkpoint", "compress.recipe", "compress.cards"),
     ("compress.journal",),
     ("compress.directory",),
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
     ("compress.loading",),
-    ("compress.api", "compress.verify", "compress.evaluation.*", "compress.bench*"),
+    ("compress.api", "compress.verification", "compress.evaluation.*", "compress.bench*"),
     ("compress",),
     ("compress.show",),
     ("compress.cli", "compress.recipes.*"),
@@ -231,15 +238,89 @@ def test_nothing_is_imported_with_a_star() -> None:
                 assert all(alias.name != "*" for alias in node.names), path
 
 
-def test_importing_the_package_starts_no_slow_library() -> None:
-    """pyarrow, datasets, pandas and compressed_tensors are for those who need them."""
-    program = "import sys, compress.cli; print(*[m for m in {slow} if m in sys.modules])"
-    slow = ("datasets", "pyarrow", "pandas", "compressed_tensors", "triton")
+# Answered at once: what needs no model imports nothing that takes seconds.
+AT_ONCE = (
+    (0, "--help"),
+    (0, "--version"),
+    (0, "quantize --help"),
+    (0, "methods"),
+    (0, "methods gptq"),
+    (2, "methods gtpq"),
+    (2, "quantize demo"),
+    (2, "quantize demo --output out --method gtpq"),
+    (2, "quantize demo --output out --set damp"),
+    (2, "quantize demo --output out --recipe no.yaml"),
+    (2, "quantize demo --output out --fsdp"),
+    (2, "inspect demo --device cpu"),
+    (2, "bench --schemes w4a16"),
+    (2, "demo --overwrite"),
+)
+HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "pyarrow", "pandas", "compressed_tensors", "triton"}
+PROGRAM = """
+import contextlib, io, json, sys
+import compress
+from compress.cli import main
+
+found = {"import": [0, sorted(HEAVY & {*sys.modules})]}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["compress", *words.split()]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code or 0
+    found[words] = [code, sorted(HEAVY & {*sys.modules})]
+[getattr(compress, name) for name in compress.__all__]
+found["everything"] = [0, sorted(HEAVY & {*sys.modules})]
+print(json.dumps(found))
+"""
+
+
+def test_what_needs_no_model_starts_no_slow_library() -> None:
+    """Whole names, too, leave to those who need them what reads tables, foreign checkpoints and GPUs."""
     done = subprocess.run(
-        [sys.executable, "-c", program.replace("{slow}", repr(slow))],
+        [sys.executable, "-c", f"HEAVY = {HEAVY}\n{PROGRAM}", json.dumps([words for _, words in AT_ONCE])],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         cwd=ROOT,
     )
-    assert done.stdout.split() == []
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("everything") == [0, ["huggingface_hub", "torch", "transformers"]]
+    assert found == {"import": [0, []], **{words: [code, []] for code, words in AT_ONCE}}
+
+
+# --- the public names ----------------------------------------------------------------------------------------------
+
+
+def test_a_public_name_is_what_it_says_whatever_has_been_imported() -> None:
+    """Importing a module puts it into its package: none may take the place of a public name."""
+    for name in sorted(NAMES - {"compress.__main__"}):
+        if not name.startswith("compress.recipes"):  # scripts
+            import_module(name)
+    assert set(compress._HOMES) < set(compress.__all__) <= set(dir(compress))
+    for name, home in compress._HOMES.items():
+        assert getattr(compress, name) is getattr(import_module(home), name), name
+        assert not isinstance(getattr(compress, name), ModuleType), name
+    with pytest.raises(AttributeError, match="module 'compress' has no attribute 'quantise'"):
+        _ = compress.quantise
+
+
+def test_type_checkers_see_the_same_public_names() -> None:
+    found = {}
+    for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.If):
+            found = {alias.name: line.module for line in node.body for alias in line.names}
+            break
+    assert found == compress._HOMES
+
+
+def test_the_card_of_a_method_is_what_its_class_says() -> None:
+    for name in PASSES:
+        kind, card = pass_class(name), card_of(name)
+        about = (inspect.getmodule(kind).__doc__ or "").strip()
+        assert (card.about, summary_of(name)) == (about, about.splitlines()[0])
+        assert list(card.defaults.items()) == [(f.name, f.default) for f in fields(kind)]
+        bases = [base for base in reversed(kind.__mro__) if "__dataclass_fields__" in vars(base) and fields(base)]
+        assert card.options == tuple(inspect.getdoc(base) for base in bases)

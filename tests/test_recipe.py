@@ -11,7 +11,7 @@ import yaml
 from compress import GPTQ, RTN, but, only
 from compress.errors import InputError
 from compress.passes.base import GridName, Only, Pass
-from compress.recipe import PASSES, describe, load_recipe, make_pass, parse_recipe
+from compress.recipe import PASSES, describe, load_recipe, make_pass, parse_recipe, pass_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,14 @@ def test_two_filters_of_one_kind_are_refused_rather_than_lost() -> None:
 
 
 def test_a_description_spells_out_every_option() -> None:
-    for name, kind in PASSES.items():
+    for name in PASSES:
+        kind = pass_class(name)
         (step,) = describe([kind()])["passes"]
         assert set(step) == {name}
         assert set(step[name]) == {f.name for f in fields(kind)}
 
 
-OPTIONS = [(name, f.name, f.default) for name, kind in PASSES.items() for f in fields(kind)]
+OPTIONS = [(name, f.name, f.default) for name in PASSES for f in fields(pass_class(name))]
 WRONG = {
     int: ["many", "1.5", 1.5, True, None, [1]],
     float: ["much", "nan", "inf", True, None, [1.0]],
@@ -116,7 +117,7 @@ def test_every_option_refuses_values_of_another_type(name: str, option: str, def
 
 @pytest.mark.parametrize(("name", "option", "default"), OPTIONS, ids=lambda v: str(v))
 def test_every_option_is_read_from_a_word_as_from_yaml(name: str, option: str, default: object) -> None:
-    assert make_pass(name, {option: str(default)}) == make_pass(name, {option: default}) == PASSES[name]()
+    assert make_pass(name, {option: str(default)}) == make_pass(name, {option: default}) == pass_class(name)()
 
 
 @pytest.mark.parametrize(

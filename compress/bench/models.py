@@ -96,6 +96,8 @@ def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str
     """(name, how to make it) of everything that is measured, the dense model first. Raises InputError."""
     room = options.prompt + options.new
     if options.model in decoder.SHAPES:
+        if options.trust_remote_code:
+            raise InputError(f"--trust-remote-code is for a checkpoint; {options.model} is a shape: drop it")
         config = decoder.config_of(options.model)
         _check_room(room, config.max_position_embeddings)
         for scheme in options.schemes or default_schemes():
@@ -105,7 +107,7 @@ def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str
     if options.schemes is not None:
         raise InputError(f"--schemes is for a shape ({known}); a checkpoint runs as it is stored")
     try:
-        source = find_source(options.model)
+        source = find_source(options.model, options.trust_remote_code)
     except InputError as error:
         raise InputError(f"{error}; or a shape: {known}") from None
     if source.quantization is None:
@@ -130,7 +132,8 @@ def _of_shape(options: ModelOptions, scheme: str, notes: list[str]) -> Build:
 
 def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> Build:
     def build() -> nn.Module:
-        model = load(options.model, options.dtype, options.device, fuse=False)
+        trusted = options.trust_remote_code
+        model = load(options.model, options.dtype, options.device, fuse=False, trust_remote_code=trusted)
         if not getattr(model, "can_generate", lambda: False)():
             raise InputError(f"{type(model).__name__} does not generate text; give a decoder")
         if variant == decoder.DENSE:

@@ -38,6 +38,7 @@ class ModelOptions:
     device: torch.device
     rounds: int
     quick: bool
+    trust_remote_code: bool = False
 
 
 def linear_options(
@@ -85,6 +86,7 @@ def model_options(
     device: str | None = None,
     rounds: int | None = None,
     quick: bool = False,
+    trust_remote_code: bool = False,
 ) -> ModelOptions:
     """Defaults for what is None, smaller on a CPU. schemes: only of a shape. Raises InputError."""
     names = None
@@ -111,6 +113,7 @@ def model_options(
         device=target,
         rounds=_rounds(rounds, 3 if quick else 10),
         quick=quick,
+        trust_remote_code=trust_remote_code,
     )
 
 

@@ -56,11 +56,12 @@ def model_figures(report: Report) -> list[tuple[str, dict[str, Any]]]:
     """(title, data and layout): tokens per second of prefill and decode, and bytes, by variant and batch."""
     timed = [entry for entry in report.results if "decode" in entry]
     batches = list(dict.fromkeys(entry["batch"] for entry in timed))
+    model = html.escape(report.settings["model"])  # plotly reads tags in titles
     figures = []
     for part in ("prefill", "decode"):
         bars = [_bars(f"batch {batch}", timed, batch, part) for batch in batches]
         layout = {"barmode": "group", "yaxis": {"title": {"text": "tokens per second"}}}
-        figures.append((f"{report.settings['model']}: {part}", {"data": bars, "layout": layout}))
+        figures.append((f"{model}: {part}", {"data": bars, "layout": layout}))
     first = [entry for entry in timed if entry["batch"] == batches[0]] if batches else []
     sizes = []
     for name, key in (("weights", "weights_bytes"), ("peak while running", "peak_bytes")):
@@ -69,7 +70,7 @@ def model_figures(report: Report) -> list[tuple[str, dict[str, Any]]]:
     layout = {"barmode": "group", "yaxis": {"title": {"text": "MiB"}}}
     figures.append(
         (
-            f"{report.settings['model']}: memory, batch {batches[0] if batches else '-'}",
+            f"{model}: memory, batch {batches[0] if batches else '-'}",
             {"data": sizes, "layout": layout},
         )
     )

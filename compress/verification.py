@@ -204,8 +204,10 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
 
-def verify(path: str | Path) -> dict[str, Any]:
+def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
+
+    trust_remote_code: run Python code that comes with the model, if any does.
 
     Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
@@ -213,7 +215,7 @@ def verify(path: str | Path) -> dict[str, Any]:
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
     was compared, too.
     """
-    source = find_source(str(path))
+    source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
     if source.quantization is not None:
         try:
@@ -227,7 +229,8 @@ def verify(path: str | Path) -> dict[str, Any]:
     cached = caches_of(source) is not None
     active = cached or any(stored.scheme.inputs is not None for stored in layers_of(source).values())
     dtype = torch.float32 if active else None
-    ours = load(path, dtype, dequantize=source.quantization is not None and not active)
+    dense = source.quantization is not None and not active
+    ours = load(path, dtype, dequantize=dense, trust_remote_code=trust_remote_code)
     try:
         products: AbstractContextManager[dict[str, float]] = plain_products(ours) if active else nullcontext({})
         with products as worst:

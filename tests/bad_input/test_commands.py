@@ -1,0 +1,379 @@
+"""What the command line refuses: the one table of bad input. A case: what is done, and what the line must say.
+
+Bad input ends with exit code 2 and one line on standard error that names what was given and what is allowed, before any
+work, and leaves nothing on disk.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from commands import Desk, Outcome, command, configured, half, last_line, make_llama, save
+
+Case = tuple[Callable[[Desk], Outcome], tuple[str, ...]]
+
+
+def with_missing_shard(desk: Desk) -> Path:
+    directory = save(make_llama().half(), desk.here / "model", max_shard_size="200KB")
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    return directory
+
+
+def parquet(desk: Desk, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), desk.here / "given.parquet")
+    return desk.here / "given.parquet"
+
+
+def npy(desk: Desk, value: object) -> Path:
+    np.save(desk.here / "given.npy", value)
+    return desk.here / "given.npy"
+
+
+MODELS: dict[str, Case] = {
+    "unknown hub model": (lambda d: d.rtn("nosuch/model"), ("'nosuch/model'", "directory", "hub id", "'demo'")),
+    "unknown bare name": (lambda d: d.rtn("nosuchmodel"), ("'nosuchmodel'", "directory", "hub id", "'demo'")),
+    "missing path": (lambda d: d.rtn("./no/such/model"), ("'./no/such/model'", "does not exist", "directory")),
+    "empty name": (lambda d: d.rtn(""), ("empty name", "directory", "hub id")),
+    "file": (lambda d: d.rtn(d.model / "config.json"), ("config.json' is a file", "give the directory")),
+    "directory without config": (lambda d: d.rtn(d.here), ("holds no config.json", "Hugging Face", "hub id")),
+    "config that is not JSON": (
+        lambda d: d.rtn(d.copy(config__json=lambda p: p.write_text("{nope"))),
+        ("config.json cannot be read", "line 1"),
+    ),
+    "config of an unknown architecture": (
+        lambda d: d.rtn(d.copy(config__json=configured(model_type="zork"))),
+        ("config.json is not a configuration that transformers knows", "`zork`"),
+    ),
+    "config that comes with code of its own": (
+        lambda d: d.rtn(d.copy(config__json=configured(model_type="zork", auto_map={"AutoConfig": "own.Config"}))),
+        ("the configuration of", "(own.Config)", "not run", "--trust-remote-code"),
+    ),
+    "config of another size": (
+        lambda d: d.rtn(d.copy(config__json=configured(intermediate_size=128))),
+        ("model.layers.0.mlp.down_proj.weight has shape [64, 96]", "[64, 128]", "6 tensors"),
+    ),
+    "config with one layer too many": (
+        lambda d: d.rtn(d.copy(config__json=configured(num_hidden_layers=3))),
+        ("lacks the tensor model.layers.2.", "9 missing"),
+    ),
+    "no weights": (
+        lambda d: d.rtn(d.copy(model__safetensors=lambda p: p.unlink())),
+        ("no .safetensors weights", "save_pretrained"),
+    ),
+    "missing shard": (
+        lambda d: d.rtn(with_missing_shard(d)),
+        ("index.json names model-00002-of-00003.safetensors", "missing", "fetch"),
+    ),
+    "truncated weights": (
+        lambda d: d.rtn(d.copy(model__safetensors=half)),
+        ("model.safetensors is damaged or incomplete", "fetch it again"),
+    ),
+    "pointer instead of weights": (
+        lambda d: d.rtn(
+            d.copy(model__safetensors=lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"))
+        ),
+        ("model.safetensors is damaged or incomplete", "fetch it again"),
+    ),
+    "no tokenizer for text": (
+        lambda d: d.gptq("demo", model=d.copy(tokenizer__json=Path.unlink, tokenizer_config__json=Path.unlink)),
+        ("no usable tokenizer", ".pt or .npy"),
+    ),
+}
+
+TEXTS: dict[str, Case] = {
+    "missing text file": (lambda d: d.gptq(d.here / "no.txt"), ("no.txt' does not exist",)),
+    "empty text": (lambda d: d.gptq(d.file("t.txt", "")), ("t.txt is empty",)),
+    "blank text": (lambda d: d.gptq(d.file("t.txt", " \n\n ")), ("t.txt is empty",)),
+    "short text": (
+        lambda d: d.gptq(d.file("t.txt", "hello there")),
+        ("t.txt has 4 tokens", "one window of 64", "shorter --length"),
+    ),
+    "text in Latin-1": (lambda d: d.gptq(d.file("t.txt", b"un caf\xe9 ")), ("t.txt is not UTF-8 (byte 6)", "convert")),
+    "unknown ending": (lambda d: d.gptq(d.file("t.docx", "x")), ("'.docx'", ".txt, .jsonl, .parquet, .pt, .npy")),
+    "directory": (lambda d: d.gptq(d.here), ("is a directory", ".txt, .jsonl, .parquet")),
+    "unreachable dataset": (
+        lambda d: d.gptq("nosuch/dataset"),
+        ("'nosuch/dataset'", "datasets id", ".txt, .jsonl, .parquet, .pt, .npy", "'demo'"),
+    ),
+    "bad line of jsonl": (
+        lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n\n{"text": \n')),
+        ("t.jsonl line 3 is not JSON",),
+    ),
+    "jsonl without text": (
+        lambda d: d.gptq(d.file("t.jsonl", '{"text": "a"}\n{"txt": "b"}\n')),
+        ("t.jsonl line 2 has no string field 'text'",),
+    ),
+    "jsonl of lists": (lambda d: d.gptq(d.file("t.jsonl", "[1]\n")), ("line 1 has no string field 'text'",)),
+    "empty jsonl": (lambda d: d.gptq(d.file("t.jsonl", "\n\n")), ("t.jsonl holds no text",)),
+    "parquet without column": (
+        lambda d: d.gptq(parquet(d, story=["a"])),
+        ("given.parquet is not a parquet file with a column 'text'",),
+    ),
+    "not parquet": (lambda d: d.gptq(d.file("t.parquet", "no")), ("t.parquet is not a parquet file",)),
+    "missing token file": (lambda d: d.gptq(d.here / "no.pt"), ("no.pt' does not exist",)),
+    "tokens of rank 1": (
+        lambda d: d.gptq(d.ids(torch.zeros(9, dtype=torch.int64))),
+        ("given.pt holds torch.int64 [9]", "integers of shape [samples, length]"),
+    ),
+    "tokens that are floats": (
+        lambda d: d.gptq(d.ids(torch.zeros(3, 9))),
+        ("given.pt holds torch.float32 [3, 9]", "integers of shape [samples, length]"),
+    ),
+    "tokens that are truth values": (
+        lambda d: d.gptq(npy(d, np.zeros((3, 9), dtype=bool))),
+        ("given.npy holds torch.bool [3, 9]", "integers of shape [samples, length]"),
+    ),
+    "tokens above the vocabulary": (
+        lambda d: d.gptq(d.ids(torch.tensor([[3, 2048]]))),
+        ("from 3 to 2048", "0 to 2047"),
+    ),
+    "tokens below 0": (lambda d: d.gptq(d.ids(torch.tensor([[-1, 5]]))), ("from -1 to 5", "0 to 2047")),
+    "tokens in a dictionary": (lambda d: d.gptq(d.ids({"ids": [1]})), ("given.pt holds dict", "[samples, length]")),
+    "no tokens": (lambda d: d.gptq(d.ids(torch.zeros(0, 9, dtype=torch.int64))), ("holds no tokens",)),
+    "rows of one token": (lambda d: d.gptq(d.ids(torch.zeros(9, 1, dtype=torch.int64))), ("one token", "2 or more")),
+    "rows beyond the context": (
+        lambda d: d.gptq(d.ids(torch.zeros(2, 65, dtype=torch.int64))),
+        ("windows of 65 tokens", "at most 64"),
+    ),
+    "damaged token file": (lambda d: d.gptq(d.file("t.pt", "zzz")), ("t.pt is damaged", "torch.save")),
+    "damaged array": (lambda d: d.gptq(d.file("t.npy", "zzz")), ("t.npy is damaged", "numpy.save")),
+    "array of words": (lambda d: d.gptq(npy(d, np.array([["a", "b"]]))), ("holds no tensor", "numpy.save")),
+    "length with a token file": (
+        lambda d: d.gptq(d.tokens, "--length", 8),
+        ("rows of 16 tokens", "--length 8 does not apply"),
+    ),
+    "length beyond the context": (
+        lambda d: d.gptq("demo", "--length", 65),
+        ("windows of 65 tokens", "at most 64"),
+    ),
+    "length 1": (lambda d: d.gptq("demo", "--length", 1), ("length 1", "2 or more")),
+    "samples 0": (lambda d: d.gptq("demo", "--samples", 0), ("samples 0", "1 or more")),
+}
+
+OPTIONS: dict[str, Case] = {
+    "group size that does not divide": (
+        lambda d: d.rtn(d.model, "--group-size", 64),
+        ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", "16, 32, -1"),
+    ),
+    "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
+    "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'", "w2a16", "w8a16", "bits 2 to 8")),
+    "9 bits": (lambda d: d.rtn(d.model, "--scheme", "w9a16"), ("'w9a16'", "w2a16", "w8a16", "bits 2 to 8")),
+    "unknown grid": (
+        lambda d: d.rtn(d.model, "--grid", "asym"),
+        ("grid 'asym'", "signed-scale, symmetric, narrow, asymmetric"),
+    ),
+    "unknown method": (
+        lambda d: d.rtn(d.model, "--method", "gtpq"),
+        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
+    ),
+    "unknown option": (
+        lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
+        (
+            "unknown option of gptq 'dmap'",
+            "did you mean 'damp'?",
+            "act_order, activation_grid, activations, calibrator, clip, damp",
+        ),
+    ),
+    "number that is a word": (lambda d: d.gptq(d.tokens, "--set", "damp=much"), ("damp of gptq is 'much'", "number")),
+    "number that is empty": (lambda d: d.gptq(d.tokens, "--set", "damp="), ("damp of gptq is ''", "number", "0.01")),
+    "number that is a half list": (lambda d: d.gptq(d.tokens, "--set", "damp=[1"), ("damp of gptq is '[1'", "number")),
+    "number that is infinite": (lambda d: d.gptq(d.tokens, "--set", "damp=inf"), ("damp of gptq is 'inf'", "finite")),
+    "whole number with a fraction": (
+        lambda d: d.gptq(d.tokens, "--set", "sweeps=1.5"),
+        ("sweeps of gptq is '1.5'", "whole number"),
+    ),
+    "truth value that is a number": (
+        lambda d: d.gptq(d.tokens, "--set", "clip=2"),
+        ("clip of gptq is '2'", "true or false"),
+    ),
+    "rounds below 0": (lambda d: d.gptq(d.tokens, "--set", "refit=-1"), ("refit -1", "0 or more")),
+    "damp 0": (lambda d: d.gptq(d.tokens, "--set", "damp=0"), ("damp 0.0", "above 0")),
+    "drift above 1": (lambda d: d.gptq(d.tokens, "--set", "drift=2"), ("drift 2.0", "to 1")),
+    "unknown order": (lambda d: d.gptq(d.tokens, "--set", "act_order=up"), ("act_order 'up'", "none, static, group")),
+    "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
+    "option given twice": (
+        lambda d: d.rtn(d.model, "--set", "group-size=16"),
+        ("group_size", "twice", "32", "'16'"),
+    ),
+    "ignore that matches nothing": (
+        lambda d: d.rtn(d.model, "--ignore", "*.down"),
+        ("'*.down' matches no layer", "'model.layers.0.self_attn.q_proj'"),
+    ),
+    "ignore of everything": (lambda d: d.rtn(d.model, "--ignore", "*"), ("no layer is left", "ignore less")),
+    "calibration without effect": (
+        lambda d: d.rtn(d.model, "--calibration", "demo"),
+        ("'rtn' uses no calibration data", "drop --calibration"),
+    ),
+    "samples and length without effect": (
+        lambda d: d.rtn(d.model, "--samples", 3, "--length", 9, "--batch-size", 8),
+        ("'rtn' uses no calibration data", "drop --samples, --length, --batch-size"),
+    ),
+    "missing calibration": (
+        lambda d: command("quantize", d.model, "--group-size", 32, "--output", d.output),
+        ("gptq needs calibration data", "text, token ids or 'demo'"),
+    ),
+    "batch size 0": (lambda d: d.gptq(d.tokens, "--batch-size", 0), ("batch size 0", "1 or more")),
+    "fsdp without torchrun": (lambda d: d.gptq(d.tokens, "--fsdp"), ("--fsdp", "torchrun --nproc-per-node")),
+    "unknown device": (lambda d: d.rtn(d.model, "--device", "gpu"), ("device 'gpu'", "usable here: cpu")),
+    "device that holds no values": (lambda d: d.rtn(d.model, "--device", "meta"), ("'meta'", "usable here: cpu")),
+    "device that is not there": (lambda d: d.rtn(d.model, "--device", "cuda:77"), ("'cuda:77'", "usable here: cpu")),
+    "empty output": (lambda d: d.rtn(d.model, "--output", ""), ("output ''", "give a path")),
+    "output without a name": (lambda d: d.rtn(d.model, "--output", "/"), ("output '/'", "give a path")),
+    "output below a file": (
+        lambda d: d.rtn(d.model, "--output", d.model / "config.json" / "out"),
+        ("cannot write to", "config.json/out.partial", "Not a directory"),
+    ),
+}
+
+RECIPES: dict[str, Case] = {
+    "missing recipe": (
+        lambda d: command("quantize", d.model, "--recipe", d.here / "no.yaml", "--output", d.output),
+        ("no.yaml' cannot be read", "No such file"),
+    ),
+    "not YAML": (lambda d: d.recipe("passes: ["), ("recipe.yaml' is not YAML", "line 1")),
+    "wrong top": (lambda d: d.recipe("steps: []"), ("recipe.yaml", "one key, `passes`, with a list")),
+    "more at the top": (lambda d: d.recipe("passes: [rtn: {}]\nseed: 1"), ("one key, `passes`, with a list",)),
+    "no passes": (lambda d: d.recipe("passes: []"), ("no pass given", "at least one")),
+    "pass without options": (lambda d: d.recipe("passes: [rtn]"), ("step 1 must be a pass", "gptq: {scheme: w4a16}")),
+    "two passes in a step": (
+        lambda d: d.recipe("passes:\n- {rtn: {}, gptq: {}}"),
+        ("step 1 must name one pass; it has rtn, gptq",),
+    ),
+    "no pass in a step": (lambda d: d.recipe("passes: [only: [x]]"), ("step 1 must name one pass; it has none",)),
+    "unknown pass": (
+        lambda d: d.recipe("passes: [awk: {}]"),
+        ("unknown method 'awk'", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
+    ),
+    "unknown key": (
+        lambda d: d.recipe("passes: [rtn: {schema: w4a16}]"),
+        ("option of rtn 'schema'", "did you mean 'scheme'?", "clip, grid, group_size"),
+    ),
+    "value of the wrong type": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32.5}]"),
+        ("group_size of rtn is 32.5", "whole number"),
+    ),
+    "options that are a list": (lambda d: d.recipe("passes: [rtn: [1]]"), ("options of rtn must be a mapping",)),
+    "only that is a word": (
+        lambda d: d.recipe("passes: [{rtn: {group_size: 32}, only: '*'}]"),
+        ("step 1", "`only` must be a list of layer patterns"),
+    ),
+    "only that matches nothing": (
+        lambda d: d.recipe("passes: [{rtn: {group_size: 32}, only: [nope]}]"),
+        ("pass 'rtn' (only nope) matches no layer", "'model.layers.0.self_attn.q_proj'"),
+    ),
+    "two quantizing passes on one layer": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}, gptq: {group_size: 32}]", "--calibration", d.tokens),
+        ("'gptq' needs the dense weight of model.layers.0", "'rtn' has quantized", "different layers"),
+    ),
+    "method beside a recipe": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
+        ("--recipe says everything", "drop method, scheme"),
+    ),
+    "calibration without effect": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--calibration", d.tokens),
+        ("recipe.yaml' uses no calibration data", "drop --calibration"),
+    ),
+    "module that does not exist": (
+        lambda d: d.recipe("passes: ['no_such.module:Pass': {}]"),
+        ("'no_such.module:Pass' cannot be imported", "No module named 'no_such'", "module:Class"),
+    ),
+    "module without a name": (lambda d: d.recipe("passes: [':Pass': {}]"), ("':Pass' cannot be imported",)),
+    "class that is no pass": (lambda d: d.recipe("passes: ['pathlib:Path': {}]"), ("'pathlib:Path' is no subclass",)),
+    "abstract pass": (lambda d: d.recipe("passes: ['compress:Pass': {}]"), ("'compress:Pass' is no pass that runs",)),
+}
+
+OTHERS: dict[str, Case] = {
+    "evaluate: unknown device": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--device", "gpu"),
+        ("device 'gpu'", "usable here: cpu"),
+    ),
+    "generate: unknown device": (
+        lambda d: command("generate", d.model, "--prompt", "a", "--device", "gpu"),
+        ("device 'gpu'", "usable here: cpu"),
+    ),
+    "evaluate: missing text": (
+        lambda d: command("evaluate", d.model, "--text", d.here / "no.txt"),
+        ("no.txt' does not exist",),
+    ),
+    "evaluate: unknown reference": (
+        lambda d: command("evaluate", d.model, "--reference", "no/such", "--text", d.tokens),
+        ("'no/such'", "hub id"),
+    ),
+    "generate: empty prompt": (
+        lambda d: command("generate", d.model, "--prompt", ""),
+        ("prompt is empty", "at least one token"),
+    ),
+    "verify: not of this tool": (lambda d: command("verify", d.model), ("no compress.json", "of this tool")),
+    "inspect: code that is not run": (
+        lambda d: command("inspect", d.model, "--trust-remote-code"),
+        ("--trust-remote-code is for --kernels",),
+    ),
+    "bench: code without a model": (
+        lambda d: command("bench", "--trust-remote-code"),
+        ("--trust-remote-code: only for a MODEL",),
+    ),
+    "methods: unknown": (
+        lambda d: command("methods", "gtpq"),
+        ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
+    ),
+    "demo: overwrite of nothing": (lambda d: command("demo", "--overwrite"), ("--overwrite needs --output",)),
+    "demo: wrong group size": (lambda d: command("demo", "--group-size", 100), ("group size 100", "256")),
+}
+
+REFUSED = {
+    f"{kind}: {name}": case
+    for kind, cases in (
+        ("model", MODELS),
+        ("text", TEXTS),
+        ("option", OPTIONS),
+        ("recipe", RECIPES),
+        ("command", OTHERS),
+    )
+    for name, case in cases.items()
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_line_with_exit_code_2_and_leaves_nothing(desk: Desk, name: str) -> None:
+    act, says = REFUSED[name]
+    outcome = act(desk)
+    assert outcome.code == 2, outcome
+    line = last_line(outcome)
+    assert outcome.err == line + "\n"  # before any work: no progress
+    missing = [words for words in says if words not in line]
+    assert not missing, line
+    assert not desk.output.exists()
+    assert not desk.output.with_name("output.partial").exists()
+
+
+def test_a_model_that_is_quantized_already_is_refused(desk: Desk, llama_w4: Path) -> None:
+    outcome = desk.rtn(llama_w4)
+    assert outcome.code == 2
+    assert "quantized already (compressed-tensors); give the original model" in last_line(outcome)
+    assert not desk.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["quantize", "demo", "--ouptut", "x"], "Did you mean '--output'?"),
+        (["quantize", "demo"], "Missing option '--output'"),
+        (["quantize"], "Missing argument 'MODEL'"),
+        (["quantize", "demo", "--output", "x", "--batch-size", "many"], "'many' is not a valid integer"),
+        (["evaluate", "demo"], "Missing option '--text'"),
+        (["evaluate", "demo", "--text", "demo", "--json", "no/such/file"], "'no/such/file' cannot be written"),
+        (["inspect", "demo", "--json", "/"], "'/' is a directory"),
+        (["generate", "demo", "--prompt", "a", "--tokens", "0"], "0 is not in the range"),
+        (["quantise", "demo"], "Did you mean 'quantize'?"),
+    ],
+)
+def test_wrong_usage_is_explained_with_exit_code_2(arguments: list[str], says: str) -> None:
+    outcome = command(*arguments)
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not outcome.out
