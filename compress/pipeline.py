@@ -103,8 +103,7 @@ class _Run:
     @staticmethod
     def scale_dtypes(names: Sequence[str], layers: Mapping[str, Layer], opened: Opened) -> dict[str, torch.dtype]:
         """The dtype in which each layer's scales are stored: that of its weight."""
-        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
-        return {n: dtypes[id(layers[n].parameter)] for n in names}
+        return {n: opened.dtype_of(layers[n].parameter) for n in names}
 
     def fix_outputs(
         self,
@@ -342,9 +341,7 @@ class _Run:
             if needs and name not in ranges:
                 self.record.left_alone[name] = "keeps no keys and values of its own"
                 continue
-            within = {id(p) for p in attention.parameters()}
-            stored = [opened.dtypes[n] for n, p in opened.block.named_parameters() if id(p) in within]
-            codes[name] = kv.decide(ranges.get(name), stored[0])
+            codes[name] = kv.decide(ranges.get(name), opened.dtype_of(next(attention.parameters())))
             for role, found in zip(("keys", "values"), ranges.get(name, ()), strict=False):
                 self.ranges.append(range_record(found, name, role))
             versions.keep_codes(attention, codes[name])
