@@ -11,6 +11,7 @@ installed and the forwards resume. One forward per block and micro-batch, and ev
 prefix of its own block.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -172,7 +173,43 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    # A tensor of torch.inference_mode cannot be used outside of it; a copy can.
+    own = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in own.items()}
+
+
+def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Raises InputError for a batch that a model's forward has no arguments for, or not all that it needs."""
+    signature = inspect.signature(model.forward)
+    named = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for i, batch in enumerate(batches):
+        try:
+            signature.bind(**batch)
+        except TypeError as error:
+            raise InputError(
+                f"calibration batch {i + 1} has {', '.join(map(str, batch))} for the forward of "
+                f"{type(model).__name__}, which takes {', '.join(named)}: {error}"
+            ) from None
+
+
+@contextmanager
+def named_failure(what: str) -> Iterator[None]:
+    """Within: what the model's own code raises on `what` is one line, an InputError."""
+    try:
+        yield
+    except (CompressError, ChainBrokenError, _StopError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        raise InputError(
+            f"the model cannot run {what}: {type(error).__name__}{': ' + said[0] if said else ''}"
+        ) from error
+
+
+def described(batch: Batch, number: int) -> str:
+    """A calibration batch for a message."""
+    held = ", ".join(f"{k} {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in batch.items())
+    return f"calibration batch {number} ({held})"
 
 
 class _Capture:
@@ -231,11 +268,12 @@ def capture(
     stand_ins = [_Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
     with torch.no_grad(), residency.open(model, set(blocks)):
         with _swapped(stack.container, stand_ins):
-            for batch in batches:
+            for i, batch in enumerate(batches):
                 moved = _moved(batch, residency.device)
                 noted.tokens = token_mask(moved)
                 try:
-                    model(**moved)
+                    with named_failure(described(batch, i + 1)):
+                        model(**moved)
                 except _StopError:
                     pass
                 else:
@@ -309,7 +347,8 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
             seen = _observe(block, fake[0], fake[1], layers)
         traced = True
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
-        seen = _observe(block, call.args, call.kwargs, layers)
+        with named_failure(described(call.kwargs, 1) if call.key is None else "a block on calibration batch 1"):
+            seen = _observe(block, call.args, call.kwargs, layers)
         traced = False
     order: dict[tuple[Any, ...], list[str]] = {}
     counts: dict[str, int] = {}

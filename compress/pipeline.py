@@ -54,6 +54,7 @@ from compress.record import (
 )
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
+from compress.restore import hooks_and_buffers, undone
 from compress.versions import RoundInput, RoundOutput, Versions
 
 
@@ -166,11 +167,21 @@ class _Run:
                     self.install(table, finished.decided[table.name], versions)
                 self.record.take(finished)
                 self.reporter.step(self.plan.tables.index(table) + 1, total, table.name)
+        self.record.changed += [table.name for table in tables]
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
     ) -> tuple[list[Call], list[Call]]:
-        """Compress one block; returns the calls of the next."""
+        """Compress one block, entirely or, where that fails, not at all; returns the calls of the next."""
+        with undone(hooks_and_buffers(block)):
+            following = self.compress_block(name, block, calls, reference)
+        self.record.changed.append(name or "all of it")
+        return following
+
+    def compress_block(
+        self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
+    ) -> tuple[list[Call], list[Call]]:
+        """`run_block`; a failure leaves hooks behind."""
         started = time.monotonic()
         layers = {layer.name: layer for layer in self.plan.layers[name]}
         attentions = {} if self.plan.kv is None else cache_names(block, name)
