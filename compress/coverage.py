@@ -9,7 +9,7 @@ from compress.architecture import left_alone
 from compress.plan import Plan
 
 SMALL = 0.5  # below this share of the parameters a person is warned
-OTHERS = "norms, biases and other vectors"
+OTHERS = "norms and biases"
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,4 @@ def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
 
 def remark(found: Coverage) -> str | None:
     """What to say before the work where most of a model will stay as it is."""
-    return f"most of the model stays as it is; compressed are {found}" if found.share < SMALL else None
+    return f"little of the model will be compressed: {found}" if found.share < SMALL else None

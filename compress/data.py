@@ -233,9 +233,7 @@ def _check_vocabulary(name: str, ids: Any, vocabulary: int | None) -> None:
         )
 
 
-def batches_of(
-    data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None
-) -> list[Batch]:
+def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None) -> list[Batch]:
     """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are.
 
     Raises InputError for batches that say nothing to any model, or have token ids that the vocabulary has not.

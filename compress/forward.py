@@ -14,7 +14,7 @@ prefix of its own block.
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -396,7 +396,11 @@ def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 class _Runner:
     """One micro-batch's forward of the block, in a greenlet that parks at the sites."""
 
-    def __init__(self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int]) -> None:
+    def __init__(
+        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int], index: int
+    ) -> None:
+        # A block in a chain gets what the block before it made, a whole model what a person gave.
+        self.what = described(call.kwargs, index + 1) if call.key is None else None
         self.inputs: dict[int, ReferenceType[Tensor]] = {}
         self.site_of, self.done = site_of, done
         self.parked: tuple[int, Tensor] | None = None
@@ -495,13 +499,14 @@ def suspended_forward(
     """
     site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
     done: set[int] = set()
-    runners = [_Runner(block, call, site_of, done) for call in calls]
-    shadows = [_Runner(block, call, site_of, done) for call in reference or ()]
+    runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
+    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference or ())]
     current: list[_Runner] = []
 
     def advance(runner: _Runner, site: int) -> Tensor | None:
         current[:] = [runner]
-        return runner.advance(site)
+        with nullcontext() if runner.what is None else named_failure(runner.what):
+            return runner.advance(site)
 
     def arrivals(site: int) -> Iterator[Arrival | None]:
         for i, runner in enumerate(runners):

@@ -71,7 +71,7 @@ def assert_same(before, after):
     for place, (value, *rest) in ((k, v if isinstance(v, tuple) else (v,)) for k, v in before.items()):
         now = after[place] if isinstance(after[place], tuple) else (after[place],)
         same = torch.equal(value, now[0]) if isinstance(value, torch.Tensor) else value == now[0]
-        assert same and tuple(rest) == now[1:], place
+        assert (same, tuple(rest)) == (True, now[1:]), place
 
 
 @pytest.mark.parametrize("passes", [FOLDS, EVERYTHING], ids=["folds", "everything"])
@@ -110,9 +110,7 @@ def test_without_restoring_the_exception_says_which_blocks_are_changed(monkeypat
         compress.quantize(
             model, EVERYTHING[1:], calibration=tokens(), restore=False, reporter=FailsAt(1, KeyboardInterrupt())
         )
-    assert stopped.value.__notes__ == [
-        "the model is compressed in part and stays so, in model.layers.0: load it again"
-    ]
+    assert stopped.value.__notes__ == ["the model is compressed in part and stays so, in model.layers.0: load it again"]
     model = build("llama")
     before = state(model)
     monkeypatch.setattr(SmoothQuant, "apply", failing(SmoothQuant.apply, 6, CompressError("it broke")))
