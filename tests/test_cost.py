@@ -12,7 +12,7 @@ import compress
 
 PASSES = {
     "rtn": compress.RTN(group_size=16),
-    "gptq": compress.GPTQ(group_size=16),
+    "gptq": compress.GPTQ(group_size=16, clip=False, refit=0, sweeps=0),
     "w8a8": compress.RTN(scheme="w8a8", activations="static", outputs="static"),
 }
 
