@@ -78,7 +78,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
     treated = plan.treated
     layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
     dense = {layer.name for layer in layers if stored and not layer.has_format}
-    reasons = left_alone(model, treated, plan.convolutions) | plan.ignored
+    reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
     return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons)
 
 
