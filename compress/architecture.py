@@ -11,11 +11,16 @@ small, at its edge or between its linear layers, and are treated only where that
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 from transformers.pytorch_utils import Conv1D
 
 from compress.convolution import Geometry, geometry_of, is_convolution
 from compress.errors import InputError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,52 @@ class Stack:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D) and module.weight.ndim == 2
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    weight = module._parameters.get("weight")  # not the attribute, which torch.nn.utils may compute
+    return weight is None or isinstance(weight, UninitializedParameter) or weight.ndim == 2
 
 
 def is_layer(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
+
+
+def is_read_uncalled(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is read by the module around it, which never calls the layer: torch has a class
+    for those of its MultiheadAttention."""
+    return isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the weight of a layer cannot be compressed, and what to do about it; None where it can."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return (
+            "computes its weight from other tensors (weight_norm, spectral_norm, pruning); make it permanent: "
+            "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or "
+            "prune.remove"
+        )
+    if isinstance(weight, UninitializedParameter):
+        return "has a weight without a shape; run the model once"
+    if weight.dtype not in FLOATS:
+        return f"has weights of {weight.dtype}; allowed: {', '.join(map(str, FLOATS))}"
+    return None if weight.numel() else f"has an empty weight, {list(weight.shape)}"
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raises InputError for a parameter or buffer that no run can work with, whether or not it is to be compressed."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter):
+            continue  # `obstacle`, where it is to be compressed
+        problem = None
+        if tensor.is_meta:
+            problem = "has no values (it is on the meta device); load the model's weights first"
+        elif isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
+            problem = f"is sparse ({tensor.layout}); make it dense (to_dense)"
+        elif tensor.is_inference():
+            problem = "was made under torch.inference_mode and cannot be changed; make or load the model outside of it"
+        if problem is not None:
+            raise InputError(f"{name} {problem}")
 
 
 def layers_of(block: nn.Module, block_name: str, convolutions: bool = False) -> list[Layer]:
@@ -209,7 +255,13 @@ def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim >= 2:
                     full = f"{name}.{parameter_name}" if name else parameter_name
-                    fused = parameter.ndim == 3 and len(parameter) > 1  # [1, T, C] are embeddings of positions
+                    # [1, T, C] are embeddings of positions; a transposed convolution is not a stack of matrices.
+                    fused = parameter.ndim == 3 and len(parameter) > 1 and not _is_torchs(module)
                     kind = "fused experts" if fused else type(module).__name__
                     reasons[full] = f"{kind}: not a linear layer"
     return reasons
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module is of one of torch's own kinds."""
+    return any(k.__module__.startswith("torch.nn.") for k in type(module).__mro__ if k is not nn.Module)

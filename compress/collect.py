@@ -85,7 +85,7 @@ def collected(
     collector = Collector(needs, layer)
     problem, seen = None, 0
     for arrival in arrivals:
-        problem = problem or _problem(layer.name, arrival)
+        problem = problem or _problem(layer, arrival)
         if problem is None:
             collector.update(arrival)
             seen += 0 if arrival is None else len(arrival.x_MK)
@@ -135,19 +135,21 @@ def returned(layer: Layer, arrival: Arrival | None, entering: Callable[[nn.Modul
     return y if layer.geometry is None else elements(y, layer.geometry)
 
 
-def _problem(layer: str, arrival: Arrival | None) -> str | None:
+def _problem(layer: Layer, arrival: Arrival | None) -> str | None:
     """Why a micro-batch cannot enter the statistics of a layer."""
     if arrival is None:
         return None
     x, reference = arrival.x_MK, arrival.reference_MK
+    if x.shape[1] != layer.channels:
+        return f"a calibration batch gives {layer.name} {x.shape[1]} inputs; it has {layer.channels}"
     if not bool(torch.isfinite(x).all()):
         return (
-            f"the input of {layer} has non-finite values during calibration; the model overflows in this dtype or its "
-            "weights are damaged"
+            f"the input of {layer.name} has non-finite values during calibration; the model overflows in this dtype or "
+            "its weights are damaged"
         )
     if reference is not None and reference.shape != x.shape:
         return (
-            f"{layer} sees other tokens in the compressed model than in the original (routing); drift correction "
+            f"{layer.name} sees other tokens in the compressed model than in the original (routing); drift correction "
             "cannot pair them: turn it off (drift=0) or ignore the layer"
         )
     return None

@@ -18,6 +18,7 @@ from compress.source import DEMO, path_of
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
 DEFAULT_LENGTH = 2048
+TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
 
 
 @dataclass(frozen=True)
@@ -222,10 +223,25 @@ def load_tokens(
     return Tokens(picked, name, tuple(notes))
 
 
-def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int) -> list[Batch]:
-    """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are."""
+def _check_vocabulary(name: str, ids: Any, vocabulary: int | None) -> None:
+    if vocabulary is None or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise InputError(
+            f"{name} of a calibration batch holds token ids from {int(ids.min())} to {int(ids.max())}; the vocabulary "
+            f"is 0 to {vocabulary - 1}: tokenize with this model's tokenizer"
+        )
+
+
+def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None) -> list[Batch]:
+    """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are.
+
+    Raises InputError for batches that say nothing to any model, or have token ids that the vocabulary has not.
+    """
     if isinstance(data, Tensor):
         return [{"input_ids": part} for part in data.split(size)]
+    if not isinstance(data, Iterable):
+        raise InputError(f"calibration is {data!r}; give text, token ids [samples, length] or a list of batches")
     batches = list(data)
     if not batches:
         raise InputError("calibration holds no batch")
@@ -237,4 +253,9 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int) -> list
             )
         if batch.get("use_cache"):
             raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")
+        for name in TOKEN_INPUTS:
+            _check_vocabulary(name, batch.get(name), vocabulary)
+    masks = [batch.get("attention_mask") for batch in batches]
+    if all(isinstance(mask, Tensor) and mask.ndim == 2 and not mask.any() for mask in masks):
+        raise InputError("every token of the calibration batches is masked (attention_mask is 0 throughout)")
     return batches

@@ -11,9 +11,10 @@ installed and the forwards resume. One forward per block and micro-batch, and ev
 prefix of its own block.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -172,7 +173,43 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 
 def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    # A tensor of torch.inference_mode cannot be used outside of it; a copy can.
+    own = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in own.items()}
+
+
+def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Raises InputError for a batch that a model's forward has no arguments for, or not all that it needs."""
+    signature = inspect.signature(model.forward)
+    named = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for i, batch in enumerate(batches):
+        try:
+            signature.bind(**batch)
+        except TypeError as error:
+            raise InputError(
+                f"calibration batch {i + 1} has {', '.join(map(str, batch))} for the forward of "
+                f"{type(model).__name__}, which takes {', '.join(named)}: {error}"
+            ) from None
+
+
+@contextmanager
+def named_failure(what: str) -> Iterator[None]:
+    """Within: what the model's own code raises on `what` is one line, an InputError."""
+    try:
+        yield
+    except (CompressError, ChainBrokenError, _StopError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        raise InputError(
+            f"the model cannot run {what}: {type(error).__name__}{': ' + said[0] if said else ''}"
+        ) from error
+
+
+def described(batch: Batch, number: int) -> str:
+    """A calibration batch for a message."""
+    held = ", ".join(f"{k} {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in batch.items())
+    return f"calibration batch {number} ({held})"
 
 
 class _Capture:
@@ -231,11 +268,12 @@ def capture(
     stand_ins = [_Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
     with torch.no_grad(), residency.open(model, set(blocks)):
         with _swapped(stack.container, stand_ins):
-            for batch in batches:
+            for i, batch in enumerate(batches):
                 moved = _moved(batch, residency.device)
                 noted.tokens = token_mask(moved)
                 try:
-                    model(**moved)
+                    with named_failure(described(batch, i + 1)):
+                        model(**moved)
                 except _StopError:
                     pass
                 else:
@@ -309,7 +347,8 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
             seen = _observe(block, fake[0], fake[1], layers)
         traced = True
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
-        seen = _observe(block, call.args, call.kwargs, layers)
+        with named_failure(described(call.kwargs, 1) if call.key is None else "a block on calibration batch 1"):
+            seen = _observe(block, call.args, call.kwargs, layers)
         traced = False
     order: dict[tuple[Any, ...], list[str]] = {}
     counts: dict[str, int] = {}
@@ -357,7 +396,11 @@ def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 class _Runner:
     """One micro-batch's forward of the block, in a greenlet that parks at the sites."""
 
-    def __init__(self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int]) -> None:
+    def __init__(
+        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int], index: int
+    ) -> None:
+        # A block in a chain gets what the block before it made, a whole model what a person gave.
+        self.what = described(call.kwargs, index + 1) if call.key is None else None
         self.inputs: dict[int, ReferenceType[Tensor]] = {}
         self.site_of, self.done = site_of, done
         self.parked: tuple[int, Tensor] | None = None
@@ -456,13 +499,14 @@ def suspended_forward(
     """
     site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
     done: set[int] = set()
-    runners = [_Runner(block, call, site_of, done) for call in calls]
-    shadows = [_Runner(block, call, site_of, done) for call in reference or ()]
+    runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
+    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference or ())]
     current: list[_Runner] = []
 
     def advance(runner: _Runner, site: int) -> Tensor | None:
         current[:] = [runner]
-        return runner.advance(site)
+        with nullcontext() if runner.what is None else named_failure(runner.what):
+            return runner.advance(site)
 
     def arrivals(site: int) -> Iterator[Arrival | None]:
         for i, runner in enumerate(runners):

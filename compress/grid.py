@@ -170,9 +170,10 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number."""
-    limits = torch.finfo(dtype)
+    stored, working = torch.finfo(dtype), torch.finfo(scale.dtype)  # either may be the wider one
+    smallest, largest = max(stored.tiny, working.tiny), min(stored.max, working.max)
     sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
-    return sign * scale.abs().clamp(limits.tiny, limits.max).to(dtype).to(scale.dtype)
+    return sign * scale.abs().clamp(smallest, largest).to(dtype).to(scale.dtype)
 
 
 def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

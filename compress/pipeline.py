@@ -54,6 +54,7 @@ from compress.record import (
 )
 from compress.rescale import Folded, FoldRecord, Rescaler, collecting, repeat
 from compress.residency import Opened, Residency
+from compress.restore import hooks_and_buffers, undone
 from compress.versions import RoundInput, RoundOutput, Versions
 
 
@@ -103,8 +104,7 @@ class _Run:
     @staticmethod
     def scale_dtypes(names: Sequence[str], layers: Mapping[str, Layer], opened: Opened) -> dict[str, torch.dtype]:
         """The dtype in which each layer's scales are stored: that of its weight."""
-        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
-        return {n: dtypes[id(layers[n].parameter)] for n in names}
+        return {n: opened.dtype_of(layers[n].parameter) for n in names}
 
     def fix_outputs(
         self,
@@ -167,11 +167,21 @@ class _Run:
                     self.install(table, finished.decided[table.name], versions)
                 self.record.take(finished)
                 self.reporter.step(self.plan.tables.index(table) + 1, total, table.name)
+        self.record.changed += [table.name for table in tables]
 
     def run_block(
         self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
     ) -> tuple[list[Call], list[Call]]:
-        """Compress one block; returns the calls of the next."""
+        """Compress one block, entirely or, where that fails, not at all; returns the calls of the next."""
+        with undone(hooks_and_buffers(block)):
+            following = self.compress_block(name, block, calls, reference)
+        self.record.changed.append(name or "all of it")
+        return following
+
+    def compress_block(
+        self, name: str, block: nn.Module, calls: list[Call], reference: list[Call]
+    ) -> tuple[list[Call], list[Call]]:
+        """`run_block`; a failure leaves hooks behind."""
         started = time.monotonic()
         layers = {layer.name: layer for layer in self.plan.layers[name]}
         attentions = {} if self.plan.kv is None else cache_names(block, name)
@@ -342,9 +352,7 @@ class _Run:
             if needs and name not in ranges:
                 self.record.left_alone[name] = "keeps no keys and values of its own"
                 continue
-            within = {id(p) for p in attention.parameters()}
-            stored = [opened.dtypes[n] for n, p in opened.block.named_parameters() if id(p) in within]
-            codes[name] = kv.decide(ranges.get(name), stored[0])
+            codes[name] = kv.decide(ranges.get(name), opened.dtype_of(next(attention.parameters())))
             for role, found in zip(("keys", "values"), ranges.get(name, ()), strict=False):
                 self.ranges.append(range_record(found, name, role))
             versions.keep_codes(attention, codes[name])

@@ -10,8 +10,11 @@ from compress.architecture import (
     Layer,
     Stack,
     Table,
+    check_tensors,
     find_stacks,
+    is_read_uncalled,
     layers_of,
+    obstacle,
     output_head,
     token_tables,
     treats_convolutions,
@@ -73,6 +76,7 @@ def plan(
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
+    check_tensors(model)
     kv = _cache_pass(model, passes)
     embeddings = [p for p in passes if p.treats == "embeddings"]
     calibrated = any(p.calibrated for p in passes)
@@ -112,12 +116,18 @@ def plan(
                 matched.update(hits)
                 if hits:
                     ignored[layer.name] = f"ignored by {hits[0]!r}"
-                elif id(layer.parameter) in shared:
+                elif id(layer.module._parameters.get("weight")) in shared:
                     ignored[layer.name] = "shares its weight with another module"
                 elif layer.module is not head:
+                    wanting = [p for p in passes if p.wants(layer.name)]
+                    if is_read_uncalled(layer.module) and any(p.calibrated or p.rounds_inputs for p in wanting):
+                        ignored[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
+                        continue
                     kept.append(layer)
-                    if not any(p.wants(layer.name) for p in passes):
+                    if not wanting:
                         ignored[layer.name] = "no pass asks for it"
+                    elif problem := obstacle(layer.module):
+                        raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
             layers[block_name] = tuple(kept)
     unmatched = [p for p in ignore if p not in matched]
     if unmatched:
@@ -184,6 +194,9 @@ def _tables(
         raise InputError(
             f"pass {p.innermost.name!r} is left without a table; the embedding is called {found[0].name!r}"
         )
+    for table in kept:
+        if problem := obstacle(table.module):
+            raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
     p.check({table.name: table.shape for table in kept})
     return tuple(kept)
 
@@ -193,8 +206,8 @@ def shared_weights(model: nn.Module) -> set[int]:
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
+        weight = module._parameters.get("weight")
+        if weight is not None:
             (shared if id(weight) in seen else seen).add(id(weight))
     return shared
 

@@ -67,7 +67,7 @@ def producers_of(block: nn.Module, run: Callable[[], Any]) -> dict[str, Producer
     found: dict[str, Producer] = {}
     for name, module in block.named_modules():
         kind = kinds.get(name)
-        if is_linear(module):
+        if is_linear(module) and "weight" in module._parameters:
             found[name] = Producer(module, "linear", Layer(name, module).shape[0])
         elif kind is not None:
             assert isinstance(module.weight, Tensor)

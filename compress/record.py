@@ -1,5 +1,6 @@
 """What a run leaves behind: what was decided about each block, and what the report says about it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,8 +10,10 @@ from torch import Tensor
 from compress.architecture import Layer
 from compress.cache import CacheCodes
 from compress.calibrators import Range
+from compress.coverage import Coverage
 from compress.histogram import merged, merged_edge, pooled
 from compress.passes.base import Decision, Pass
+from compress.plan import Plan
 from compress.progress import Reporter
 from compress.rescale import Folded, FoldRecord
 from compress.residency import Opened
@@ -83,7 +86,8 @@ class RangeRecord:
 @dataclass
 class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
-    in the order of the model. not_folded: producers into which no scale can go, and why."""
+    in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
+    that have new values by now. coverage: how much of the model is compressed, when the run is done."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -92,6 +96,8 @@ class RunRecord:
     not_folded: list[str] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    coverage: Coverage | None = None
     block_forwards: int = 0
     seconds: float = 0.0
 
@@ -140,6 +146,23 @@ class Sink(Protocol):
     ) -> None:
         """Write a finished block. Called on every rank while the block is open."""
         ...
+
+
+def nothing_done(plan: Plan, record: RunRecord) -> str | None:
+    """Which pass compressed nothing at all, and why; None where every one did something."""
+    made = {layer.name for layer in record.layers}
+    for p in plan.passes:
+        wanted = sorted(name for name in plan.treated if p.wants(name))
+        if p.rounds and not made & set(wanted):
+            reasons = Counter(record.left_alone.get(name, "no reason known") for name in wanted)
+            told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            return f"{p.innermost.name} compressed nothing: of its layers, like {wanted[0]}, {told}"
+    if plan.kv is not None and not record.caches:
+        return "kv-cache compressed nothing: no attention keeps keys and values of its own"
+    if plan.passes and not any(p.rounds for p in plan.passes) and not record.folds:
+        why = f" ({record.not_folded[0]})" if record.not_folded else ""
+        return f"{plan.passes[0].innermost.name} did nothing: there is no fold in this model{why}"
+    return None
 
 
 def few_tokens(layers: Sequence[LayerRecord]) -> str | None:

@@ -97,15 +97,13 @@ class Rescaler:
         wanted: set[str],
         statistics: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Reader]:
-        dtypes = {id(param): opened.dtypes[n] for n, param in opened.block.named_parameters() if n in opened.dtypes}
         readers = {}
         for consumer in fold.consumers:
             name = prefix + consumer.name
             if name in wanted and name in statistics:
                 layer = layers[name]
-                dtype = dtypes[id(layer.parameter)]
                 map_K = consumer.channel_of_K.to(layer.weight.device)
-                readers[name] = Reader(layer.weight, statistics[name], map_K, dtype)
+                readers[name] = Reader(layer.weight, statistics[name], map_K, opened.dtype_of(layer.parameter))
         return readers
 
 

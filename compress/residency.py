@@ -11,6 +11,7 @@ one block and nothing else. Code under `open` cannot tell which.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +31,18 @@ class Opened:
     block: nn.Module
     home: dict[str, Tensor]
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which the model stores each parameter."""
         return {name: value.dtype for name, value in self.home.items()}
+
+    @cached_property
+    def _dtype_of(self) -> dict[int, torch.dtype]:
+        return {id(p): self.dtypes[name] for name, p in self.block.named_parameters() if name in self.dtypes}
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype in which the model stores a parameter of the block."""
+        return self._dtype_of[id(parameter)]
 
     def value(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter in its stored dtype; what was there before, itself, where it was not edited."""

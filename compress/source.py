@@ -221,15 +221,20 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
     return AutoModelForCausalLM
 
 
+def check_dense(source: Source) -> None:
+    """Raises InputError for a checkpoint that is quantized already."""
+    if source.quantization is not None:
+        raise InputError(
+            f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
+        )
+
+
 def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
     """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files.
 
     notes: takes what the person should know about the checkpoint.
     """
-    if source.quantization is not None:
-        raise InputError(
-            f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
-        )
+    check_dense(source)
     read_config(source)
     return from_pretrained(source, str(source.path), notes, dtype="auto" if dtype is None else dtype)
 

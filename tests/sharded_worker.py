@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from compress import writer
 from compress.architecture import find_stacks
 from compress.cli import leave
 from compress.comm import Comm
+from compress.progress import Silent
 from compress.residency import Sharded, shard
 from compress.stats import Hessian, MinMax
 
@@ -112,6 +114,26 @@ def residency(mesh):
     }
 
 
+class StopAfterTwo(Silent):
+    """Interrupts a run when its second step is finished."""
+
+    def step(self, done: int, total: int, what: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+
+def restored(mesh):
+    """What a run that is stopped leaves of a model that somebody else sharded: everything, and it can be trained."""
+    model = build("llama")
+    shard(model, find_stacks(model), mesh)
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    passes = (compress.Embeddings(scheme="w4a16"), *FOLDING["awq-gptq"])
+    with suppress(KeyboardInterrupt):
+        compress.quantize(model, passes, calibration=tokens(8), batch_size=2, reporter=StopAfterTwo())
+    same = all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+    return {"same": same, "losses": train(model)}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -130,6 +152,7 @@ def main(folder: Path) -> None:
     if comm.world == 2:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
+        found["restored"] = restored(mesh)
         compress.quantize(folder / "model", exact, output=folder / "resumed", resume=True, **common)
         compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
         float8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")

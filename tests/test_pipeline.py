@@ -175,6 +175,68 @@ def test_layers_without_calibration_are_left_alone_and_named():
     assert result.record.left_alone["never"] == "never called during calibration"
 
 
+def test_a_run_in_which_a_pass_compresses_nothing_is_an_error_and_leaves_nothing(tmp_path):
+    class Uncalled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.read = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return nn.functional.linear(self.called(x), self.read.weight)
+
+    passes = (compress.only(compress.GPTQ(group_size=16), "read"), compress.only(compress.RTN(group_size=16), "called"))
+    cases = {passes[:1]: r"like read, 1 never called during calibration$", passes: "^gptq compressed nothing"}
+    for given, says in cases.items():
+        model = Uncalled()
+        before = model.called.weight.clone()
+        with pytest.raises(CompressError, match=says) as failed:
+            compress.quantize(model, given, calibration=[{"x": torch.randn(8, 16)}], output=tmp_path / "out")
+        assert not isinstance(failed.value, InputError)
+        assert list(tmp_path.iterdir()) == []
+        assert torch.equal(model.called.weight, before)
+
+
+def test_reasons_name_what_torchs_own_modules_are():
+    class Torchs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.linear = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 16)
+            self.up, self.both = nn.ConvTranspose1d(4, 4, 2), nn.Bilinear(4, 4, 4)
+            self.experts = nn.Module()
+            self.experts.gate = nn.Parameter(torch.randn(4, 16, 16))
+
+        def forward(self, x):
+            return self.linear(self.attention(x, x, x)[0])
+
+    reasons = {
+        "attention.in_proj_weight": "MultiheadAttention: not a linear layer",
+        "attention.out_proj": "its MultiheadAttention reads the weight and never calls the layer",
+        "up.weight": "ConvTranspose1d: not a linear layer",
+        "both.weight": "Bilinear: not a linear layer",
+        "experts.gate": "fused experts: not a linear layer",
+    }
+    batch = [{"x": torch.randn(2, 32, 16)}]
+    result = compress.quantize(Torchs(), compress.GPTQ(group_size=16), calibration=batch)
+    assert result.record.left_alone == reasons
+    # Its input cannot be rounded, either; its weight can.
+    assert compress.quantize(Torchs(), compress.RTN(scheme="w8a8")).record.left_alone == reasons
+    result = compress.quantize(Torchs(), compress.RTN(group_size=16))
+    assert [r.name for r in result.record.layers] == ["attention.out_proj", "linear"]
+
+
+def test_float64_models_are_compressed_as_those_of_float32():
+    for p in (compress.GPTQ(group_size=16), compress.AWQ(group_size=16)):
+        one, other = build("llama"), build("llama").double()
+        for model in (one, other):
+            compress.quantize(model, p, calibration=tokens())
+        assert all(parameter.dtype == torch.float64 for parameter in other.parameters())
+        # A few codes fall on the other side; the blocks' outputs and so most weights agree.
+        changes = [
+            (a.double() - b).norm() / b.norm() for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        ]
+        assert max(changes) < 0.05, p.name
+
+
 def test_the_training_mode_of_a_model_in_memory_is_kept():
     model = build("llama").train()
     compress.quantize(model, compress.RTN(group_size=16))

@@ -174,6 +174,11 @@ def test_training_a_sharded_model_goes_on_as_if_nothing_had_happened(two):
     assert two["losses"] == pytest.approx(train(model), abs=1e-5)
 
 
+def test_a_sharded_model_is_as_it_was_when_its_run_is_stopped(two):
+    assert two["restored"]["same"] is True
+    assert two["restored"]["losses"] == pytest.approx(train(build("llama")), abs=1e-5)
+
+
 def test_a_model_that_somebody_sharded_is_written_with_dynamic_caches(two, folder):
     """Its heads are measured on a model without data, not by a forward of the shards."""
     compress.quantize(build("llama"), DYNAMIC_CACHES, output=folder / "caches-1", verify=False)

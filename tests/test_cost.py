@@ -1,0 +1,63 @@
+"""What a run costs beside the mathematics grows as the number of layers does."""
+
+import cProfile
+import pstats
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+
+PASSES = {
+    "rtn": compress.RTN(group_size=16),
+    "gptq": compress.GPTQ(group_size=16, clip=False, refit=0, sweeps=0),
+    "w8a8": compress.RTN(scheme="w8a8", activations="static", outputs="static"),
+}
+
+
+def run(layers: int, p: compress.Pass) -> None:
+    """Compress one block of so many layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    batch = [{"input": torch.randn(16, 16)}]
+    compress.quantize(model, p, calibration=batch if p.calibrated else None)
+
+
+def calls(layers: int, p: compress.Pass) -> dict[str, int]:
+    """How often each function of compress and of torch's modules is called, and each generator resumed."""
+    profile = cProfile.Profile()
+    profile.runcall(run, layers, p)
+    found: dict[str, int] = {}
+    for (file, _, name), (_, number, *_) in pstats.Stats(profile).stats.items():
+        if "compress" in file or "torch/nn/modules" in file:
+            found[f"{file}: {name}"] = found.get(f"{file}: {name}", 0) + number
+    return found
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_no_function_is_called_more_than_in_proportion_to_the_layers_of_a_block(name):
+    p = PASSES[name]
+    run(4, p)
+    few, more, most = (calls(layers, p) for layers in (6, 12, 24))
+    for function, number in most.items():
+        first = more.get(function, 0) - few.get(function, 0)
+        second = number - more.get(function, 0)
+        # Twice as many more; four times would be a function that walks all layers for each of them.
+        assert second <= 2.5 * first + 12, function
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
+def test_time_grows_as_the_layers_of_a_block_do(name):
+    """Printed with `pytest -s`. A cubic cost would be eight times as high for twice as many."""
+    p = PASSES[name]
+    run(4, p)
+    seconds = []
+    for layers in (50, 100, 200):
+        started = time.process_time()
+        run(layers, p)
+        seconds.append(time.process_time() - started)
+        print(f"{name}: {layers} layers {seconds[-1]:.2f} s of CPU time")
+    assert seconds[2] < 3 * seconds[1]
