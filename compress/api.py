@@ -79,12 +79,12 @@ def quantize(
 
     model: a directory, hub id or 'demo', or a model in memory (changed in place; no tokenizer or name is needed).
     calibration: text ('demo', a file, a datasets id), token ids [samples, length], a .pt/.npy file of them, or a list
-    of dictionaries of model inputs; not needed by passes without statistics. output: a directory to write; without it
-    the compressed model is only returned. ignore: shell-style patterns of layers to leave alone. samples, length:
-    windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a CUDA device if
-    there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the output in a
-    fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of the
-    initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
+    of dictionaries of model inputs; passes without statistics need none and leave it unread. output: a directory to
+    write; without it the compressed model is only returned. ignore: shell-style patterns of layers to leave alone.
+    samples, length: windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a
+    CUDA device if there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the
+    output in a fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of
+    the initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
     convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs).
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed.
@@ -111,6 +111,8 @@ def quantize(
     target = _device(network, source, device)
     compute = _compute_dtype(network, target, dtype)
     tokens, batches = _calibration(plan_, calibration, network, source, samples, length, batch_size)
+    if calibration is not None and not plan_.calibrated:
+        notes.append("no pass uses calibration data: what is given stays unread")
     if len(batches) < comm.world and plan_.calibrated:
         raise InputError(
             f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
@@ -118,7 +120,7 @@ def quantize(
     identity = {
         "version": VERSION,
         "model": source.fingerprint() if source is not None else model_fingerprint(network),
-        "recipe": describe(passes),
+        "recipe": describe(plan_.recipe),
         "ignore": list(ignore),
         "calibration": _calibration_fingerprint(tokens, batches),
         "batch_size": batch_size,
@@ -140,7 +142,7 @@ def quantize(
         check_storable(plan_)
         cache = cache_entry_of(plan_, network)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)
-    notes.extend(tokens.notes if tokens is not None else ())
+    notes += [*plan_.notes, *(tokens.notes if tokens is not None else ())]
     if plan_.stacks[0].container is None and not one_block and len(find_stacks(network, plan_.convolutions)) > 1:
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if resume and isinstance(sink, Writer) and not sink.blocks:
@@ -160,6 +162,9 @@ def quantize(
         except ChainBrokenError as reason:
             record.note(reporter, f"the blocks are not a simple chain ({reason}); the model is treated as one block")
             plan_ = plan(network, passes, ignore, one_block=True, convolutions=convolutions)
+            identity["recipe"] = describe(plan_.recipe)  # of more layers: a group size may be another
+            for note in plan_.notes:
+                record.note(reporter, note)
             run(network, plan_, mine, residency, sink, comm, record, reporter)
     result = Result(record)
     if isinstance(sink, Writer):
@@ -214,9 +219,7 @@ def _calibration(
     batch_size: int,
 ) -> tuple[Tokens | None, list[Batch]]:
     if not plan_.calibrated:
-        if calibration is not None:
-            raise InputError("calibration data is given but no pass uses any; leave it out")
-        if samples is not None or length is not None:
+        if calibration is None and (samples is not None or length is not None):
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:

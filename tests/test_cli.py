@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 import compress
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
-COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "demo", "bench")
+COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ TEXTS: dict[str, Case] = {
 OPTIONS: dict[str, Case] = {
     "group size that does not divide": (
         lambda d: d.rtn(d.model, "--group-size", 64),
-        ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", "16, 32, -1"),
+        ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", ": 16, 32, -1"),
     ),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
     "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'", "w2a16", "w8a16", "bits 2 to 8")),
@@ -286,11 +286,7 @@ OPTIONS: dict[str, Case] = {
         ("'*.down' matches no layer", "'model.layers.0.self_attn.q_proj'"),
     ),
     "ignore of everything": (lambda d: d.rtn(d.model, "--ignore", "*"), ("no layer is left", "ignore less")),
-    "calibration without effect": (
-        lambda d: d.rtn(d.model, "--calibration", "demo"),
-        ("'rtn' uses no calibration data", "drop --calibration"),
-    ),
-    "samples and length without effect": (
+    "samples and length of no text": (
         lambda d: d.rtn(d.model, "--samples", 3, "--length", 9, "--batch-size", 8),
         ("'rtn' uses no calibration data", "drop --samples, --length, --batch-size"),
     ),
@@ -353,11 +349,15 @@ RECIPES: dict[str, Case] = {
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
-        ("--recipe says everything", "drop method, scheme"),
+        ("--recipe says everything about its passes but the group size", "drop method, scheme"),
     ),
-    "calibration without effect": (
-        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--calibration", d.tokens),
-        ("recipe.yaml' uses no calibration data", "drop --calibration"),
+    "samples of no text": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--samples", 3),
+        ("recipe.yaml' uses no calibration data", "drop --samples"),
+    ),
+    "unknown built-in recipe": (
+        lambda d: command("quantize", d.model, "--recipe", "w4a16-gtpq", "--output", d.output),
+        ("unknown recipe 'w4a16-gtpq'", "did you mean 'w4a16-gptq'?", "fp8-kv"),
     ),
     "module that does not exist": (
         lambda d: d.recipe("passes: ['no_such.module:Pass': {}]"),
@@ -390,6 +390,7 @@ OTHERS: dict[str, Case] = {
         ("prompt is empty", "at least one token"),
     ),
     "verify: not of this tool": (lambda d: command("verify", d.model), ("no compress.json", "of this tool")),
+    "recipes: unknown": (lambda d: command("recipes", "fp8"), ("unknown recipe 'fp8'", "fp8-rtn")),
     "methods: unknown": (
         lambda d: command("methods", "gtpq"),
         ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
@@ -719,6 +720,43 @@ def test_methods_gptq_shows_source_and_every_option_with_its_default() -> None:
     for option in fields(compress.GPTQ):
         assert f"{option.name}={option.default}" in defaults
         assert re.search(rf"\b{option.name}\b", out.split("Defaults: ")[0])
+
+
+def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
+    from compress.recipe import BUILT_IN
+
+    lines = command("recipes").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert all(30 < len(line) < 140 for line in lines)
+    for name, path in BUILT_IN.items():
+        assert command("recipes", name).out == path.read_text(encoding="utf-8")
+
+
+def test_a_built_in_recipe_runs_by_its_name_and_with_another_group_size(desk: Desk) -> None:
+    words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens, "--no-verify"]
+    named = command(*words, "--output", desk.here / "named")
+    assert named.code == 0, named
+    other = command(*words, "--group-size", 16, "--output", desk.here / "other")
+    assert other.code == 0, other
+    assert other.err.startswith("note: --group-size 16 instead of what recipe 'w4a16-mixed' gives gptq\n")
+    for output, size in (("named", 32), ("other", 16)):  # 32: the largest that divides 64 and 96
+        record = json.loads((desk.here / output / "compress.json").read_text())
+        found = {"attn" in layer["name"]: layer["group_size"] for layer in record["layers"]}
+        assert found == {True: None, False: size}
+    refused = desk.recipe("passes: [rtn: {group_size: -1}]", "--group-size", 16)
+    assert refused.code == 2
+    assert "no pass of the recipe has groups, so group size 16 has no say" in refused.err.splitlines()[-1]
+
+
+def test_a_method_without_statistics_takes_calibration_data_and_says_that_it_reads_none(desk: Desk) -> None:
+    more = ["--samples", 3, "--length", 9, "--batch-size", 2]
+    for method, given in (("rtn", ["--calibration", "no/such.txt", *more]), ("rtn", [])):
+        outcome = desk.rtn(desk.model, "--method", method, *given, "--output", desk.here / f"{len(given)}")
+        assert outcome.code == 0, outcome
+        assert outcome.err.startswith("note: no pass uses calibration data: what is given stays unread\n") == bool(
+            given
+        )
+    assert weights(desk.here / "8") == weights(desk.here / "0")
 
 
 def test_json_on_standard_output_is_all_there_is(desk: Desk, llama_w4: Path) -> None:
