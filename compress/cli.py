@@ -318,10 +318,13 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     """Measure perplexity, KL divergence to the original, and true size.
 
     Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
-    token. Bytes are those of the weight files.
+    token. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens, too).
     """
+    from compress.device import find_device
+    from compress.evaluation.report import recipe_of, report
     from compress.progress import reporting
 
+    recipe = recipe_of(model) if json_file is not None else None
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(
             model,
@@ -330,7 +333,8 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
             reporter=reporter,
             **options,
         )
-    write_report(json_file, asdict(found))
+    if json_file is not None:
+        write_report(json_file, report(model, reference, recipe, found, find_device(options["device"])))
     if not quiet and json_file != "-":
         show.evaluations([(model, found)], reference)
 

@@ -5,6 +5,7 @@ fails: exit code 1, one line after the progress, finished blocks kept. Most comm
 (`commands.command`).
 """
 
+import hashlib
 import json
 import re
 import resource
@@ -781,12 +782,35 @@ def test_json_in_a_file_leaves_the_table_on_standard_output(desk: Desk) -> None:
 def test_evaluate_names_its_figures(desk: Desk, llama_w4: Path) -> None:
     figures = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", "-").json()
     names = (
-        "perplexity reference_perplexity kl_mean kl_median kl_p99 same_top tokens bytes reference_bytes "
-        "bits_per_weight length bits_per_parameter dtype text"
+        "perplexity reference_perplexity log_perplexity_ratio kl_mean kl_median kl_p99 same_top standard_errors "
+        "token_standard_errors tokens windows bytes reference_bytes bits_per_weight length bits_per_parameter dtype "
+        "text text_sha256 model reference recipe protocol command date commit modified device device_type threads "
+        "versions cuda"
     )
     assert set(figures) == set(names.split())
-    assert all(value is not None for value in figures.values())
+    # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
+    assert all(value is not None for name, value in figures.items() if name not in ("commit", "modified", "cuda"))
     assert figures["bytes"] < figures["reference_bytes"]
+
+
+def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> None:
+    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", desk.here / "f")
+    figures = json.loads((desk.here / "f").read_text())
+    record = json.loads((llama_w4 / "compress.json").read_text())
+    assert (figures["model"], figures["reference"]) == (str(llama_w4), str(desk.model))
+    assert figures["recipe"] == record["identity"]["recipe"]
+    assert figures["text"] == str(desk.tokens)
+    ids = torch.load(desk.tokens, weights_only=True)
+    assert figures["text_sha256"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    assert figures["command"].startswith(f"compress evaluate {llama_w4} --reference ")
+    assert figures["versions"]["compress"] == compress.__version__
+    assert figures["versions"]["torch"] == torch.__version__
+    errors = figures["standard_errors"]
+    for name, form in (("perplexity", ".4f"), ("log_perplexity_ratio", ".4f"), ("kl_mean", ".5f")):
+        assert f"{figures[name]:{form}} ± {errors[name]:{form}}" in table.out
+    plain = command("evaluate", desk.model, "--text", desk.tokens, "--json", "-").json()
+    assert plain["recipe"] is plain["reference"] is plain["log_perplexity_ratio"] is None
+    assert set(plain["standard_errors"]) == {"perplexity"}
 
 
 def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
