@@ -1,5 +1,6 @@
 """Recipes: what is written is what is read, every option is checked, and what is wrong is said in one line."""
 
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -230,6 +231,12 @@ def test_what_a_recipe_is_for_is_the_first_sentence_of_its_first_comment() -> No
         "Groups of 3.5, so to say"
     )
     assert about("passes: []\n# late") == ""
+
+
+def test_the_recipe_that_the_readme_shows_is_the_built_in_one() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    assert parse_recipe(yaml.safe_load(shown), "README") == load_recipe("w4a16-mixed")
 
 
 def test_a_file_comes_before_a_built_in_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
