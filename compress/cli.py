@@ -176,13 +176,20 @@ def cli() -> None:
 @cli.command(short_help="Quantize a model and write a checkpoint.")
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
-@click.option("--recipe", metavar="FILE", help="A YAML file of passes, instead of --method and its options.")
+@click.option(
+    "--recipe",
+    metavar="FILE",
+    help="A YAML file of passes, or a name from `compress recipes`, instead of --method and its options.",
+)
 @click.option(
     "--scheme",
     help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too; fp8: both float8.  [default: w4a16]",
 )
 @click.option(
-    "--group-size", type=int, help="Inputs that share a scale; -1: one scale per output channel.  [default: 128]"
+    "--group-size",
+    type=int,
+    help="Inputs that share a scale; -1: one scale per output channel. With --recipe: instead of its own.  [default: "
+    "128, or the largest below it that divides the inputs of all layers]",
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
 @click.option("--activations", help="Of w8a8, fp8: dynamic (fitted to every token) or static.  [default: dynamic]")
@@ -255,7 +262,7 @@ def quantize(
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
     from compress.progress import reporting
-    from compress.recipe import load_recipe, make_pass
+    from compress.recipe import load_recipe, make_pass, regrouped
 
     check_processes(fsdp, options["device"])
     chosen = {key: options.pop(key) for key in ("scheme", "group_size", "grid", "activations", "calibrator")}
@@ -268,10 +275,18 @@ def quantize(
         if name in chosen:
             raise InputError(f"option {name} is given twice ({chosen[name]!r} and {value!r}); give it once")
         chosen[name] = value
-    if recipe is not None and (chosen or any(map(given, ("method", "embeddings", "kv_cache")))):
-        dropped = [name for name in ("method", "embeddings", "kv_cache") if given(name)] + [*chosen]
-        raise InputError(f"--recipe says everything about its passes; drop {', '.join(dropped)}")
-    passes = load_recipe(recipe) if recipe is not None else (make_pass(method, chosen),)
+    notes = []
+    if recipe is None:
+        passes = (make_pass(method, chosen),)
+    else:
+        size = chosen.pop("group_size") if given("group_size") else None
+        if chosen or any(map(given, ("method", "embeddings", "kv_cache"))):
+            dropped = [name for name in ("method", "embeddings", "kv_cache") if given(name)] + [*chosen]
+            raise InputError(f"--recipe says everything about its passes but the group size; drop {', '.join(dropped)}")
+        passes = load_recipe(recipe)
+        if size is not None:
+            passes, changed = regrouped(passes, size)
+            notes.append(f"--group-size {size} instead of what recipe {recipe!r} gives {', '.join(changed)}")
     if embeddings is not None:
         passes = (*passes, make_pass("embeddings", {"scheme": embeddings}))
     if kv_cache is not None:
@@ -279,13 +294,15 @@ def quantize(
 
         passes = (*passes, cache_pass(kv_cache))
     calibration = options.pop("calibration")
-    if not any(p.calibrated for p in passes):
-        unused = [f"--{o.replace('_', '-')}" for o in ("calibration", "samples", "length", "batch_size") if given(o)]
+    if calibration is None and not any(p.calibrated for p in passes):
+        unused = [f"--{o.replace('_', '-')}" for o in ("samples", "length", "batch_size") if given(o)]
         if unused:
             who = f"recipe {recipe!r}" if recipe is not None else f"method {method!r}"
             raise InputError(f"{who} uses no calibration data; drop {', '.join(unused)}")
     begin()
     with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
+        for note in notes:
+            reporter.note(note)
         result = compress.quantize(
             model,
             passes,
@@ -357,11 +374,14 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     """Measure perplexity, KL divergence to the original, and true size.
 
     Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
-    token. Bytes are those of the weight files.
+    token. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens, too).
     """
+    begin()
+    from compress.device import find_device
+    from compress.evaluation.report import recipe_of, report
     from compress.progress import reporting
 
-    begin()
+    recipe = recipe_of(model) if json_file is not None else None
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(
             model,
@@ -370,7 +390,8 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
             reporter=reporter,
             **options,
         )
-    write_report(json_file, asdict(found))
+    if json_file is not None:
+        write_report(json_file, report(model, reference, recipe, found, find_device(options["device"])))
     if not quiet and json_file != "-":
         from compress import show
 
@@ -545,6 +566,22 @@ def methods(name: str | None) -> None:
     card = card_of(one_of("method", name, PASSES))
     click.echo("\n\n".join((card.about, *card.options)))
     click.echo("\nDefaults: " + ", ".join(f"{option}={value}" for option, value in card.defaults.items()))
+
+
+@cli.command(short_help="List the built-in recipes, or print one.")
+@click.argument("name", required=False)
+@exits_cleanly
+def recipes(name: str | None) -> None:
+    """List the built-in recipes, or print one: YAML to use by its name (--recipe NAME), or to copy and change."""
+    from compress.errors import one_of
+    from compress.recipe import BUILT_IN, about
+
+    texts = {key: path.read_text(encoding="utf-8") for key, path in BUILT_IN.items()}
+    if name is not None:
+        click.echo(texts[one_of("recipe", name, texts)], nl=False)
+        return
+    for key, text in texts.items():
+        click.echo(f"{key:16} {about(text)}")
 
 
 @cli.command(short_help="Measure speed on this machine: of the kernels, or of a model.")

@@ -15,6 +15,8 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
     float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448]
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -28,6 +30,10 @@ RangeChoice = Literal["minmax", "mse"]
 NumberType = Literal["int", "float"]
 
 MIN_BITS, MAX_BITS = 2, 8
+# What a group usually has. With fewer than SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
+DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
+# What a message names: as many sizes, none above.
+SUGGESTED, LARGEST_SUGGESTED = 8, 512
 # Range search: shrink factors 1, 0.99, ..., 0.21 under the norm |error|^2.4 (GPTQ's authors' code, `Quantizer`).
 SEARCH_STEPS, SEARCH_SHRINK, SEARCH_NORM = 100, 0.8, 2.4
 # e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.
@@ -127,10 +133,25 @@ class Grid:
         return replace(self, range_choice=choice)
 
 
-def suggest_groups(widths: list[int]) -> str:
-    """A sentence that names the usual group sizes dividing every width."""
-    sizes = [s for s in (16, 32, 64, 128, 256, 512) if all(w % s == 0 for w in widths)]
-    return f"sizes that work: {', '.join(map(str, [*sizes, -1]))} (-1 is one scale per output channel)"
+def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
+    """Sizes from `least` to `most` that divide every width, rising."""
+    common = math.gcd(*widths)
+    return [size for size in range(least, min(most, common) + 1) if common % size == 0]
+
+
+def usual_group(widths: Iterable[int]) -> int:
+    """The group size where none is asked for: 128, or the largest below it that divides every width; -1 (one scale per
+    output channel) where none from 16 up does."""
+    return max(divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP), default=-1)
+
+
+def suggest_groups(widths: Iterable[int]) -> str:
+    """A sentence that names group sizes dividing every width: from 16 up (from 8, where there are none), and of many
+    those around the usual one."""
+    widths = list(widths)
+    sizes = divisors(widths, SMALLEST_GROUP, LARGEST_SUGGESTED) or divisors(widths, 8, SMALLEST_GROUP)
+    near = sorted(sizes, key=lambda size: abs(math.log(size / DEFAULT_GROUP)))[:SUGGESTED]
+    return f"sizes that work: {', '.join(map(str, [*sorted(near), -1]))} (-1 is one scale per output channel)"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint import check_parts, tensors_of
 from compress.errors import CheckpointError, InputError
-from compress.grid import Grid, Quantized, quantize
+from compress.grid import DEFAULT_GROUP, Grid, Quantized, quantize, usual_group
 from compress.kernels import ops, reference
 from compress.kernels.fp8 import fp8_linear
 from compress.kernels.pack import (
@@ -31,15 +31,14 @@ from compress.kernels.rounding import round_output
 from compress.scheme import Scheme
 
 NARROW, WIDE = 4, 8
-DEFAULT_GROUP = 128
 BY_NAME = "w2a16 ... w8a16, w4a8, w8a8, fp8"
 
 
-def scheme_named(name: str, group_size: int | None = None) -> Scheme:
+def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
     """w4a16 and its like; a8: the input int8, fitted to every token. fp8: weight and input float8, fitted likewise.
 
-    group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8). Raises InputError for a name
-    it does not know.
+    group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
+    usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
     """
     if name in ("w8a8", "fp8") and group_size not in (None, -1):
         raise InputError(f"{name} has one scale per output; leave group_size out")
@@ -51,7 +50,7 @@ def scheme_named(name: str, group_size: int | None = None) -> Scheme:
     bits, active = (int(n) for n in numbers) if known else (0, 0)
     if not 2 <= bits <= WIDE or active not in (WIDE, 16) or (active == WIDE and bits not in (NARROW, WIDE)):
         raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
-    size = DEFAULT_GROUP if group_size is None else group_size
+    size = usual_group([columns]) if group_size is None else group_size
     tokens = Grid(bits=8, granularity="token") if active == WIDE else None
     if tokens is not None and bits == WIDE:
         return Scheme(weights=Grid(bits=8), inputs=tokens, layout="int-quantized")
@@ -80,10 +79,11 @@ class QuantLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None
     ) -> "QuantLinear":
-        """Round a linear layer to the nearest codes. Raises InputError for a scheme or a group that does not fit."""
+        """Round a linear layer to the nearest codes, in groups of 128 inputs or the largest below that divides them.
+        Raises InputError for a scheme or a group that does not fit."""
         if not isinstance(linear, nn.Linear):
             raise InputError(f"a {type(linear).__name__} is no torch.nn.Linear: its weight may lie the other way round")
-        found = scheme_named(scheme, group_size) if isinstance(scheme, str) else scheme
+        found = scheme_named(scheme, group_size, linear.in_features) if isinstance(scheme, str) else scheme
         return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
 
     @classmethod

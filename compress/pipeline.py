@@ -98,7 +98,8 @@ class _Run:
         parts = []
         for i, part in enumerate(stats):
             rows = {n: w.unflatten(0, (len(stats), -1))[i] for n, w in weights.items()}
-            parts.append(p.apply(Site(rows, part, scale_dtypes, self.comm)))
+            fitted = p.fitted({weight.shape[1] for weight in rows.values()})
+            parts.append(fitted.apply(Site(rows, part, scale_dtypes, self.comm)))
         return {n: joined([made[n] for made in parts]) for n in parts[0]}
 
     @staticmethod

@@ -22,6 +22,7 @@ from compress.architecture import (
 )
 from compress.cache import attentions, rounded_cache
 from compress.errors import InputError
+from compress.grid import DEFAULT_GROUP, SMALLEST_GROUP
 from compress.passes.base import Only, Pass
 from compress.passes.kv_cache import KVCache
 from compress.versions import RoundInput, RoundOutput
@@ -32,7 +33,8 @@ class Plan:
     """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
-    the one that treats key-value caches.
+    the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
+    notes: what the person should know about that.
     """
 
     stacks: tuple[Stack, ...]
@@ -43,6 +45,8 @@ class Plan:
     embeddings: Pass | None = None
     tables: tuple[Table, ...] = ()
     kv: KVCache | None = None
+    recipe: tuple[Pass, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def calibrated(self) -> bool:
@@ -78,9 +82,7 @@ def plan(
     """
     check_tensors(model)
     kv = _cache_pass(model, passes)
-    embeddings = [p for p in passes if p.treats == "embeddings"]
     calibrated = any(p.calibrated for p in passes)
-    passes = [p for p in passes if p.treats == "layers"]
     for name, module in model.named_modules():
         if rounded_cache(module) is not None:
             raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
@@ -104,7 +106,7 @@ def plan(
     ignored: dict[str, str] = {}
     layers: dict[str, tuple[Layer, ...]] = {}
     matched: set[str] = set()
-    tables = _tables(model, embeddings, ignore, ignored, matched)
+    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignore, ignored, matched)
     tied = {name for table in tables for name in (table.name, *table.shared)}
     for stack in stacks:
         for block_name, block in stack.blocks:
@@ -124,7 +126,7 @@ def plan(
                         ignored[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
                         continue
                     kept.append(layer)
-                    if not wanting:
+                    if not any(p.treats == "layers" for p in wanting):
                         ignored[layer.name] = "no pass asks for it"
                     elif problem := obstacle(layer.module):
                         raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
@@ -133,18 +135,44 @@ def plan(
     if unmatched:
         example = next((layer.name for found in layers.values() for layer in found), "")
         raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
+    notes: list[str] = []
+    treated = {"layers": [layer for found in layers.values() for layer in found], "embeddings": tables, "caches": ()}
+    recipe = tuple(_fitted(p, [layer for layer in treated[p.treats] if p.wants(layer.name)], notes) for p in passes)
     result = Plan(
         tuple(stacks),
         layers,
-        tuple(passes),
+        tuple(p for p in recipe if p.treats == "layers"),
         ignored,
         convolutions,
-        embeddings[0] if embeddings else None,
+        next((p for p in recipe if p.treats == "embeddings"), None),
         tables,
         kv,
+        recipe,
+        tuple(notes),
     )
     _check(result)
     return result
+
+
+def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
+    """The pass with one group size for all its layers, where it left that open. Where no size suits them all it stays
+    open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into `notes`."""
+    widths = {layer.shape[1] for layer in layers}
+    found = p.fitted(widths) if widths else p
+    odd = next((layer for layer in layers if layer.shape[1] % DEFAULT_GROUP), None)
+    if found == p or odd is None:
+        return found
+    size = getattr(found.innermost, "group_size", None)
+    example = f"{odd.name} has {odd.shape[1]} inputs"
+    if size == -1 and len(widths) > 1:
+        notes.append(
+            f"no group size from {SMALLEST_GROUP} to {DEFAULT_GROUP} divides the inputs of all layers ({example}): "
+            "each has the largest for its own, or one scale per output channel; --group-size gives one for all"
+        )
+        return p
+    what = "one scale per output channel" if size == -1 else f"groups of {size}"
+    notes.append(f"{what} instead of groups of {DEFAULT_GROUP}: {example}; --group-size gives another")
+    return found
 
 
 def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:

@@ -1,5 +1,7 @@
 """Recipes: YAML <-> a tuple of passes. Every key is consumed; a wrong one is an error with the closest right one.
 
+A recipe is a file, or the name of one of those that come with the package (`BUILT_IN`).
+
 passes:
   - gptq: {scheme: w3a16, group_size: 64}
     only: ["*.mlp.*"]
@@ -10,7 +12,7 @@ passes:
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ PASSES = {
     "embeddings": "compress.passes.embeddings:Embeddings",
     "kv-cache": "compress.passes.kv_cache:KVCache",
 }
+BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -132,14 +135,51 @@ def _step(step: Any, where: str) -> "Pass":
 
 
 def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
-    """Passes of a YAML file."""
+    """Passes of a YAML file, or of the built-in recipe of this name where there is no such file."""
+    file = Path(path)
+    if not file.suffix and file.parent == Path() and not file.is_file():
+        file = BUILT_IN[one_of("recipe", str(path), BUILT_IN)]
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
     return parse_recipe(data, str(path))
+
+
+def about(text: str) -> str:
+    """What a recipe is for: the first sentence of the comment that its YAML begins with."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("# ") or line.startswith("#  "):
+            break
+        lines.append(line.removeprefix("# "))
+    return " ".join(lines).split(". ")[0].removesuffix(".")
+
+
+def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], list[str]]":
+    """(The passes with another group size, the names of those that had one before.) Passes that give each output
+    channel one scale keep it. Raises InputError where no pass has groups."""
+    from compress.passes.base import QuantizeWeights
+
+    found, changed = [], []
+    for p in passes:
+        inner = p.innermost
+        if isinstance(inner, QuantizeWeights) and inner.weight_grid().granularity == "group":
+            changed.append(inner.name)
+            p = _around(p, replace(inner, group_size=size))
+        found.append(p)
+    if not changed:
+        raise InputError(f"no pass of the recipe has groups, so group size {size} has no say; leave it out")
+    return tuple(found), changed
+
+
+def _around(p: "Pass", inner: "Pass") -> "Pass":
+    """`inner` with the filters that are around a pass."""
+    from compress.passes.base import Only
+
+    return replace(p, inner=_around(p.inner, inner)) if isinstance(p, Only) else inner
 
 
 def describe(passes: "Sequence[Pass]") -> dict[str, Any]:

@@ -80,7 +80,8 @@ class Rescaler:
             readers = self._readers(fold, prefix, opened, layers, wanted, statistics)
             if members & decided or not readers:
                 continue
-            scaling = p.scaling(FoldSite(readers, fold.channels, self.comm))
+            fitted = p.fitted({reader.weight.shape[1] for reader in readers.values()})
+            scaling = fitted.scaling(FoldSite(readers, fold.channels, self.comm))
             scale_C = usable_scales(scaling.scale_C.float())
             apply(opened.block, fold, scale_C, opened.dtypes)
             done.append(Folded(fold, scale_C.cpu()))

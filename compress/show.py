@@ -82,21 +82,40 @@ def clipped(ranges: Sequence[RangeRecord]) -> str:
     return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
 
 
+def measured(value: float | None, error: float | None, form: str) -> str:
+    """A figure and its standard error, where there is one."""
+    return number(value, form) if error is None else f"{number(value, form)} ± {error:{form}}"
+
+
 def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
-    """One row per model, evaluated on the same text; the original first where there is one."""
+    """One row per model, evaluated on the same text; the original first where there is one.
+
+    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality`).
+    """
     last = rows[-1][1]
-    title = f"{last.text}: {last.tokens} tokens, windows of {last.length}, {last.dtype}"
+    title = (
+        f"{last.text}: {last.tokens} tokens, {last.windows} windows of {last.length}, {last.dtype}; "
+        "± is the standard error over windows, paired but for perplexity"
+    )
     table = Table(title=title, title_justify="left")
-    for heading in ("model", "perplexity", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight"):
+    headings = ("model", "perplexity", "ln ratio", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     if reference is not None:
-        original = [number(last.reference_perplexity, ".4f"), *"----", number(last.reference_bytes, ".2f", MIB), "-"]
+        error = last.standard_errors.get("reference_perplexity")
+        original = [
+            measured(last.reference_perplexity, error, ".4f"),
+            *"-----",
+            number(last.reference_bytes, ".2f", MIB),
+            "-",
+        ]
         table.add_row(reference, *original)
     for name, e in rows:
         table.add_row(
             name,
-            number(e.perplexity, ".4f"),
-            number(e.kl_mean, ".5f"),
+            measured(e.perplexity, e.standard_errors["perplexity"], ".4f"),
+            measured(e.log_perplexity_ratio, e.standard_errors.get("log_perplexity_ratio"), ".4f"),
+            measured(e.kl_mean, e.standard_errors.get("kl_mean"), ".5f"),
             number(e.kl_median, ".5f"),
             number(e.kl_p99, ".4f"),
             number(e.same_top, ".2%"),

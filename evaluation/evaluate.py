@@ -1,5 +1,6 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,25 @@ from compress.source import find_source, layers_of, load_tokenizer, read_config
 class Evaluation:
     """What a model costs and how good it is. Figures against a reference, and sizes of models in memory, are None.
 
-    perplexity, reference_perplexity: exp of the mean negative log-likelihood per token. kl_*: nats per token against
-    the reference. same_top: share of tokens with the same top choice. tokens: predicted tokens. length: tokens per
-    window. bytes: of the weight files. bits_per_weight: of the compressed layers, scales included. dtype: of the
-    arithmetic.
+    perplexity, reference_perplexity: exp of the mean negative log-likelihood per token. log_perplexity_ratio: the
+    logarithm of the first over the second. kl_*: nats per token against the reference. same_top: share of tokens with
+    the same top choice. standard_errors: of these by name, those of means, from the spread of whole windows (None of
+    one window); token_standard_errors: as if tokens were independent, which they are not (`compress.evaluation.quality`
+    has both formulas). tokens: predicted tokens, in `windows` of `length` tokens. bytes: of the weight files.
+    bits_per_weight: of the compressed layers, scales included. dtype: of the arithmetic. text_sha256: of the token ids.
     """
 
     perplexity: float
     reference_perplexity: float | None
+    log_perplexity_ratio: float | None
     kl_mean: float | None
     kl_median: float | None
     kl_p99: float | None
     same_top: float | None
+    standard_errors: Mapping[str, float | None]
+    token_standard_errors: Mapping[str, float | None]
     tokens: int
+    windows: int
     length: int
     bytes: int | None
     reference_bytes: int | None
@@ -42,6 +49,7 @@ class Evaluation:
     bits_per_parameter: float | None
     dtype: str
     text: str
+    text_sha256: str
 
 
 def _size(model: nn.Module | str | Path | None) -> Size | None:
@@ -122,11 +130,15 @@ def evaluate(
     return Evaluation(
         perplexity=quality.perplexity,
         reference_perplexity=quality.reference_perplexity,
+        log_perplexity_ratio=quality.log_perplexity_ratio,
         kl_mean=quality.kl_mean,
         kl_median=quality.kl_median,
         kl_p99=quality.kl_p99,
         same_top=quality.same_top,
+        standard_errors=quality.errors,
+        token_standard_errors=quality.token_errors,
         tokens=quality.tokens,
+        windows=quality.windows,
         length=quality.length,
         bytes=sizes[0].bytes if sizes[0] else None,
         reference_bytes=sizes[1].bytes if sizes[1] else None,
@@ -134,4 +146,5 @@ def evaluate(
         bits_per_parameter=sizes[0].bits_per_parameter if sizes[0] else None,
         dtype=str(next(network.parameters()).dtype).removeprefix("torch."),
         text=tokens.source,
+        text_sha256=tokens.fingerprint(),
     )

@@ -5,10 +5,22 @@ before it. Perplexity is exp of the mean negative log-likelihood over all predic
 KL(original || compressed) in nats over the full vocabulary, per predicted token; `same_top` is the share of tokens for
 which both models rank the same token first. Logits are compared in float32. Median and 99th percentile interpolate
 between the two nearest tokens.
+
+Standard errors, of a mean over the T predicted tokens of W windows, values x_wt and window means m_w:
+
+    by windows    sd(m_w) / sqrt(W)      none for one window
+    by tokens     sd(x_wt) / sqrt(W T)   as llama.cpp's llama-perplexity states them
+
+Tokens of one window are not independent: a hard passage is hard for many of them, a topic that quantization has hurt
+hurts throughout. By tokens is too small then; by windows allows for whatever correlation there is inside a window
+(a sample of clusters of one size) and is the one that is shown. Both take the windows for independent draws of text.
+Perplexity = exp(m) has the error exp(m) se(m) (delta method). KL, same top and the logarithm of the perplexities'
+ratio, mean(nll - nll of the original), compare the two models token by token: their errors are paired, and far smaller
+than those of the two perplexities let expect.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +30,26 @@ from torch.nn import functional
 
 from compress.errors import CompressError
 
+PROTOCOL = "non-overlapping windows; every token after a window's first is predicted from those before it in its window"
 LOGIT_VALUES = 2**26  # logits per batch of windows, at least one window: 256 MiB of float32 a copy
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of one model on some windows; those against a reference are None where none was given."""
+    """Figures of one model on some windows; those against a reference are None where none was given.
+
+    errors, token_errors: standard errors by the name of the figure, by windows (None where there is one window) and by
+    tokens.
+    """
 
     perplexity: float
     tokens: int
     windows: int
     length: int
+    errors: Mapping[str, float | None]
+    token_errors: Mapping[str, float | None]
     reference_perplexity: float | None = None
+    log_perplexity_ratio: float | None = None
     kl_mean: float | None = None
     kl_median: float | None = None
     kl_p99: float | None = None
@@ -42,16 +62,32 @@ def logits_of(model: nn.Module, ids_BT: Tensor) -> Tensor:
     return model(input_ids=ids_BT.to(device)).logits[:, :-1].float()
 
 
-def _log_likelihood(log_probs_BTV: Tensor, ids_BT: Tensor) -> float:
+def _surprisal(log_probs_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Negative log-likelihood of each predicted token, [B, T-1] float64 on the CPU."""
     targets = ids_BT[:, 1:].to(log_probs_BTV.device).unsqueeze(-1)
-    return float(log_probs_BTV.gather(-1, targets).double().sum())
+    return -log_probs_BTV.gather(-1, targets).squeeze(-1).double().cpu()
 
 
-def _perplexity(log_likelihood: float, tokens: int) -> float:
+def _perplexity(surprisal: float) -> float:
     try:
-        return math.exp(-log_likelihood / tokens)
+        return math.exp(surprisal)
     except OverflowError:
         return math.inf
+
+
+def standard_error(values_N: Tensor) -> float | None:
+    """Of the mean of independent values; None of a single one."""
+    return float(values_N.std() / math.sqrt(len(values_N))) if len(values_N) > 1 else None
+
+
+def _errors(values: Mapping[str, Tensor], error: Callable[[Tensor], float | None]) -> dict[str, float | None]:
+    """A standard error for each figure; of a perplexity, whose values are surprisals, that of its exponential."""
+    found = {}
+    for name, values_WT in values.items():
+        found[name] = error(values_WT)
+        if name.endswith("perplexity") and found[name] is not None:
+            found[name] *= _perplexity(float(values_WT.mean()))
+    return found
 
 
 @torch.no_grad()
@@ -62,38 +98,43 @@ def measure(
     reference: nn.Module | None = None,
     step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
-    """Evaluate token windows [samples, length]. step(done, total) is called after every batch of windows."""
+    """Evaluate token windows [samples, length]. step(done, total) is called after every batch of windows.
+
+    Of every token a few numbers are kept, never its distribution.
+    """
     samples, length = ids.shape
     rows = max(1, LOGIT_VALUES // (length * vocabulary))
-    likelihood = reference_likelihood = 0.0
-    divergences: list[Tensor] = []
-    same = 0
+    kept: dict[str, list[Tensor]] = {}
     for first in range(0, samples, rows):
         batch = ids[first : first + rows]
         log_probs = functional.log_softmax(logits_of(model, batch), -1)
-        likelihood += _log_likelihood(log_probs, batch)
+        found = {"perplexity": _surprisal(log_probs, batch)}
         if reference is not None:
             expected = functional.log_softmax(logits_of(reference, batch), -1).to(log_probs.device)
-            reference_likelihood += _log_likelihood(expected, batch)
-            divergences.append((expected.exp() * (expected - log_probs)).sum(-1).flatten().cpu())
-            same += int((expected.argmax(-1) == log_probs.argmax(-1)).sum())
+            found["reference_perplexity"] = _surprisal(expected, batch)
+            found["kl_mean"] = (expected.exp() * (expected - log_probs)).sum(-1).double().clamp(min=0).cpu()
+            found["same_top"] = (expected.argmax(-1) == log_probs.argmax(-1)).double().cpu()
+        for name, values_BT in found.items():
+            kept.setdefault(name, []).append(values_BT)
         step(min(first + rows, samples), samples)
-    tokens = samples * (length - 1)
-    for name, total in (("the model", likelihood), ("the reference", reference_likelihood)):
-        if not math.isfinite(total):
-            raise CompressError(f"{name} gives logits that are not finite numbers on this text; it is damaged")
-    perplexity = _perplexity(likelihood, tokens)
-    if reference is None:
-        return Quality(perplexity, tokens, samples, length)
-    kl = torch.cat(divergences).double().clamp(min=0).numpy()
+    values = {name: torch.cat(parts) for name, parts in kept.items()}  # [W, T] each
+    for name, whose in (("perplexity", "the model"), ("reference_perplexity", "the reference")):
+        if name in values and not bool(torch.isfinite(values[name]).all()):
+            raise CompressError(f"{whose} gives logits that are not finite numbers on this text; it is damaged")
+    if reference is not None:
+        values["log_perplexity_ratio"] = values["perplexity"] - values["reference_perplexity"]
+    figures: dict[str, float] = {}
+    for name, values_WT in values.items():
+        mean = float(values_WT.mean())
+        figures[name] = _perplexity(mean) if name.endswith("perplexity") else mean
+    if reference is not None:
+        kl = values["kl_mean"].flatten().numpy()
+        figures |= {"kl_median": float(np.median(kl)), "kl_p99": float(np.quantile(kl, 0.99))}
     return Quality(
-        perplexity,
-        tokens,
-        samples,
-        length,
-        reference_perplexity=_perplexity(reference_likelihood, tokens),
-        kl_mean=float(kl.mean()),
-        kl_median=float(np.median(kl)),
-        kl_p99=float(np.quantile(kl, 0.99)),
-        same_top=same / tokens,
+        tokens=samples * (length - 1),
+        windows=samples,
+        length=length,
+        errors=_errors(values, lambda values_WT: standard_error(values_WT.mean(1))),
+        token_errors=_errors(values, lambda values_WT: standard_error(values_WT.flatten())),
+        **figures,
     )

@@ -17,10 +17,18 @@ PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """`commit` is None outside of a checkout, the version of a package that is not installed is None too.
+    """What a time needs beside it. load: processes that wanted a processor in the last minute, where the system says
+    so."""
+    return {
+        **origin(device),
+        "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
 
-    load: processes that wanted a processor in the last minute, where the system says so.
-    """
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """What any figure needs beside it. `commit` is None outside of a checkout, the version of a package that is not
+    installed is None too."""
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return {
         "command": shlex.join(["compress", *sys.argv[1:]]),
@@ -30,8 +38,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "device_type": device.type,
         "threads": torch.get_num_threads(),
-        "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "versions": {name: _installed(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
     }

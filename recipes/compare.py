@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from compress.recipe import parse_recipe
-from compress.recipes.figures import command, keep, stored
+from compress.recipes.figures import command, evaluated, keep, stored
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 
@@ -77,7 +77,7 @@ def main() -> None:
             calibrated = any(p.calibrated for p in parse_recipe({"passes": passes}, title))
             options = ["--recipe", str(recipe), *(["--calibration", arguments.calibration] if calibrated else [])]
             record = command("quantize", arguments.model, *options, "--output", out)
-            found = command("evaluate", out, "--reference", arguments.model, "--text", arguments.text)
+            found = evaluated(out, arguments.model, arguments.text)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
         row |= {"seconds": record["seconds"], "verification": record["verification"]}
         rows.append(row)

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,19 @@ import torch
 import transformers
 
 import compress
+from compress.evaluation.evaluate import Evaluation
 
 
 def command(*arguments: str) -> Any:
     """Run a `compress` command with --json and return what it wrote."""
     line = [sys.executable, "-m", "compress", *arguments, "--quiet", "--json", "-"]
     return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+
+
+def evaluated(model: str, reference: str, text: str) -> dict[str, Any]:
+    """The figures of a model; what else `--json` says of the run is kept once, for all rows (`keep`)."""
+    found = command("evaluate", model, "--reference", reference, "--text", text)
+    return {figure.name: found[figure.name] for figure in fields(Evaluation)}
 
 
 def main() -> None:
@@ -51,7 +59,7 @@ def main() -> None:
                     options += ["--grid", grid]
                     options += ["--calibration", arguments.calibration] if method == "gptq" else []
                     record = command("quantize", arguments.model, *options, "--output", out)
-                    found = command("evaluate", out, "--reference", arguments.model, "--text", arguments.text)
+                    found = evaluated(out, arguments.model, arguments.text)
                 shown = ["compress quantize MODEL", *options[: options.index("--grid") + 2]]
                 row = {"bits": bits, "grid": grid, "method": method, "command": " ".join(shown), **found}
                 row["text"] = Path(arguments.text).name

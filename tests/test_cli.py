@@ -4,6 +4,7 @@ Work that fails: exit code 1, one line after the progress, finished blocks kept.
 (`commands.command`).
 """
 
+import hashlib
 import json
 import re
 import resource
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import compress
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
-COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "demo", "bench")
+COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
 
 
 # --- what exists is not lost ---------------------------------------------------------------------------------------
@@ -316,6 +317,43 @@ def test_methods_gptq_shows_source_and_every_option_with_its_default() -> None:
         assert re.search(rf"\b{option.name}\b", out.split("Defaults: ")[0])
 
 
+def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
+    from compress.recipe import BUILT_IN
+
+    lines = command("recipes").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert all(30 < len(line) < 140 for line in lines)
+    for name, path in BUILT_IN.items():
+        assert command("recipes", name).out == path.read_text(encoding="utf-8")
+
+
+def test_a_built_in_recipe_runs_by_its_name_and_with_another_group_size(desk: Desk) -> None:
+    words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens, "--no-verify"]
+    named = command(*words, "--output", desk.here / "named")
+    assert named.code == 0, named
+    other = command(*words, "--group-size", 16, "--output", desk.here / "other")
+    assert other.code == 0, other
+    assert other.err.startswith("note: --group-size 16 instead of what recipe 'w4a16-mixed' gives gptq\n")
+    for output, size in (("named", 32), ("other", 16)):  # 32: the largest that divides 64 and 96
+        record = json.loads((desk.here / output / "compress.json").read_text())
+        found = {"attn" in layer["name"]: layer["group_size"] for layer in record["layers"]}
+        assert found == {True: None, False: size}
+    refused = desk.recipe("passes: [rtn: {group_size: -1}]", "--group-size", 16)
+    assert refused.code == 2
+    assert "no pass of the recipe has groups, so group size 16 has no say" in refused.err.splitlines()[-1]
+
+
+def test_a_method_without_statistics_takes_calibration_data_and_says_that_it_reads_none(desk: Desk) -> None:
+    more = ["--samples", 3, "--length", 9, "--batch-size", 2]
+    for method, given in (("rtn", ["--calibration", "no/such.txt", *more]), ("rtn", [])):
+        outcome = desk.rtn(desk.model, "--method", method, *given, "--output", desk.here / f"{len(given)}")
+        assert outcome.code == 0, outcome
+        assert outcome.err.startswith("note: no pass uses calibration data: what is given stays unread\n") == bool(
+            given
+        )
+    assert weights(desk.here / "8") == weights(desk.here / "0")
+
+
 def test_json_on_standard_output_is_all_there_is(desk: Desk, llama_w4: Path) -> None:
     for arguments in (
         ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens],
@@ -338,12 +376,35 @@ def test_json_in_a_file_leaves_the_table_on_standard_output(desk: Desk) -> None:
 def test_evaluate_names_its_figures(desk: Desk, llama_w4: Path) -> None:
     figures = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", "-").json()
     names = (
-        "perplexity reference_perplexity kl_mean kl_median kl_p99 same_top tokens bytes reference_bytes "
-        "bits_per_weight length bits_per_parameter dtype text"
+        "perplexity reference_perplexity log_perplexity_ratio kl_mean kl_median kl_p99 same_top standard_errors "
+        "token_standard_errors tokens windows bytes reference_bytes bits_per_weight length bits_per_parameter dtype "
+        "text text_sha256 model reference recipe protocol command date commit modified device device_type threads "
+        "versions cuda"
     )
     assert set(figures) == set(names.split())
-    assert all(value is not None for value in figures.values())
+    # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
+    assert all(value is not None for name, value in figures.items() if name not in ("commit", "modified", "cuda"))
     assert figures["bytes"] < figures["reference_bytes"]
+
+
+def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> None:
+    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", desk.here / "f")
+    figures = json.loads((desk.here / "f").read_text())
+    record = json.loads((llama_w4 / "compress.json").read_text())
+    assert (figures["model"], figures["reference"]) == (str(llama_w4), str(desk.model))
+    assert figures["recipe"] == record["identity"]["recipe"]
+    assert figures["text"] == str(desk.tokens)
+    ids = torch.load(desk.tokens, weights_only=True)
+    assert figures["text_sha256"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    assert figures["command"].startswith(f"compress evaluate {llama_w4} --reference ")
+    assert figures["versions"]["compress"] == compress.__version__
+    assert figures["versions"]["torch"] == torch.__version__
+    errors = figures["standard_errors"]
+    for name, form in (("perplexity", ".4f"), ("log_perplexity_ratio", ".4f"), ("kl_mean", ".5f")):
+        assert f"{figures[name]:{form}} ± {errors[name]:{form}}" in table.out
+    plain = command("evaluate", desk.model, "--text", desk.tokens, "--json", "-").json()
+    assert plain["recipe"] is plain["reference"] is plain["log_perplexity_ratio"] is None
+    assert set(plain["standard_errors"]) == {"perplexity"}
 
 
 def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:

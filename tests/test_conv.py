@@ -236,7 +236,10 @@ def test_groups_of_inputs_where_they_divide_the_row():
     record = compress.quantize(model, compress.RTN(scheme="w4a16", group_size=32)).record
     assert [layer.group_size for layer in record.layers] == [32, 32]
     with pytest.raises(InputError, match="group size 128 does not divide the 27 inputs of stem"):
-        compress.quantize(net(), compress.RTN())
+        compress.quantize(net(), compress.RTN(group_size=128))
+    made = compress.quantize(net(), compress.RTN()).record  # no size divides them all
+    for layer in made.layers:
+        assert layer.group_size == max((s for s in range(16, 129) if layer.shape[1] % s == 0), default=None)
 
 
 def test_one_scale_for_groups_decided_one_by_one_is_refused():

@@ -2,13 +2,14 @@
 
 import json
 import math
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from commands import CONTEXT, HIDDEN, INTERMEDIATE, SHARED, VOCABULARY, make_llama, save
-from scipy.stats import entropy
+from scipy.stats import entropy, sem
 from torch.nn import functional
 
 import compress
@@ -112,11 +113,100 @@ def test_median_and_p99_interpolate_between_the_nearest_tokens(monkeypatch: pyte
     assert found.same_top == sum(i / 100 < math.log(2) for i in range(tokens)) / tokens
 
 
+# --- standard errors -----------------------------------------------------------------------------------------------
+
+
+def plain_surprisal(logits: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
+    """-log p of every predicted token, [rows, tokens]."""
+    loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2).double(), ids[:, 1:], reduction="none")
+    return loss.numpy()
+
+
+def test_standard_errors_are_those_of_the_stored_tokens(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama_w4, reference=llama, text=ids)
+    expected, ours = plain_logits(llama, ids), plain_logits(llama_w4, ids)
+    nll, original = plain_surprisal(ours, ids), plain_surprisal(expected, ids)
+    same = (expected[:, :-1].argmax(-1) == ours[:, :-1].argmax(-1)).double().numpy()
+    values = {
+        "log_perplexity_ratio": nll - original,
+        "kl_mean": plain_kl(expected, ours).reshape(ROWS, LENGTH - 1),
+        "same_top": same,
+    }
+    assert found.log_perplexity_ratio == pytest.approx(math.log(found.perplexity / found.reference_perplexity))
+    assert (found.windows, found.length) == (ROWS, LENGTH)
+    for errors, rows in (
+        (found.standard_errors, lambda x: x.mean(1)),
+        (found.token_standard_errors, lambda x: x.ravel()),
+    ):
+        assert set(errors) == {"perplexity", "reference_perplexity", *values}
+        for name, each in values.items():
+            assert errors[name] == pytest.approx(sem(rows(each)), rel=2e-3), name
+        # Delta method: d exp(m) = exp(m) dm.
+        assert errors["perplexity"] == pytest.approx(found.perplexity * sem(rows(nll)), rel=1e-4)
+        assert errors["reference_perplexity"] == pytest.approx(
+            found.reference_perplexity * sem(rows(original)), rel=1e-4
+        )
+        assert errors["log_perplexity_ratio"] < errors["perplexity"] / found.perplexity / 2  # paired
+
+
+def test_one_window_has_no_error_over_windows(llama: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama, text=ids[:1])
+    assert found.standard_errors == {"perplexity": None}
+    assert found.token_standard_errors["perplexity"] > 0
+    shortest = compress.evaluate(llama, text=ids[:1, :2])
+    assert shortest.standard_errors == shortest.token_standard_errors == {"perplexity": None}
+
+
+def test_errors_over_windows_are_the_spread_of_repeated_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts whose windows are easy or hard as a whole: tokens of one window resemble each other."""
+    windows, length, repeats = 24, 32, 150
+    random = torch.Generator().manual_seed(0)
+    drawn: list[torch.Tensor] = []
+
+    def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        log_p = -drawn[-1]
+        return torch.stack([log_p, torch.log(-torch.expm1(log_p))], -1)
+
+    monkeypatch.setattr(quality, "logits_of", logits_of)
+    ids, model = torch.zeros(windows, length + 1, dtype=torch.int64), torch.nn.Linear(1, 1)
+    found = []
+    for _ in range(repeats):
+        hard = torch.rand(windows, 1, generator=random, dtype=torch.float64)
+        drawn.append(0.5 + hard + torch.rand(windows, length, generator=random, dtype=torch.float64))
+        found.append(quality.measure(model, ids, 2))
+    spread = float(np.std([f.perplexity for f in found], ddof=1))
+    mean = {
+        kind: float(np.mean([getattr(f, kind)["perplexity"] for f in found])) for kind in ("errors", "token_errors")
+    }
+    # The spread of 150 draws is known to 1 / sqrt(2 * 149) = 6 %.
+    assert mean["errors"] == pytest.approx(spread, rel=0.2)
+    assert mean["token_errors"] < 0.4 * spread
+
+
+def test_no_distribution_outlives_its_batch(
+    llama: Path, llama_w4: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    plain = functional.log_softmax
+
+    def noted(*arguments: object, **more: object) -> torch.Tensor:
+        alive = sum(ref() is not None for ref in made)
+        assert alive <= 2, "those of the batch before, until they are replaced"
+        made.append(weakref.ref(out := plain(*arguments, **more)))
+        return out
+
+    monkeypatch.setattr(quality, "LOGIT_VALUES", LENGTH * VOCABULARY)
+    monkeypatch.setattr(functional, "log_softmax", noted)
+    compress.evaluate(llama_w4, reference=llama, text=ids)
+    assert len(made) == 2 * ROWS
+
+
 def test_a_model_against_itself_differs_in_nothing(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
     for model in (llama, llama_w4):
         found = compress.evaluate(model, reference=model, text=ids)
         assert (found.kl_mean, found.kl_median, found.kl_p99, found.same_top) == (0.0, 0.0, 0.0, 1.0)
         assert found.perplexity == found.reference_perplexity
+        assert found.log_perplexity_ratio == found.standard_errors["log_perplexity_ratio"] == 0
         assert found.bytes == found.reference_bytes
 
 

@@ -20,6 +20,7 @@ from compress.grid import (
     grouped,
     quantize,
     round_scale,
+    usual_group,
 )
 
 KINDS = {
@@ -370,15 +371,48 @@ def test_zero_weights_leave_the_min_max_range():
     assert torch.equal(scale, fit(x, grid, torch.float32)[0])
 
 
-@pytest.mark.parametrize("columns", [96, 352])
+SIZES_THAT_WORK = {
+    64: [16, 32, 64, -1],
+    96: [16, 24, 32, 48, 96, -1],
+    240: [24, 30, 40, 48, 60, 80, 120, 240, -1],
+    352: [16, 22, 32, 44, 88, 176, 352, -1],
+    576: [36, 48, 64, 72, 96, 144, 192, 288, -1],
+    24 * 1031: [24, -1],
+    8 * 1031: [8, -1],
+    1031: [-1],
+}
+
+
+@pytest.mark.parametrize("columns", SIZES_THAT_WORK)
 def test_group_sizes_that_do_not_divide_are_refused_with_sizes_that_work(columns):
-    grid = Grid(granularity="group", group_size=128)
-    with pytest.raises(InputError, match=rf"group size 128 does not divide {columns}") as refused:
+    grid = Grid(granularity="group", group_size=7)
+    with pytest.raises(InputError, match=rf"group size 7 does not divide {columns}") as refused:
         quantize(torch.ones(2, columns), grid)
     named = [int(word) for word in str(refused.value).split("work: ")[1].split(" (")[0].split(", ")]
-    assert named == [16, 32, -1]
+    assert named == SIZES_THAT_WORK[columns]
     for size in named[:-1]:
         assert quantize(torch.ones(2, columns), replace(grid, group_size=size)).scale.shape == (2, columns // size)
+
+
+@pytest.mark.parametrize(
+    ("widths", "size"),
+    [
+        ([128], 128),
+        ([4096, 11008], 128),
+        ([576, 1536], 96),
+        ([240], 120),
+        ([288, 768], 96),
+        ([64, 96], 32),
+        ([60, 100], 20),
+        ([16], 16),
+        ([15], -1),
+        ([27, 4096], -1),
+        ([2 * 1031], -1),
+    ],
+)
+def test_the_usual_group_is_the_largest_up_to_128_that_divides_every_width(widths, size):
+    assert usual_group(widths) == size
+    assert size == max((s for s in range(16, 129) if all(w % s == 0 for w in widths)), default=-1)
 
 
 @pytest.mark.parametrize("bits", [-1, 0, 1, 9, 16])

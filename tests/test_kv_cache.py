@@ -354,7 +354,7 @@ def test_on_the_command_line(tmp_path):
     for given, message in (
         (("--kv-cache", "int4"), "'int4'; allowed: int8 or fp8"),
         (("--kv-cache", "fp8:head"), "kv-cache needs calibration data"),
-        (("--kv-cache", "int8", *data[:2]), "uses no calibration data; drop --calibration"),
+        (("--kv-cache", "int8", "--samples", "2"), "uses no calibration data; drop --samples"),
     ):
         refused = command(*common, "--overwrite", *given)
         assert refused.code == 2

@@ -3,9 +3,11 @@
 import ast
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -19,7 +21,7 @@ import pytest
 import compress
 from compress.cards import card_of, summary_of
 from compress.kernels.cpu import SOURCES
-from compress.recipe import PASSES, pass_class
+from compress.recipe import BUILT_IN, PASSES, pass_class
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
@@ -71,6 +73,7 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
     assert {f"compress/kernels/{source.name}" for source in SOURCES} <= set(wheel)
+    assert {f"compress/recipes/{name}.yaml" for name in BUILT_IN} <= set(wheel)
 
 
 def test_a_wheel_holds_no_tests(wheel: list[str]) -> None:
@@ -121,7 +124,14 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.terminal", "compress.progress", "compress.comm", "compress.files"),
+    (
+        "compress.errors",
+        "compress.version",
+        "compress.terminal",
+        "compress.progress",
+        "compress.comm",
+        "compress.files",
+    ),
     ("compress.page", "compress.shards", "compress.shown"),
     ("compress.kernels.*",),
     (
@@ -181,6 +191,17 @@ def test_the_sources_are_found() -> None:
 def test_imports_point_one_way(name: str) -> None:
     upward = sorted(target for target in inside(name) if layer_of(target) > layer_of(name))
     assert not upward, f"{name} imports {upward}, which come after it"
+
+
+def test_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    # transformers imports compressed-tensors for what we write; `dev` is what the tests need.
+    assert set(extras) == {"hf", "report", "dev"}
+    declared = {re.split(r"[><=;\s]", line)[0] for line in [*project["dependencies"], *extras["report"]]}
+    imported = {target.split(".")[0] for targets in GRAPH.values() for target in targets}
+    late = re.findall(r'import_module\("(\w+)', "".join(path.read_text(encoding="utf-8") for path in modules()))
+    assert {{"pyyaml": "yaml"}.get(name, name) for name in declared} <= imported | set(late)
 
 
 def test_no_two_modules_import_each_other() -> None:

@@ -129,7 +129,7 @@ def test_ignored_layers_stay_and_are_named():
         ({"ignore": ["*"]}, "no layer is left"),
         ({"passes": ()}, "no pass given"),
         ({"passes": compress.GPTQ(group_size=16)}, "needs calibration"),
-        ({"calibration": tokens()}, "no pass uses any"),
+        ({"samples": 4}, "samples and length are of calibration data"),
         ({"passes": compress.RTN(group_size=24)}, "does not divide the 32 inputs.*sizes that work: 16, 32, -1"),
         ({"passes": (compress.RTN(group_size=16), compress.RTN(group_size=16))}, "has quantized before it"),
         ({"passes": compress.only(compress.RTN(), "nothing")}, "matches no layer"),

@@ -1,5 +1,6 @@
 """Recipes: what is written is what is read, every option is checked, and what is wrong is said in one line."""
 
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,7 +12,17 @@ import yaml
 from compress import GPTQ, RTN, but, only
 from compress.errors import InputError
 from compress.passes.base import GridName, Only, Pass
-from compress.recipe import PASSES, describe, load_recipe, make_pass, parse_recipe, pass_class
+from compress.recipe import (
+    BUILT_IN,
+    PASSES,
+    about,
+    describe,
+    load_recipe,
+    make_pass,
+    parse_recipe,
+    pass_class,
+    regrouped,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +222,48 @@ def test_a_third_partys_module_that_fails_is_one_line(tmp_path: Path, monkeypatc
 def test_classes_that_cannot_run_are_refused(path: str) -> None:
     with pytest.raises(InputError, match="is no pass that runs by itself"):
         make_pass(path, {})
+
+
+# --- the recipes that come with the package ------------------------------------------------------------------------
+
+
+def test_every_built_in_recipe_can_be_read_and_says_what_it_is_for_and_how_it_is_run() -> None:
+    assert {"w4a16-gptq", "w8a16-rtn", "fp8-kv"} <= set(BUILT_IN)
+    for name, path in BUILT_IN.items():
+        assert load_recipe(name) == load_recipe(path)
+        text = path.read_text(encoding="utf-8")
+        assert f"--recipe {name} " in text
+        assert ("--calibration" in text) == any(p.calibrated for p in load_recipe(name))
+        assert 20 < len(about(text)) < 120
+
+
+def test_what_a_recipe_is_for_is_the_first_sentence_of_its_first_comment() -> None:
+    assert about("# Groups of 3.5, so\n# to say. More.\n#   a command\npasses: []  # not this\n") == (
+        "Groups of 3.5, so to say"
+    )
+    assert about("passes: []\n# late") == ""
+
+
+def test_the_recipe_that_the_readme_shows_is_the_built_in_one() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    assert parse_recipe(yaml.safe_load(shown), "README") == load_recipe("w4a16-mixed")
+
+
+def test_a_file_comes_before_a_built_in_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = load_recipe("w8a16-rtn")
+    (tmp_path / "w8a16-rtn").write_text("passes: [rtn: {scheme: w2a16}]")
+    assert load_recipe("w8a16-rtn") == (RTN(scheme="w2a16"),) != before
+    with pytest.raises(InputError, match="unknown recipe 'w8a16rtn'; did you mean 'w8a16-rtn'"):
+        load_recipe("w8a16rtn")
+
+
+def test_another_group_size_is_for_the_passes_that_have_groups() -> None:
+    channel, whole = RTN(group_size=-1), RTN(scheme="w8a8")
+    passes = (but(only(GPTQ(group_size=64), "a*"), "ab"), channel, RTN(), whole, PASSES["kv-cache"]())
+    found, changed = regrouped(passes, 32)
+    assert changed == ["gptq", "rtn"]
+    assert found == (but(only(GPTQ(group_size=32), "a*"), "ab"), channel, RTN(group_size=32), *passes[3:])
+    with pytest.raises(InputError, match="no pass of the recipe has groups"):
+        regrouped((channel, whole), 32)

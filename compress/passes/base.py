@@ -5,7 +5,7 @@ statistics. A pass sees plain tensors; whether the block lives in RAM, on disk o
 there are, it cannot tell. To add a pass: one file beside this one, one line in `PASSES` in `compress/recipe.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal, get_args
@@ -18,7 +18,16 @@ from compress.calibrators import Range, calibrator, scale_and_zero_point
 from compress.comm import Comm
 from compress.errors import CompressError, InputError, one_of
 from compress.fold import Merge, reduce_scales
-from compress.grid import Granularity, Grid, NumberType, Quantized, RangeChoice, suggest_groups
+from compress.grid import (
+    DEFAULT_GROUP,
+    Granularity,
+    Grid,
+    NumberType,
+    Quantized,
+    RangeChoice,
+    suggest_groups,
+    usual_group,
+)
 from compress.scheme import ActivationCodes
 from compress.stats import StatisticFactory
 
@@ -32,7 +41,6 @@ Treats = Literal["layers", "embeddings", "caches"]
 SCHEMES = {f"w{bits}a16": bits for bits in range(2, 9)} | {"w4a8": 4, "w8a8": 8, "fp8": 8}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
-DEFAULT_GROUP = 128
 PERCENTILE = 99.99
 
 
@@ -157,6 +165,10 @@ class Pass:
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
 
+    def fitted(self, widths: Collection[int]) -> "Pass":
+        """This pass for layers of so many inputs: with what its options leave open settled."""
+        return self
+
     def apply(self, site: Site) -> dict[str, Decision]:
         """Decide for every layer of the site. The same decisions on every rank."""
         raise NotImplementedError
@@ -181,10 +193,12 @@ class QuantizeWeights(Pass):
 
     scheme: w2a16 .. w8a16, the bits of a weight beside 16-bit floats; w4a8 and w8a8 round what a layer multiplies to
     int8, too; fp8 rounds both to float8 (e4m3). group_size: consecutive inputs that share a scale, -1 for one scale per
-    output channel, 0 for what the scheme usually has (128; w8a8 and fp8: -1). grid: `signed-scale` (symmetric, the
-    scale may be negative), `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale
-    for the whole matrix. clip: shrink each range to the one of least error (fp8: widen it). Scales are stored in the
-    model's own dtype.
+    output channel, 0 for what the scheme usually has: -1 of w8a8 and fp8, otherwise 128 or, where that does not divide
+    the inputs of all layers of the pass, the largest size below it that does: one size, because not every reader takes
+    several. Where none from 16 up divides them all (a CNN whose first layer has 27 inputs), each layer has the largest
+    of its own, or one scale per output channel. grid: `signed-scale` (symmetric, the scale may be negative),
+    `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix.
+    clip: shrink each range to the one of least error (fp8: widen it). Scales are stored in the model's own dtype.
     activations: 8-bit inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
     calibration (`static`).
     activation_grid: `symmetric`; static only: `asymmetric`, or `unsigned` for inputs that are never negative (after a
@@ -224,9 +238,8 @@ class QuantizeWeights(Pass):
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
-        if self.group_size == 0:
-            usual = -1 if self.per_tensor or self.scheme in WHOLE else DEFAULT_GROUP
-            object.__setattr__(self, "group_size", usual)
+        if self.group_size == 0 and (self.per_tensor or self.scheme in WHOLE):
+            object.__setattr__(self, "group_size", -1)
         if self.scheme == "fp8" and self.grid == "signed-scale":
             # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
             object.__setattr__(self, "grid", "symmetric")
@@ -340,8 +353,8 @@ class QuantizeWeights(Pass):
         return {name: fixed_codes(found, grid, dtype) for name, dtype in site.scale_dtypes.items()}
 
     def weight_grid(self) -> Grid:
-        """The grid that these options describe."""
-        granularity: Granularity = "group" if self.group_size > 0 else "channel"
+        """The grid that these options describe; of groups of 128 while the size is left open (see `fitted`)."""
+        granularity: Granularity = "channel" if self.group_size == -1 else "group"
         if self.per_tensor:
             granularity = "tensor"
         chosen: RangeChoice = "mse" if self.clip else "minmax"
@@ -351,21 +364,24 @@ class QuantizeWeights(Pass):
             narrow=self.grid == "narrow",
             signed_scale=self.grid == "signed-scale",
             granularity=granularity,
-            group_size=self.group_size if granularity == "group" else None,
+            group_size=(self.group_size or DEFAULT_GROUP) if granularity == "group" else None,
             range_choice=chosen,
             type=self._number_type,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
-        if self.per_tensor or self.group_size < 0:
+        if self.per_tensor or self.group_size <= 0:
             return
         bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
         if bad:
-            widths = sorted({columns for _, columns in shapes.values()})
+            widths = {columns for _, columns in shapes.values()}
             raise InputError(
                 f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of "
                 f"{bad[0]} ({len(bad)} layers in all); {suggest_groups(widths)}"
             )
+
+    def fitted(self, widths: Collection[int]) -> Pass:
+        return self if self.group_size else replace(self, group_size=usual_group(widths))
 
 
 def fixed_codes(found: Range, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:
@@ -456,6 +472,9 @@ class Only(Pass):
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.inner.check(shapes)
+
+    def fitted(self, widths: Collection[int]) -> Pass:
+        return replace(self, inner=self.inner.fitted(widths))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return self.inner.apply(site)

@@ -157,7 +157,7 @@ TEXTS: dict[str, Case] = {
 OPTIONS: dict[str, Case] = {
     "group size that does not divide": (
         lambda d: d.rtn(d.model, "--group-size", 64),
-        ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", "16, 32, -1"),
+        ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", ": 16, 32, -1"),
     ),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
     "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'", "w2a16", "w8a16", "bits 2 to 8")),
@@ -204,11 +204,7 @@ OPTIONS: dict[str, Case] = {
         ("'*.down' matches no layer", "'model.layers.0.self_attn.q_proj'"),
     ),
     "ignore of everything": (lambda d: d.rtn(d.model, "--ignore", "*"), ("no layer is left", "ignore less")),
-    "calibration without effect": (
-        lambda d: d.rtn(d.model, "--calibration", "demo"),
-        ("'rtn' uses no calibration data", "drop --calibration"),
-    ),
-    "samples and length without effect": (
+    "samples and length of no text": (
         lambda d: d.rtn(d.model, "--samples", 3, "--length", 9, "--batch-size", 8),
         ("'rtn' uses no calibration data", "drop --samples, --length, --batch-size"),
     ),
@@ -271,11 +267,15 @@ RECIPES: dict[str, Case] = {
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
-        ("--recipe says everything", "drop method, scheme"),
+        ("--recipe says everything about its passes but", "drop method, scheme"),
     ),
-    "calibration without effect": (
-        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--calibration", d.tokens),
-        ("recipe.yaml' uses no calibration data", "drop --calibration"),
+    "samples of no text": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--samples", 3),
+        ("recipe.yaml' uses no calibration data", "drop --samples"),
+    ),
+    "unknown built-in recipe": (
+        lambda d: command("quantize", d.model, "--recipe", "w4a16-gtpq", "--output", d.output),
+        ("unknown recipe 'w4a16-gtpq'", "did you mean 'w4a16-gptq'?", "fp8-kv"),
     ),
     "module that does not exist": (
         lambda d: d.recipe("passes: ['no_such.module:Pass': {}]"),
@@ -316,6 +316,7 @@ OTHERS: dict[str, Case] = {
         lambda d: command("bench", "--trust-remote-code"),
         ("--trust-remote-code: only for a MODEL",),
     ),
+    "recipes: unknown": (lambda d: command("recipes", "fp8"), ("unknown recipe 'fp8'", "fp8-rtn")),
     "methods: unknown": (
         lambda d: command("methods", "gtpq"),
         ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
