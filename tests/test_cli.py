@@ -350,7 +350,7 @@ RECIPES: dict[str, Case] = {
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
-        ("--recipe says everything about its passes but the group size", "drop method, scheme"),
+        ("--recipe says everything about its passes but --group-size", "drop method, scheme"),
     ),
     "samples of no text": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--samples", 3),
