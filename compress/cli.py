@@ -282,7 +282,7 @@ def quantize(
         size = chosen.pop("group_size") if given("group_size") else None
         if chosen or any(map(given, ("method", "embeddings", "kv_cache"))):
             dropped = [name for name in ("method", "embeddings", "kv_cache") if given(name)] + [*chosen]
-            raise InputError(f"--recipe says everything about its passes but the group size; drop {', '.join(dropped)}")
+            raise InputError(f"--recipe says everything about its passes but --group-size; drop {', '.join(dropped)}")
         passes = load_recipe(recipe)
         if size is not None:
             passes, changed = regrouped(passes, size)

@@ -33,7 +33,7 @@ def result(made: Result, model: str) -> None:
     table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
     table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
     if made.record.coverage is not None:
-        out.print(escape(f"compressed: {made.record.coverage}"))
+        out.print(f"compressed: {made.record.coverage}")
     losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in made.record.layers if "rtn_loss" in r.figures]
     out.print(table)
     if losses:

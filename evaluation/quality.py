@@ -6,7 +6,7 @@ KL(original || compressed) in nats over the full vocabulary, per predicted token
 which both models rank the same token first. Logits are compared in float32. Median and 99th percentile interpolate
 between the two nearest tokens.
 
-Standard errors, of a mean over the T predicted tokens of W windows, values x_wt and window means m_w:
+Standard errors, of a mean over W windows of T predicted tokens, values x_wt and window means m_w:
 
     by windows    sd(m_w) / sqrt(W)      none for one window
     by tokens     sd(x_wt) / sqrt(W T)   as llama.cpp's llama-perplexity states them
@@ -84,9 +84,10 @@ def _errors(values: Mapping[str, Tensor], error: Callable[[Tensor], float | None
     """A standard error for each figure; of a perplexity, whose values are surprisals, that of its exponential."""
     found = {}
     for name, values_WT in values.items():
-        found[name] = error(values_WT)
-        if name.endswith("perplexity") and found[name] is not None:
-            found[name] *= _perplexity(float(values_WT.mean()))
+        own = error(values_WT)
+        if own is not None and name.endswith("perplexity"):
+            own *= _perplexity(float(values_WT.mean()))
+        found[name] = own
     return found
 
 
