@@ -24,6 +24,7 @@ from compress.passes.gptq import GPTQ
 from compress.passes.kv_cache import KVCache
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant
+from compress.reading import DEEPEST, MOST_NODES, check_nesting, regular
 
 PASSES: dict[str, type[Pass]] = {
     "rtn": RTN,
@@ -124,8 +125,13 @@ def _step(step: Any, where: str) -> Pass:
 def load_recipe(path: str | Path) -> tuple[Pass, ...]:
     """Passes of a YAML file."""
     try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        data = yaml.safe_load(regular(Path(path), "recipe").read_text(encoding="utf-8"))
+        check_nesting(data, MOST_NODES)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError(f"recipe {str(path)!r} is nested deeper than {DEEPEST} levels") from None
+    except (OSError, ValueError) as error:
         raise InputError(f"recipe {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None

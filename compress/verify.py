@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from compress.cache import rounded_cache
-from compress.checkpoint import RECORD, checksum, read_json
+from compress.checkpoint import RECORD, checksum
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
 from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
+from compress.manifest import read_record
 from compress.nn import QuantLinear, RowLinear
-from compress.scheme import ActivationCodes
+from compress.scheme import ActivationCodes, read_scheme
 from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -33,7 +34,7 @@ def check_record(source: Source) -> int:
         raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
     tensors = read_tensors(source)
     compared = 0
-    for layer in read_json(path)["layers"]:
+    for layer in read_record(source.path)["layers"]:
         value = tensors.get(f"{layer['name']}.weight")
         if value is None:
             raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
@@ -41,7 +42,7 @@ def check_record(source: Source) -> int:
             values = value.dequantize()
         else:  # Conv1D, transposed, or a convolution
             values = value.t() if value.ndim == 2 else value.flatten(1)
-        if checksum(values) != layer["figures"]["sha256"]:
+        if checksum(values) != layer["figures"].get("sha256"):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
         compared += 1
     return compared
@@ -153,8 +154,10 @@ def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> 
 
 
 def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
-    groups = (source.quantization or {}).get("config_groups", {}).values()
-    if all(group["weights"]["symmetric"] or group["format"] != "pack-quantized" for group in groups):
+    quantization = source.quantization or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    schemes = [read_scheme(group, quantization.get("format"), f"a layer of {source.path}") for group in groups]
+    if not any(scheme.needs_dequantizing() for scheme in schemes):
         try:
             return from_pretrained(source, str(source.path), dtype=dtype), "default"
         except CheckpointError:
@@ -173,7 +176,7 @@ def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[n
 def _unknown_mix(source: Source, model: nn.Module) -> bool:
     """Whether transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
     packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
-    if len((source.quantization or {}).get("config_groups", {})) < 2:
+    if len((source.quantization or {}).get("config_groups") or ()) < 2:
         return False
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return any(stored.scheme.needs_dequantizing(name in tables) for name, stored in layers_of(source).items())

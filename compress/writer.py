@@ -26,7 +26,6 @@ from compress.checkpoint import (
     inputs_from,
     outputs_from,
     quantized_from,
-    read_json,
     tensors_of,
     write_json,
 )
@@ -34,6 +33,7 @@ from compress.comm import Comm
 from compress.errors import CheckpointError, InputError
 from compress.fold import Consumer, Fold
 from compress.grid import Grid
+from compress.manifest import read_progress
 from compress.passes.base import Decision
 from compress.record import Finished, LayerRecord, RangeRecord
 from compress.rescale import Folded, FoldRecord
@@ -86,10 +86,10 @@ class Writer:
     def _progress(self) -> dict[str, Any]:
         """What `progress.json` says. Raises CheckpointError where it is damaged."""
         path = self.partial / PROGRESS
-        found = read_json(path)
-        if not isinstance(found, dict) or not isinstance(found.get("blocks"), dict) or "identity" not in found:
-            raise CheckpointError(f"{path} is damaged; drop that run with --overwrite")
-        return found
+        try:
+            return read_progress(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; drop that run with --overwrite") from None
 
     def _refusal(self) -> str | None:
         """Why the finished checkpoint may not take the name of the output."""

@@ -114,7 +114,16 @@ GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for pa
 
 # Lowest first. A module imports from its own layer and those before it, never from one after it.
 LAYERS = (
-    ("compress.errors", "compress.version", "compress.progress", "compress.comm", "compress.page"),
+    (
+        "compress.errors",
+        "compress.version",
+        "compress.progress",
+        "compress.comm",
+        "compress.page",
+        "compress.reading",
+        "compress.schema",
+        "compress.configuration",
+    ),
     ("compress.kernels.*",),
     (
         "compress.grid",
@@ -139,7 +148,7 @@ LAYERS = (
     ("compress.plan", "compress.record"),
     ("compress.export",),
     ("compress.pipeline",),
-    ("compress.checkpoint", "compress.recipe"),
+    ("compress.checkpoint", "compress.manifest", "compress.recipe"),
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
