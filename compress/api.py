@@ -25,7 +25,7 @@ from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.embedding import QuantEmbedding
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError, InputError, RankLostError
 from compress.export import cache_entry_of, check_storable, notes_for_readers, quantization_config
 from compress.forward import Batch, ChainBrokenError, evaluating
 from compress.nn import QuantLinear
@@ -33,6 +33,7 @@ from compress.passes.base import Pass
 from compress.pipeline import run
 from compress.plan import Plan, plan
 from compress.progress import Reporter, Silent
+from compress.ranks import watching
 from compress.recipe import describe
 from compress.record import RunRecord
 from compress.residency import Local, Residency, Sharded, shard
@@ -153,7 +154,7 @@ def quantize(
         reporter.note(note)
     record = RunRecord(notes=notes)
     mine = batches[comm.rank :: comm.world]
-    with _nothing_left_of_nothing(sink), evaluating(network):
+    with _nothing_left_of_nothing(sink), watching(comm), evaluating(network):
         residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
         try:
             run(network, plan_, mine, residency, sink, comm, record, reporter)
@@ -163,7 +164,8 @@ def quantize(
             run(network, plan_, mine, residency, sink, comm, record, reporter)
     result = Result(record)
     if isinstance(sink, Writer):
-        _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter, cache)
+        with _nothing_left_of_nothing(sink), watching(comm):
+            _finish(sink, network, source, plan_, record, identity, tokens, comm, reporter, cache)
         result.output = sink.output
         small = verify is None and hasattr(network, "config") and _bytes(network) <= VERIFY_LIMIT
         if verify or small:
@@ -183,12 +185,16 @@ def quantize(
 
 @contextmanager
 def _nothing_left_of_nothing(sink: Writer | Discard) -> Iterator[None]:
-    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try."""
+    """Work that fails before its first block is finished leaves no unfinished run in the way of the next try; what
+    stops later says where the finished blocks are, if a run can go on from there."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if isinstance(sink, Writer):
             sink.abandon()
+            if isinstance(error, KeyboardInterrupt | RankLostError) and sink.blocks and sink.partial.exists():
+                kept = "1 finished block is" if len(sink.blocks) == 1 else f"{len(sink.blocks)} finished blocks are"
+                error.add_note(f"{kept} kept in {sink.partial}: run again with --resume")
         raise
 
 

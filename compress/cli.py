@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,20 +28,23 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        import torch
+        try:
+            import torch
+        except KeyboardInterrupt:
+            fail("stopped", STOPPED)
 
         try:
             command(*args, **kwargs)
         except InputError as error:
             fail(str(error), 2)
         except CompressError as error:
-            fail(str(error), 1)
+            fail(said(error), 1)
         except torch.OutOfMemoryError as error:
             fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
-        except KeyboardInterrupt:
-            fail("stopped; a quantize run goes on from its last finished block with --resume", STOPPED)
+        except KeyboardInterrupt as error:
+            fail(said(error), STOPPED)
         except click.ClickException:
             raise
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
@@ -49,6 +53,11 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
             fail(f"unexpected {type(error).__name__}: {error} (set {TRACEBACK}=1 to see where)", 1)
 
     return wrapped
+
+
+def said(error: BaseException) -> str:
+    """What an exception says, and what was added to it on its way."""
+    return "; ".join([str(error) or "stopped", *getattr(error, "__notes__", ())])
 
 
 def fail(message: str, code: int) -> None:
@@ -272,16 +281,20 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     import torch
     import torch.distributed as dist
 
+    from compress.comm import Comm
+    from compress.ranks import terminate, watching
     from compress.residency import Sharded
 
     Sharded.require()
+    signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        yield dist.get_rank()
-        dist.barrier()  # ranks that leave before the others abort them
+        with watching(Comm()):
+            yield dist.get_rank()
+            dist.barrier()  # ranks that leave before the others abort them
     finally:
         dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -95,6 +95,23 @@ class Bar:
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Within: the bars of libraries that draw them unasked, and cannot be told not to, stay away."""
+    from tqdm import tqdm
+
+    drawn = tqdm.__init__
+
+    def silent(bar: Any, *args: Any, **kwargs: Any) -> None:
+        drawn(bar, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = silent  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = drawn  # type: ignore[method-assign]
 
 
 @contextmanager

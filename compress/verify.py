@@ -18,6 +18,7 @@ from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
 from compress.manifest import read_record
 from compress.nn import QuantLinear, RowLinear
+from compress.progress import without_bars
 from compress.scheme import ActivationCodes, read_scheme
 from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
@@ -186,6 +187,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
 
+@without_bars()
 def verify(path: str | Path) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
 

@@ -119,6 +119,7 @@ LAYERS = (
         "compress.version",
         "compress.progress",
         "compress.comm",
+        "compress.ranks",
         "compress.page",
         "compress.reading",
         "compress.schema",

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from commands import StopAfterOne, make_llama
+from commands import Outcome, StopAfterOne, command, make_llama
 from models import tokens
 from rich.console import Console
 from rich.progress import Progress
@@ -92,3 +92,7 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
         "5/6 model.layers.2, 10 s left",
         "6/6 model.layers.3",
     ]
+
+
+def test_verifying_shows_no_bars_of_other_libraries(llama_w4) -> None:
+    assert command("verify", llama_w4) == Outcome(0, "12 layers bit for bit; transformers compared\n", "")
