@@ -34,6 +34,7 @@ from compress.pipeline import run
 from compress.plan import Plan, plan
 from compress.progress import Reporter, Silent
 from compress.ranks import watching
+from compress.reading import LOOP, special
 from compress.recipe import describe
 from compress.record import RunRecord
 from compress.residency import Local, Residency, Sharded, shard
@@ -138,6 +139,8 @@ def quantize(
     if output is not None:
         if not Path(output).name:
             raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
+        if special(Path(output)) == LOOP:
+            raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
         check_storable(plan_)
         cache = cache_entry_of(plan_, network)
         sink = Writer(Path(output), fingerprint(identity), comm, resume=resume, overwrite=overwrite)

@@ -18,6 +18,7 @@ from click.core import ParameterSource
 import compress
 from compress import show
 from compress.errors import CompressError, InputError
+from compress.reading import LOOP, special
 
 STOPPED = 130  # what a shell reports for a command that was interrupted
 TRACEBACK = "COMPRESS_TRACEBACK"
@@ -100,8 +101,8 @@ def _writable(context: click.Context, parameter: click.Parameter, value: str | N
     if value is None or value == "-":
         return value
     path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"{value!r} is a directory; give a file, or '-' for standard output")
+    if path.is_dir() or special(path) == LOOP:
+        raise click.BadParameter(f"{value!r} is {special(path)}; give a file, or '-' for standard output")
     if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
     return value

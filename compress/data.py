@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.errors import InputError
 from compress.forward import Batch
-from compress.reading import regular
+from compress.reading import check_nesting, regular
 from compress.source import DEMO, path_of
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
@@ -82,7 +82,8 @@ def _jsonl(text: str, source: str) -> Iterable[str]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+            check_nesting(record)
+        except (ValueError, RecursionError):
             raise InputError(f"{source} line {number} is not JSON") from None
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise InputError(f"{source} line {number} has no string field 'text'")

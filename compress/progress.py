@@ -107,11 +107,11 @@ def without_bars() -> Iterator[None]:
     def silent(bar: Any, *args: Any, **kwargs: Any) -> None:
         drawn(bar, *args, **{**kwargs, "disable": True})
 
-    tqdm.__init__ = silent  # type: ignore[method-assign]
+    tqdm.__init__ = silent
     try:
         yield
     finally:
-        tqdm.__init__ = drawn  # type: ignore[method-assign]
+        tqdm.__init__ = drawn
 
 
 @contextmanager

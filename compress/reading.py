@@ -11,6 +11,7 @@ from compress.errors import CheckpointError, InputError
 
 DEEPEST = 100  # lists and mappings inside each other; a real configuration has about ten
 MOST_NODES = 1_000_000  # of a YAML file, whose aliases can stand for more than any memory holds
+LOOP = "a loop of symbolic links"
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -26,7 +27,7 @@ def special(path: Path) -> str | None:
     try:
         return KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError as error:
-        return "a loop of symbolic links" if error.errno == errno.ELOOP else None
+        return LOOP if error.errno == errno.ELOOP else None
     except ValueError:  # a null byte in the name
         return None
 

@@ -68,7 +68,8 @@ def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfi
     if not _holds(value, kind):
         yield Misfit(keys, value, name_of(kind))
         return
-    if is_dataclass(kind):
+    closed: bool = is_dataclass(kind)
+    if closed:
         unknown = (key for key in value if key not in _keys(kind)[0])
         yield from (Misfit((*keys, f".{key}"), value[key], "left out: it is not known") for key in unknown)
     for key, inside, expected in _parts(value, kind):

@@ -269,8 +269,11 @@ def empty_model(source: Source) -> nn.Module:
     config = read_config(source)
     config.__dict__.pop("quantization_config", None)
     kind = _model_class(source, None)
-    with torch.device("meta"):
-        model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(config) if hasattr(kind, "_from_config") else kind.from_config(config)
+    except Exception as error:
+        raise CheckpointError(f"transformers makes no model of {source.path}: {first_line(error)}") from error
     assert isinstance(model, nn.Module)
     return model
 

@@ -91,6 +91,9 @@ def test_only_regular_files_are_opened(
     if kind == "a loop of symbolic links":
         make(tmp_path / "model")
         refused(command(*quantize, tmp_path / "model"), f"model' is {kind}")
+        make(output)
+        refused(command(*quantize, llama, "--calibration", "demo"), f"output' is {kind}", "another path")
+        assert f"output' is {kind}" in command("inspect", llama, "--json", output).err
     assert not output.exists()
 
 
@@ -172,8 +175,10 @@ def test_a_wrong_type_is_one_line_with_the_file_and_the_key(llama_w4: Path, copy
             shutil.rmtree(model)
 
 
-@pytest.mark.parametrize("text", [DEEP, NESTED, '{"a": "\\ud800"}'], ids=["deep", "nested", "surrogate"])
-def test_json_and_yaml_that_nothing_can_hold(text: str, llama_w4: Path, copy_of: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("text", [DEEP, NESTED, '{"text": "\\ud800"}'], ids=["deep", "nested", "surrogate"])
+def test_json_and_yaml_that_nothing_can_hold(
+    text: str, llama: Path, llama_w4: Path, copy_of: Callable[..., Path]
+) -> None:
     model = copy_of(llama_w4)
     for name in ("config.json", "model.safetensors.index.json", "compress.json"):
         kept = (model / name).read_text()
@@ -181,6 +186,9 @@ def test_json_and_yaml_that_nothing_can_hold(text: str, llama_w4: Path, copy_of:
         refused(command("inspect", model), f"{model / name} cannot be read: ")
         (model / name).write_text(kept)
     (model / "recipe.yaml").write_text(text)
+    (model / "text.jsonl").write_text(text)
+    words = ["quantize", llama, "--group-size", 32, "--calibration", model / "text.jsonl", "--output", model / "o"]
+    refused(command(*words), "text.jsonl line 1 is not JSON")
     if "ud800" not in text:
         refused(command("quantize", model, "--recipe", model / "recipe.yaml", "--output", model / "o"), "nested deeper")
 
