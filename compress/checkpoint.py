@@ -17,6 +17,7 @@ from compress.errors import CheckpointError
 from compress.files import write_whole
 from compress.grid import Grid, Quantized
 from compress.kernels.pack import pack_rows, unpack_rows
+from compress.reading import parse_json
 from compress.scheme import ActivationCodes, Scheme, scheme_of
 
 RECORD = "compress.json"
@@ -152,7 +153,4 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises CheckpointError in one line for anything that is not one."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return parse_json(path)

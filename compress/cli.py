@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from click.core import ParameterSource
 
 import compress
 from compress.errors import CompressError, InputError
+from compress.reading import LOOP, special
 from compress.terminal import console, visible
 
 STOPPED = 130  # what a shell reports for a command that was interrupted
@@ -32,13 +34,13 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except InputError as error:
             fail(str(error), 2)
         except CompressError as error:
-            fail(str(error), 1)
+            fail(said(error), 1)
         except out_of_memory() as error:
             fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
-        except KeyboardInterrupt:
-            fail("stopped; a quantize run goes on from its last finished block with --resume", STOPPED)
+        except KeyboardInterrupt as error:
+            fail(said(error), STOPPED)
         except click.ClickException:
             raise
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
@@ -53,6 +55,11 @@ def out_of_memory() -> tuple[type[Exception], ...]:
     """What torch raises where a device is full; nothing where torch has not been imported, so cannot have raised."""
     found = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     return () if found is None else (found,)
+
+
+def said(error: BaseException) -> str:
+    """What an exception says, and what was added to it on its way."""
+    return "; ".join([str(error) or "stopped", *getattr(error, "__notes__", ())])
 
 
 def fail(message: str, code: int) -> None:
@@ -110,8 +117,8 @@ def _writable(context: click.Context, parameter: click.Parameter, value: str | N
     if value is None or value == "-":
         return value
     path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"{value!r} is a directory; give a file, or '-' for standard output")
+    if path.is_dir() or special(path) == LOOP:
+        raise click.BadParameter(f"{value!r} is {special(path)}; give a file, or '-' for standard output")
     if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
     return value
@@ -345,16 +352,20 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     import torch
     import torch.distributed as dist
 
+    from compress.comm import Comm
+    from compress.ranks import terminate, watching
     from compress.residency import Sharded
 
     Sharded.require()
+    signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended
     on_gpu = torch.cuda.is_available() and device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        yield dist.get_rank()
-        dist.barrier()  # ranks that leave before the others abort them
+        with watching(Comm()):
+            yield dist.get_rank()
+            dist.barrier()  # ranks that leave before the others abort them
     finally:
         dist.destroy_process_group()
 

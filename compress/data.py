@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.errors import InputError
 from compress.forward import Batch
+from compress.reading import check_nesting, regular
 from compress.source import DEMO, path_of
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
@@ -41,6 +42,8 @@ def read_text(source: str, what: str) -> str:
     if source == "demo":
         return (DEMO / ("calibration.txt" if what == "calibration" else "heldout.txt")).read_text(encoding="utf-8")
     path = path_of(source, "text")
+    if not path.is_dir():
+        regular(path, "text")
     if path.suffix not in TEXT_FORMATS:
         if path.is_dir():
             raise InputError(
@@ -80,7 +83,8 @@ def _jsonl(text: str, source: str) -> Iterable[str]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+            check_nesting(record)
+        except (ValueError, RecursionError):
             raise InputError(f"{source} line {number} is not JSON") from None
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise InputError(f"{source} line {number} has no string field 'text'")
@@ -117,7 +121,7 @@ def _from_hub(source: str) -> str:
 
 def read_tokens(source: str) -> Any:
     """What a .pt or .npy file holds; `checked_ids` says whether it is token ids."""
-    path = path_of(source, "token file")
+    path = regular(path_of(source, "token file"), "token file")
     if not path.is_file():
         raise InputError(f"token file {source!r} does not exist")
     try:

@@ -16,6 +16,15 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be read as what it says it is."""
 
 
+class RankLostError(CompressError):
+    """Another process of a sharded run has ended; what this one was doing cannot be finished."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of a library says, in a line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def one_of(what: str, given: str, allowed: Iterable[str]) -> str:
     """`given` when it is allowed; otherwise an InputError that names the allowed values and the closest one."""
     names = sorted(allowed)

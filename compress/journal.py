@@ -7,46 +7,90 @@ behind a block without computing it again. `moved` says which tensors lie in the
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from compress.cache import CacheScheme
 from compress.checkpoint import read_json, write_json
 from compress.errors import CheckpointError
+from compress.record import LayerRecord, RangeRecord
+from compress.rescale import FoldRecord
+from compress.schema import fits
+from compress.scheme import Scheme
 
 PROGRESS = "progress.json"
 KIND, FORMAT = "unfinished run", 2
+Files = dict[str, dict[str, str]]  # {file: {tensor: SHA-256}}
+
+
+class NotedFold(TypedDict):
+    producer: str
+    kind: str
+    channels: int
+    consumers: list[str]
+
+
+class FoldPlace(TypedDict):
+    file: str
+    folds: list[NotedFold]
+
+
+class Block(TypedDict):
+    """A finished block. layers: the scheme of each, None where its values are stored dense."""
+
+    files: Files
+    layers: dict[str, Scheme | None]
+    records: list[LayerRecord]
+    ranges: list[RangeRecord]
+    left_alone: dict[str, str]
+    fold_records: list[FoldRecord]
+    folds: FoldPlace | None
+    caches: dict[str, CacheScheme]
+
+
+class Content(TypedDict):
+    """What the file holds."""
+
+    compress: str
+    format: int
+    identity: str
+    blocks: dict[str, Block]
+    rest: Files | None
+    moved: dict[str, str]
+    complete: bool
 
 
 @dataclass
 class Journal:
-    """identity: fingerprint of what is run ('' before it is known). blocks: {block: its entry}, in the order in which
-    they were finished; an entry's `files` is {file: {tensor: SHA-256}}. rest: the same of what lies outside the blocks,
-    once it is written. moved: {tensor: weight file}. complete: nothing is left to do but to name the directory."""
+    """identity: fingerprint of what is run ('' before it is known). blocks: {block: a `Block` as JSON has it}, in the
+    order in which they were finished. rest: the files of what lies outside the blocks, once it is written. moved:
+    {tensor: weight file}. complete: nothing is left to do but to name the directory."""
 
     identity: str = ""
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rest: dict[str, dict[str, str]] | None = None
+    rest: Files | None = None
     moved: dict[str, str] = field(default_factory=dict)
     complete: bool = False
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
-        """Raises CheckpointError for a file that is not one, or not one of this version."""
+        """Raises CheckpointError, naming the key, for a file that is not one, or not one of this version."""
         found = read_json(path)
-        if not isinstance(found, dict) or found.pop("compress", None) != KIND:
+        if not isinstance(found, dict) or found.get("compress") != KIND:
             raise CheckpointError(f"{path} is no record of an unfinished run; move {path.parent} away")
-        if found.pop("format", None) != FORMAT:
+        if found.get("format") != FORMAT:
             raise CheckpointError(f"{path} is of another version of compress; remove {path.parent} or use that version")
-        kinds = {"identity": str, "blocks": dict, "rest": dict | None, "moved": dict, "complete": bool}
-        if set(found) != set(kinds) or not all(isinstance(found[key], kind) for key, kind in kinds.items()):
-            raise CheckpointError(f"{path} is damaged; remove {path.parent}")
-        return cls(**found)
+        try:
+            fits(found, Content, path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; remove {path.parent}") from None
+        return cls(found["identity"], found["blocks"], found["rest"], found["moved"], found["complete"])
 
     def write(self, path: Path) -> None:
         """Replace the file in one step."""
         write_json(path, {"compress": KIND, "format": FORMAT, **asdict(self)})
 
     @property
-    def files(self) -> dict[str, Mapping[str, str]]:
+    def files(self) -> Mapping[str, Mapping[str, str]]:
         """{file: {tensor: SHA-256}} of everything that was written."""
         entries = [entry["files"] for entry in self.blocks.values()]
         if self.rest is not None:

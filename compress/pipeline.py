@@ -69,6 +69,7 @@ class _Run:
     reference: bool
     rescaler: Rescaler
     ranges: list[RangeRecord] = field(default_factory=list)  # of the block at hand
+    repeated: set[str] = field(default_factory=set)  # blocks that an earlier run had finished
 
     def install(self, layer: Layer, decided: Decision | Tensor, versions: Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
@@ -167,7 +168,9 @@ class _Run:
                 else:
                     self.install(table, finished.decided[table.name], versions)
                 self.record.take(finished)
-                self.reporter.step(self.plan.tables.index(table) + 1, total, table.name)
+                done_tables = self.plan.tables.index(table) + 1
+                self.reporter.step(done_tables, total, "")  # tables take less time than blocks
+                self.reporter.step(done_tables, total, table.name)
         self.record.changed += [table.name for table in tables]
 
     def run_block(
@@ -197,6 +200,7 @@ class _Run:
                 for attention, codes in before.caches.items():
                     versions.keep_codes(attentions[attention], codes)
                 self.record.take(before)
+                self.repeated.add(name)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
             records = []
@@ -416,6 +420,7 @@ def run(
             captured: list[list[Call]] = [[] for _ in stack.blocks]
             if plan_.calibrated:
                 captured = capture_stack()
+            reporter.step(finished, total, "")
             calls = list(captured[0])
             shadow = list(calls if original is None else original) if reference else []
             for i, (name, block) in enumerate(stack.blocks):
@@ -425,6 +430,8 @@ def run(
                     captured[i - 1] = []
                 calls, shadow = state.run_block(name, block, calls, shadow)
                 finished += 1
+                if name in state.repeated:
+                    reporter.step(finished, total, "")  # blocks that are not finished take longer
                 reporter.step(finished, total, name)
     remark = few_tokens(record.layers)
     if remark is not None:

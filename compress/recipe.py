@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from compress.errors import InputError, one_of
+from compress.reading import DEEPEST, MOST_NODES, check_nesting, regular
 
 if TYPE_CHECKING:
     from compress.passes.base import Pass
@@ -140,8 +141,13 @@ def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
     if not file.suffix and file.parent == Path() and not file.is_file():
         file = BUILT_IN[one_of("recipe", str(path), BUILT_IN)]
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        data = yaml.safe_load(regular(file, "recipe").read_text(encoding="utf-8"))
+        check_nesting(data, MOST_NODES)
+    except InputError:
+        raise
+    except RecursionError:
+        raise InputError(f"recipe {str(path)!r} is nested deeper than {DEEPEST} levels") from None
+    except (OSError, ValueError) as error:
         raise InputError(f"recipe {str(path)!r} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise InputError(f"recipe {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None

@@ -79,7 +79,7 @@ class RangeRecord:
     @classmethod
     def restored(cls, noted: Mapping[str, Any]) -> "RangeRecord":
         """From what `dataclasses.asdict` made of one."""
-        histogram = noted["histogram"]
+        histogram = noted.get("histogram")
         return cls(**{**noted, "histogram": None if histogram is None else HistogramRecord(**histogram)})
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, InputError
 from compress.grid import Granularity, Grid, NumberType, decode, encode, quantize, working_dtype
 from compress.kernels.pack import words_of
 
@@ -289,9 +289,12 @@ def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
     if strategy not in ("group", "channel"):
         raise CheckpointError(f"{layer}: weight strategy {strategy!r} cannot be read; readable: group, channel")
     bits, symmetric = entry["num_bits"], entry.get("symmetric", True)
-    if strategy == "channel":
-        return Grid(bits=bits, symmetric=symmetric)
-    return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
+    try:
+        if strategy == "channel":
+            return Grid(bits=bits, symmetric=symmetric)
+        return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
+    except InputError as error:
+        raise CheckpointError(f"{layer}: weights {dict(entry)} cannot be read: {error}") from None
 
 
 def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input", "output"]) -> tuple[Grid, bool]:
@@ -319,4 +322,9 @@ def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
 
 
 def _matches(target: str, layer: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], layer) is not None
+    if not target.startswith("re:"):
+        return False
+    try:
+        return re.match(target[3:], layer) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"the quantization_config targets {target!r}, which is no pattern ({error})") from None

@@ -13,13 +13,23 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.cache import SIDES, CacheScheme, attentions, hold_scales, read_cache_scheme, round_cache
 from compress.checkpoint import INDEX, check_parts, quantized_from, read_json, shape_of
-from compress.errors import CheckpointError, CompressError, InputError
+from compress.configuration import Index, check_config, check_counts
+from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.grid import Quantized
+from compress.reading import special
+from compress.schema import fits
 from compress.scheme import FLOATS, LAYOUTS, PARTS, Scheme, scheme_for
 from compress.shown import shown
 
@@ -106,16 +116,30 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if not name.strip():
         raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
     path = DEMO if name == "demo" else path_of(name, "model")
-    if not path.exists():
+    kind = special(path)
+    if kind is None and not path.exists():
         path = _download(name)
     if not path.is_dir():
-        raise InputError(f"model {name!r} is a file; give the directory that holds its config.json")
+        raise InputError(f"model {name!r} is {kind or 'a file'}; give the directory that holds its config.json")
+    _check_entries(path)
     if not (path / "config.json").exists():
         raise InputError(f"{path} holds no config.json; give a Hugging Face model directory, a hub id or 'demo'")
     config = read_json(path / "config.json")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / 'config.json'} does not hold a configuration")
+    check_config(config, path / "config.json")
     return Source(name, path, config, weight_files(path), trust_remote_code)
+
+
+def _check_entries(path: Path) -> None:
+    """Refuse a model directory in which something waits to be read that is no file: transformers opens what it finds
+    by names of its own."""
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        kind = special(entry)
+        if kind is not None and not entry.is_dir():
+            raise CheckpointError(f"{entry} is {kind}; a model directory holds regular files: move it away")
 
 
 def _download(name: str) -> Path:
@@ -138,9 +162,10 @@ def weight_files(path: Path) -> dict[str, Path]:
     """{tensor name: file}, from headers alone; every file is complete."""
     if (path / INDEX).exists():
         index = read_json(path / INDEX)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        fits(index, Index, path / INDEX)
+        weight_map = index["weight_map"]
         if not weight_map:
-            raise CheckpointError(f"{path / INDEX} holds no weight_map")
+            raise CheckpointError(f"{path / INDEX} has an empty weight_map")
         files = sorted({path / file for file in weight_map.values()})
     else:
         # What transformers reads; otherwise whatever there is.
@@ -150,6 +175,10 @@ def weight_files(path: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
     found: dict[str, Path] = {}
     for file in files:
+        kind = special(file)
+        if kind is not None:
+            named = f"{path / INDEX} names {file.name}, which" if weight_map else f"{file}"
+            raise CheckpointError(f"{named} is {kind}; weights are in regular files")
         if not file.exists():
             raise CheckpointError(f"{path / INDEX} names {file.name}, which is missing; fetch the checkpoint again")
         try:
@@ -160,6 +189,8 @@ def weight_files(path: Path) -> dict[str, Path]:
     for name, holder in (weight_map or {}).items():
         if name not in found:
             raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {holder} does not hold")
+    if not found:
+        raise CheckpointError(f"{files[0]} holds no tensor")
     return found
 
 
@@ -182,8 +213,9 @@ def own_code(config: Any) -> dict[str, str]:
 
 
 def read_config(source: Source) -> PretrainedConfig:
-    """The configuration as transformers reads it. Raises CheckpointError where it cannot, InputError for one that needs
-    code which is not trusted."""
+    """The configuration as transformers reads it. Raises CheckpointError where it cannot, or where it asks for more
+    layers than the files can fill; InputError for one that needs code which is not trusted."""
+    check_counts(source.config, len(source.weights), source.path / "config.json")
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
@@ -191,8 +223,7 @@ def read_config(source: Source) -> PretrainedConfig:
         if code is not None and not source.trusted:
             raise needs_code(source, "configuration", code) from None
         raise CheckpointError(
-            f"{source.path / 'config.json'} is not a configuration that transformers knows: "
-            f"{str(error).splitlines()[0]}"
+            f"{source.path / 'config.json'} is not a configuration that transformers knows: {first_line(error)}"
         ) from None
 
 
@@ -210,7 +241,7 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
         kind.register_for_auto_class(task)  # save_pretrained then writes the code, too
         return kind
     found = getattr(transformers, names[0], None) if names else None
-    if found is not None:
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
         return found
     if task is not None:
         raise needs_code(source, "model", own[task])
@@ -260,7 +291,7 @@ def from_pretrained(
     except CompressError:
         raise
     except Exception as error:
-        raise CheckpointError(f"transformers cannot load {source.path}: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"transformers cannot load {source.path}: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing and source.quantization is not None:
         # compressed-tensors turns what a module does not store into what it does.
@@ -292,9 +323,12 @@ def empty_model(source: Source) -> nn.Module:
     config = read_config(source)
     config.__dict__.pop("quantization_config", None)
     kind = _model_class(source, None)
-    with torch.device("meta"):
-        own = hasattr(kind, "_from_config")
-        model = kind._from_config(config) if own else kind.from_config(config, trust_remote_code=source.trusted)
+    try:
+        with torch.device("meta"):
+            own = hasattr(kind, "_from_config")
+            model = kind._from_config(config) if own else kind.from_config(config, trust_remote_code=source.trusted)
+    except Exception as error:
+        raise CheckpointError(f"transformers makes no model of {source.path}: {first_line(error)}") from error
     assert isinstance(model, nn.Module)
     return model
 
@@ -369,11 +403,16 @@ def layers_of(source: Source) -> dict[str, StoredLayer]:
         if scheme.layout == "int-quantized" and scheme.inputs is None and "weight" not in parts:
             layers[layer] = _sharing(source, layer, scheme, parts, layers)
             continue
+        strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
+        if strange is not None:
+            raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
         held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
         if scheme.layout != "pack-quantized":
             shape = held.get("weight", ((0, 0), None))[0]
             if len(shape) != 2:
                 raise CheckpointError(f"{layer}.weight has shape {shape}; it must have two dimensions")
+            if 0 in shape:
+                raise CheckpointError(f"{layer}.weight has shape {shape}; there is nothing in it")
         else:
             if "weight_shape" not in parts:
                 raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
@@ -505,7 +544,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         if code is not None and not source.trusted:
             raise needs_code(source, "tokenizer", code) from None
         raise InputError(
-            f"{source.path} has no usable tokenizer ({str(error).splitlines()[0]}); "
+            f"{source.path} has no usable tokenizer ({first_line(error)}); "
             "give token ids ([samples, length], .pt or .npy) instead of text"
         ) from None
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.cache import rounded_cache
-from compress.checkpoint import RECORD, checksum, read_json
+from compress.checkpoint import RECORD, checksum
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.grid import Quantized
 from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
+from compress.manifest import read_record
 from compress.nn import QuantLinear, RowLinear
-from compress.scheme import ActivationCodes
+from compress.progress import without_bars
+from compress.scheme import ActivationCodes, read_scheme
 from compress.shards import checksums_of, pieces_of
 from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
 
@@ -46,7 +48,7 @@ def check_record(source: Source) -> int:
             values = value.dequantize()
         else:  # Conv1D, transposed, or a convolution
             values = value.t() if value.ndim == 2 else value.flatten(1)
-        if checksum(values) != layer["figures"]["sha256"]:
+        if checksum(values) != layer["figures"].get("sha256"):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
         compared += 1
     return compared
@@ -174,8 +176,10 @@ def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> 
 
 
 def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
-    groups = (source.quantization or {}).get("config_groups", {}).values()
-    if all(group["weights"]["symmetric"] or group["format"] != "pack-quantized" for group in groups):
+    quantization = source.quantization or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    schemes = [read_scheme(group, quantization.get("format"), f"a layer of {source.path}") for group in groups]
+    if not any(scheme.needs_dequantizing() for scheme in schemes):
         try:
             return from_pretrained(source, str(source.path), dtype=dtype), "default"
         except CheckpointError:
@@ -194,7 +198,7 @@ def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[n
 def _unknown_mix(source: Source, model: nn.Module) -> bool:
     """Whether transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
     packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
-    if len((source.quantization or {}).get("config_groups", {})) < 2:
+    if len((source.quantization or {}).get("config_groups") or ()) < 2:
         return False
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return any(stored.scheme.needs_dequantizing(name in tables) for name, stored in layers_of(source).items())
@@ -204,6 +208,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
 
+@without_bars()
 def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
 

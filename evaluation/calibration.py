@@ -16,8 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint import RECORD, read_json
-from compress.errors import CheckpointError, InputError
+from compress.checkpoint import RECORD
+from compress.errors import InputError
+from compress.manifest import read_record
 from compress.page import write_page
 from compress.record import RangeRecord
 from compress.source import find_source
@@ -54,11 +55,7 @@ def calibrated_ranges(model: str) -> list[RangeRecord]:
     path = source.path / RECORD
     if not path.exists():
         raise InputError(f"{source.name} holds no {RECORD}: give a directory that `compress quantize` wrote")
-    noted = read_json(path)
-    try:
-        ranges = [RangeRecord.restored(each) for each in noted.get("ranges", ())]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} does not hold the ranges of a run ({type(error).__name__}: {error})") from None
+    ranges = [RangeRecord.restored(each) for each in read_record(source.path).get("ranges", ())]
     if not ranges:
         raise InputError(
             f"{source.name} has no calibrated ranges: its inputs are not rounded, or to every token as it comes; "

@@ -123,6 +123,7 @@ def evaluate(
         reporter.note(note)
     network = _ready(model, work, target, trust_remote_code)
     original = None if reference is None else _ready(reference, work, target, trust_remote_code)
+    reporter.step(0, len(tokens.ids), "")
     with evaluating(network), evaluating(network if original is None else original):
         quality = measure(
             network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")

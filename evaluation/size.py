@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.checkpoint import RECORD, read_json
+from compress.checkpoint import RECORD
 from compress.errors import CheckpointError
+from compress.manifest import read_record
 from compress.source import DTYPES, Source, StoredCaches, caches_of, find_source, layers_of
 
 
@@ -87,8 +88,8 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     caches = caches_of(source)
     holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()}
     holders |= _cache_holders(caches)
-    record_path = source.path / RECORD
-    record = read_json(record_path) if record_path.exists() else {"layers": [], "left_alone": {}}
+    recorded = (source.path / RECORD).exists()
+    record = read_record(source.path) if recorded else {"layers": [], "left_alone": {}}
     made = {layer["name"]: layer for layer in record["layers"]}
     parts: dict[str, list[TensorSize]] = {}
     for tensor in tensor_sizes(source):
@@ -127,7 +128,7 @@ def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:
 def _loss(layer: Mapping[str, Any] | None) -> str:
     if layer is None:
         return ""
+    kept = (("loss", "loss", ".2e"), ("rtn", "rtn_loss", ".2e"), ("damp", "damp", "g"))
     figures = layer["figures"]
-    if "rtn_loss" not in figures:
-        return layer["method"]
-    return f"{layer['method']}: loss {figures['loss']:.2e}, rtn {figures['rtn_loss']:.2e}, damp {figures['damp']:g}"
+    said = [f"{word} {figures[key]:{form}}" for word, key, form in kept if isinstance(figures.get(key), int | float)]
+    return ": ".join(filter(None, (layer["method"], ", ".join(said) if "rtn_loss" in figures else "")))

@@ -317,7 +317,7 @@ def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, writ
     damaged = Path(shutil.copytree(written, tmp_path / "out"))
     for text in ("[]", '{"ranges": [{"tensor": "a"}]}', '{"ranges": 3}', '{"ranges": [{"histogram": null}]}'):
         (damaged / "compress.json").write_text(text)
-        with pytest.raises(CheckpointError, match="does not hold the ranges of a run"):
+        with pytest.raises(CheckpointError, match=r"compress\.json: .* (is|must)"):
             calibration.calibrated_ranges(str(damaged))
 
 

@@ -21,6 +21,7 @@ from commands import PLAIN_GPTQ, SHARED, Desk, Outcome, command, configured, hal
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress import api, progress, source
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
 COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
@@ -161,14 +162,36 @@ def test_a_defect_is_one_line_and_its_traceback_is_there_on_request(
         desk.rtn(desk.model)
 
 
-def test_an_interrupt_is_one_line_that_says_how_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_something(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compress, "quantize", stopped)
-    outcome = desk.rtn(desk.model)
+    def stopped_after(blocks: int) -> Callable[..., None]:
+        return lambda _, done, total, what: stopped() if what and done == blocks else None
+
+    partial = desk.output.with_name("output.partial")
+    for blocks, kept in ((1, "1 finished block is"), (2, "2 finished blocks are")):
+        with monkeypatch.context() as patch:
+            patch.setattr(progress.Lines, "step", stopped_after(blocks))
+            outcome = desk.rtn(desk.model)
+        assert outcome.code == 130
+        assert outcome.err == f"compress: stopped; {kept} kept in {partial}: run again with --resume\n"
+        shutil.rmtree(partial)
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Lines, "step", stopped)
+        assert desk.rtn(desk.model) == Outcome(130, "", "compress: stopped\n")
+    assert not partial.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_verify", stopped)
+        outcome = desk.rtn(desk.model, "--verify")
     assert outcome.code == 130
-    assert "--resume" in last_line(outcome)
+    assert last_line(outcome) == "compress: stopped"
+    assert desk.output.exists()
+    monkeypatch.setattr(source, "weight_files", stopped)
+    for words in (["evaluate", desk.model, "--text", "demo"], ["inspect", desk.model], ["bench", desk.model]):
+        assert command(*words) == Outcome(130, "", "compress: stopped\n")
 
 
 @contextmanager
@@ -602,3 +625,19 @@ def test_the_demo_compares_rounding_with_gptq(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["demo-w3a16-gptq", "demo-w3a16-rtn"]
     assert "exists" in last_line(command("demo", "--output", tmp_path))
     assert command("demo", "--output", tmp_path, "--overwrite", "--quiet").out == ""
+
+
+@pytest.mark.parametrize(
+    "cli",
+    ["import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", "def main():\n    raise KeyboardInterrupt\n"],
+    ids=["importing", "before any command"],
+)
+def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -> None:
+    package = tmp_path / "compress"
+    package.mkdir()
+    shutil.copy(Path(compress.__file__).with_name("__main__.py"), package)
+    (package / "__init__.py").touch()
+    (package / "cli.py").write_text(cli)
+    words = [sys.executable, "-m", "compress", "--help"]
+    done = subprocess.run(words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: stopped\n")

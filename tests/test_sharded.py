@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import StopAfterOne
+from commands import StopAfterOne, command
 from models import build, tokens
 from safetensors import safe_open
 from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, FOLDING, train
@@ -28,12 +28,17 @@ EXACT = compress.GPTQ(group_size=16, statistics="float64")
 FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
 
 
-def launch(folder: Path, ranks: int) -> dict:
-    worker = Path(__file__).with_name("sharded_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(worker)]
+def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*start, *map(str, words)], env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
+
+
+def launch(folder: Path, ranks: int) -> dict:
+    done = torchrun(ranks, Path(__file__).with_name("sharded_worker.py"), folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"found-{ranks}.json").read_text())
 
@@ -207,3 +212,23 @@ def test_convolutions_are_the_same_under_fsdp(two, folder):
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, value in model.named_parameters():
         assert torch.equal(found[name], value), name
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_resumes(tmp_path):
+    """By the command line, whose processes torchrun stops as soon as it sees one end."""
+    build("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("passes: [{'dying:Dying': {group_size: 16}}]")
+    words = ["quantize", tmp_path / "model", "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out"]
+    words += ["--no-verify", "--device", "cpu"]
+    done = torchrun(2, "-m", "compress", *words, "--fsdp")
+    said = [line for line in done.stderr.splitlines() if line.startswith("compress: ")]
+    assert done.returncode == 1
+    assert said == [
+        "compress: rank 1 of 2 has ended in the middle: killed, or by an error of its own; "
+        f"1 finished block is kept in {tmp_path / 'out.partial'}: run again with --resume"
+    ], done.stderr
+    assert "GLHF" not in done.stderr
+    outcome = command(*words, "--resume")
+    assert outcome.code == 0, outcome.err
+    compress.quantize(tmp_path / "model", compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
+    same(tmp_path / "out", tmp_path / "whole")

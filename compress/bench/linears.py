@@ -27,6 +27,7 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
         report.tuned += tune_products(options, reporter.note)
         report.keep()
         done += 1
+        reporter.step(done, steps, "")  # tuning takes longer than measuring
         reporter.step(done, steps, "tuned")
     for N, K in options.shapes:
         products = benchmark.measure(

@@ -1,0 +1,89 @@
+"""What the JSON files of a checkpoint must hold to be read: config.json with its `quantization_config`, and the index.
+
+Keys that nobody here reads are let through. What one says about the other is for the readers (`source`, `scheme`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from compress.errors import CheckpointError
+from compress.schema import fits
+
+METHOD = "compressed-tensors"
+# Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, encoder_layers, depths ...
+COUNTS = re.compile(r"(^|_)(layers?|depths?)$")
+FEW = 1000  # modules that are made in seconds, whatever the files hold
+
+
+class Numbers(TypedDict, total=False):
+    """How weights, inputs, outputs or caches are rounded."""
+
+    num_bits: int | None
+    type: str | None
+    symmetric: bool
+    dynamic: bool | str | None
+    strategy: str | None
+    group_size: int | None
+    actorder: str | bool | None
+
+
+class Group(TypedDict, total=False):
+    targets: list[str] | None
+    format: str | None
+    weights: Numbers | None
+    input_activations: Numbers | None
+    output_activations: Numbers | None
+
+
+class Quantization(TypedDict, total=False):
+    format: str | None
+    ignore: list[str] | None
+    config_groups: dict[str, Group] | None
+    kv_cache_scheme: Numbers | None
+
+
+class AnyMethod(TypedDict, total=False):
+    """A `quantization_config` of whatever tool."""
+
+    quant_method: str | None
+
+
+class Config(TypedDict, total=False):
+    architectures: list[str] | None
+    quantization_config: AnyMethod | None
+
+
+class OwnConfig(TypedDict, total=False):
+    """Where the method is METHOD."""
+
+    quantization_config: Quantization
+
+
+class Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def check_config(config: Any, path: Path) -> None:
+    """Raises CheckpointError, naming the key, for a configuration that cannot be read."""
+    fits(config, Config, path)
+    if (config.get("quantization_config") or {}).get("quant_method") == METHOD:
+        fits(config, OwnConfig, path)
+
+
+def check_counts(config: Mapping[str, Any], tensors: int, path: Path) -> None:
+    """Raises CheckpointError for a configuration that asks for more layers than the files can fill, before they are
+    made: a million of them takes hours. A few too many are for the loader, which names the tensor that is missing."""
+    for key, count in _counts(config):
+        if count > max(FEW, tensors):
+            raise CheckpointError(f"{path} asks for {count} layers ({key}) and the weight files hold {tensors} tensors")
+
+
+def _counts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _counts(value, f"{prefix}{key}.")
+        elif COUNTS.search(key):
+            listed = value if isinstance(value, list) else [value]
+            yield f"{prefix}{key}", sum(each for each in listed if isinstance(each, int))

@@ -1,0 +1,76 @@
+"""Opening what a person names: regular files only, and nothing in them that would exhaust the reader."""
+
+import errno
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CheckpointError, InputError
+
+DEEPEST = 100  # lists and mappings inside each other; a real configuration has about ten
+MOST_NODES = 1_000_000  # of a YAML file, whose aliases can stand for more than any memory holds
+LOOP = "a loop of symbolic links"
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def special(path: Path) -> str | None:
+    """What a path is, where that is no regular file: "a FIFO", whose reader waits for a writer, say. None for a file,
+    and for what is not there."""
+    try:
+        return KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except OSError as error:
+        return LOOP if error.errno == errno.ELOOP else None
+    except ValueError:  # a null byte in the name
+        return None
+
+
+def regular(path: Path, what: str) -> Path:
+    """`path`, unless it is there and no regular file. Raises InputError. what: what it is to hold, in a word or two."""
+    kind = special(path)
+    if kind is not None:
+        raise InputError(f"{what} {str(path)!r} is {kind}; give a regular file")
+    return path
+
+
+def parse_json(path: Path) -> Any:
+    """What a JSON file holds. Raises CheckpointError in one line for anything that is not one."""
+    kind = special(path)
+    if kind is not None:
+        raise CheckpointError(f"{path} is {kind}; it must be a regular file")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        check_nesting(found)
+    except RecursionError:
+        raise CheckpointError(f"{path} cannot be read: nested deeper than {DEEPEST} levels") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return found
+
+
+def check_nesting(value: Any, most: int | None = None) -> None:
+    """Raises ValueError where lists and mappings are nested too deeply (or in themselves), for strings that no file
+    can hold, and where there are more than `most` values, counted as often as aliases repeat them."""
+    level, count = [value], 0
+    waiting: list[Iterator[Any]] = [iter(level)]
+    while waiting:
+        each = next(waiting[-1], waiting)
+        if each is waiting:
+            waiting.pop()
+            continue
+        count += 1
+        if most is not None and count > most:
+            raise ValueError(f"more than {most} values")
+        if isinstance(each, str):
+            _ = each.isascii() or each.encode()
+        elif isinstance(each, list | tuple | dict):
+            if len(waiting) > DEEPEST:
+                raise ValueError(f"nested deeper than {DEEPEST} levels")
+            waiting.append(iter([*each, *each.values()] if isinstance(each, dict) else each))

@@ -1,0 +1,124 @@
+"""Whether a JSON value is what a type says: one check for everything that is read from a checkpoint.
+
+    fits(value, Index, path)     # raises CheckpointError: "PATH: weight_map.x is 5; it must be a word"
+
+Types are those that the readers of the values have: int, float, str, bool, None, Any, `X | Y`, Literal, list, tuple,
+dict, TypedDict (keys that it does not name are let through) and dataclasses (keys are their fields, as `asdict` wrote
+them).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from itertools import repeat
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from compress.errors import CheckpointError
+
+LARGEST = 2**63  # whole numbers are below it: no count and no size needs more
+SHOWN = 40  # characters of a value in a message
+ABSENT = object()
+NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    NoneType: "null",
+    list: "a list",
+    tuple: "a list",
+    dict: "a mapping",
+}
+
+
+class Misfit(NamedTuple):
+    """A value that is not what it must be, and the keys that lead to it."""
+
+    keys: tuple[str, ...]
+    value: Any
+    must: str
+
+    def __str__(self) -> str:
+        if self.value is ABSENT:
+            return f"{''.join(self.keys).lstrip('.')} is missing; it must be {self.must}"
+        shown = NAMES[type(self.value)] if isinstance(self.value, list | dict) else repr(self.value)
+        shown = shown if len(shown) <= SHOWN else shown[:SHOWN] + "..."
+        return f"{''.join(self.keys).lstrip('.') or 'its content'} is {shown}; it must be {self.must}"
+
+
+def fits(value: Any, kind: Any, where: object) -> None:
+    """Raises CheckpointError, naming `where` and the key, where a part of a JSON value is not of its type."""
+    found = next(misfits(value, kind), None)
+    if found is not None:
+        raise CheckpointError(f"{where}: {found}")
+
+
+def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfit]:
+    """What is not of its type in a JSON value."""
+    if kind is Any and value is not ABSENT:
+        return
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        # Of several types, none of which it has, the one whose container it is has the most to say.
+        wrong = [next(misfits(value, each, keys), None) for each in get_args(kind)]
+        if None not in wrong:
+            deeper = (each for each in wrong if each is not None and len(each.keys) > len(keys))
+            yield next(deeper, Misfit(keys, value, name_of(kind)))
+        return
+    if not _holds(value, kind):
+        yield Misfit(keys, value, name_of(kind))
+        return
+    closed: bool = is_dataclass(kind)
+    if closed:
+        unknown = (key for key in value if key not in _keys(kind)[0])
+        yield from (Misfit((*keys, f".{key}"), value[key], "left out: it is not known") for key in unknown)
+    for key, inside, expected in _parts(value, kind):
+        yield from misfits(inside, expected, (*keys, key))
+
+
+def name_of(kind: Any) -> str:
+    """What a type is called in a message."""
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(name_of, get_args(kind))))
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return "there" if kind is Any else NAMES.get(origin or kind, NAMES[dict])
+
+
+def _holds(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, not looking at what is inside."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(kind))
+    if kind in (NoneType, bool, str):
+        return isinstance(value, kind)
+    if kind in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+        return whole or (kind is float and isinstance(value, float))
+    if origin is tuple and get_args(kind)[-1] is not ...:
+        return isinstance(value, list) and len(value) == len(get_args(kind))
+    return isinstance(value, list if origin in (list, tuple) else dict)
+
+
+def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, type) of what is inside; the value of a key that is not there is ABSENT, and no type has it."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (list, tuple):
+        expected = inner if origin is tuple and inner[-1] is not ... else repeat(inner[0])
+        yield from ((f"[{i}]", each, of) for i, (each, of) in enumerate(zip(value, expected, strict=False)))
+    elif origin is dict:
+        yield from ((f".{key}", each, inner[1]) for key, each in value.items())
+    elif is_typeddict(kind) or is_dataclass(kind):
+        known, required = _keys(kind)
+        yield from ((f".{key}", value.get(key, ABSENT), known[key]) for key in known if key in value or key in required)
+
+
+@cache
+def _keys(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
+    """The types of a mapping's keys, and those that it must have."""
+    if is_typeddict(kind):
+        return get_type_hints(kind), frozenset(kind.__required_keys__)
+    hints = get_type_hints(kind)
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    return {f.name: hints[f.name] for f in fields(kind)}, frozenset(required)

@@ -1,0 +1,297 @@
+"""Files that are none, files that never end, and JSON that says something else than it should: one line, exit code 2.
+
+What waits for ever (a FIFO that nobody writes, a million layers) is ended by the time limit of the test.
+"""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import chdir, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import PLAIN_GPTQ, Outcome, StopAfterOne, command
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import compress
+from compress.errors import InputError
+from compress.evaluation.calibration import calibrated_ranges
+from compress.evaluation.size import inspect_checkpoint
+from compress.manifest import read_progress, read_record
+from compress.recipe import load_recipe
+from compress.source import caches_of, find_source, layers_of
+
+pytestmark = pytest.mark.timeout(60)
+DEEP = "[" * 5000 + "]" * 5000
+NESTED = "[" * 300 + "]" * 300  # json reads it, and what works on it afterwards does not
+
+Edit = Callable[[Path], object]
+
+
+def refused(outcome: Outcome, *says: str) -> None:
+    """Exit code 2 and one line that says all of it."""
+    assert outcome.code == 2, outcome
+    assert not outcome.out
+    assert outcome.err.startswith("compress: "), outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
+    assert [words for words in says if words not in outcome.err] == [], outcome.err
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def bound(path: Path) -> None:
+    """A socket, by a path that is short enough for one."""
+    with socket.socket(socket.AF_UNIX) as made, chdir(path.parent):
+        made.bind(path.name)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+SPECIAL: dict[str, Edit] = {
+    "a FIFO": os.mkfifo,
+    "a socket": bound,
+    "a device": device,
+    "a loop of symbolic links": loop,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_only_regular_files_are_opened(
+    kind: str, llama: Path, token_file: Path, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    make, output = SPECIAL[kind], tmp_path / "output"
+    quantize = ["quantize", "--group-size", 32, "--output", output, "--no-verify"]
+    for i, name in enumerate(("model.safetensors", "config.json", "tokenizer.json", "generation_config.json")):
+        model = copy_of(llama, f"model-{i}")
+        (model / name).unlink(missing_ok=True)
+        make(model / name)
+        refused(command(*quantize, model, "--calibration", "demo"), f"{model / name} is {kind}", "regular files")
+        refused(command("inspect", model), f"{model / name} is {kind}")
+    for name in ("text.txt", "text.jsonl", "text.parquet", "tokens.pt", "tokens.npy"):
+        make(tmp_path / name)
+        refused(command(*quantize, llama, "--calibration", tmp_path / name), f"{name}' is {kind}", "a regular file")
+    make(tmp_path / "recipe.yaml")
+    refused(
+        command(*quantize[:1], *quantize[3:], llama, "--recipe", tmp_path / "recipe.yaml"), f"recipe.yaml' is {kind}"
+    )
+    indexed = copy_of(llama, "indexed")
+    make(tmp_path / "weights")
+    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": str(tmp_path / "weights")}}))
+    refused(command("inspect", indexed), f"names weights, which is {kind}")
+    if kind == "a loop of symbolic links":
+        make(tmp_path / "model")
+        refused(command(*quantize, tmp_path / "model"), f"model' is {kind}")
+        make(output)
+        refused(command(*quantize, llama, "--calibration", "demo"), f"output' is {kind}", "another path")
+        assert f"output' is {kind}" in command("inspect", llama, "--json", output).err
+    assert not output.exists()
+
+
+def changed(path: Path, *keys: str | int, to: Any) -> None:
+    """One value of a JSON file, replaced."""
+    whole = json.loads(path.read_text())
+    place = whole
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = to
+    path.write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layers"])
+def test_more_layers_than_the_files_can_fill_are_not_made(llama: Path, copy_of: Callable[..., Path], key: str) -> None:
+    """Once of the model itself, once of a part of it."""
+    model = copy_of(llama)
+    if key == "n_layers":
+        changed(model / "config.json", "text_config", to={key: 10**12})
+    else:
+        changed(model / "config.json", key, to=10**12)
+    for words in (
+        ["quantize", model, "--method", "rtn", "--group-size", 32, "--output", model / "out"],
+        ["evaluate", model, "--text", "demo"],
+        ["generate", model, "--prompt", "a"],
+    ):
+        refused(command(*words), "config.json asks for 1000000000000 layers", key, "21 tensors")
+
+
+def test_files_without_a_tensor_are_refused(llama: Path, copy_of: Callable[..., Path]) -> None:
+    model = copy_of(llama)
+    save_file({}, model / "model.safetensors")
+    refused(command("inspect", model), "model.safetensors holds no tensor")
+
+
+# {file: [(keys, what is put there, what the line says of it)]}
+GROUP = ("quantization_config", "config_groups", "group_0")
+WRONG: dict[str, list[tuple[tuple[str | int, ...], Any, str]]] = {
+    "config.json": [
+        (("quantization_config",), [], "config.json: quantization_config is a list; it must be a mapping or null"),
+        (
+            ("quantization_config", "config_groups"),
+            "x",
+            "config.json: quantization_config.config_groups is 'x'; it must be a mapping or null",
+        ),
+        (
+            (*GROUP, "weights", "num_bits"),
+            "four",
+            "config_groups.group_0.weights.num_bits is 'four'; it must be a whole number",
+        ),
+        ((*GROUP, "weights", "num_bits"), 77, "bits 77; allowed: 2 to 8"),
+        ((*GROUP, "weights", "symmetric"), 1, "symmetric is 1; it must be true or false"),
+        ((*GROUP, "targets"), {"a": 1}, "targets is a mapping; it must be a list or null"),
+        ((*GROUP, "targets"), ["re:("], "'re:(', which is no pattern"),
+        (("architectures",), ["Llama", 5], "architectures[1] is 5; it must be a word"),
+    ],
+    "model.safetensors.index.json": [
+        (("weight_map",), [1], "index.json: weight_map is a list; it must be a mapping"),
+        (("weight_map", "lm_head.weight"), 5, "index.json: weight_map.lm_head.weight is 5; it must be a word"),
+        (("weight_map", "lm_head.weight"), "", "index.json names copy, which is a directory"),
+        (("weight_map", "lm_head.weight"), "a\0b", "missing"),
+    ],
+    "compress.json": [
+        (("layers", 0, "figures"), 3, "compress.json: layers[0].figures is 3; it must be a mapping"),
+        (("layers", 0, "figures", "loss"), [], "layers[0].figures.loss is a list; it must be a number"),
+        (("layers", 0, "shape"), [1], "layers[0].shape is a list; it must be a list"),
+        (("left_alone",), None, "compress.json: left_alone is None; it must be a mapping"),
+    ],
+}
+
+
+def test_a_wrong_type_is_one_line_with_the_file_and_the_key(llama_w4: Path, copy_of: Callable[..., Path]) -> None:
+    for name, cases in WRONG.items():
+        for keys, value, says in cases:
+            model = copy_of(llama_w4)
+            changed(model / name, *keys, to=value)
+            for words in (["inspect", model], ["verify", model]):
+                refused(command(*words), says)
+            shutil.rmtree(model)
+
+
+@pytest.mark.parametrize("text", [DEEP, NESTED, '{"text": "\\ud800"}'], ids=["deep", "nested", "surrogate"])
+def test_json_and_yaml_that_nothing_can_hold(
+    text: str, llama: Path, llama_w4: Path, copy_of: Callable[..., Path]
+) -> None:
+    model = copy_of(llama_w4)
+    for name in ("config.json", "model.safetensors.index.json", "compress.json"):
+        kept = (model / name).read_text()
+        (model / name).write_text(text)
+        refused(command("inspect", model), f"{model / name} cannot be read: ")
+        (model / name).write_text(kept)
+    (model / "recipe.yaml").write_text(text)
+    (model / "text.jsonl").write_text(text)
+    words = ["quantize", llama, "--group-size", 32, "--calibration", model / "text.jsonl", "--output", model / "o"]
+    refused(command(*words), "text.jsonl line 1 is not JSON")
+    if "ud800" not in text:
+        refused(command("quantize", model, "--recipe", model / "recipe.yaml", "--output", model / "o"), "nested deeper")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{b}: &{b} [{', '.join(f'*{a}' for _ in range(9))}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "passes: &a [*a]",
+    ],
+    ids=["bomb", "itself"],
+)
+def test_yaml_whose_aliases_never_end(text: str, llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    words = ["quantize", llama, "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out"]
+    refused(command(*words), "recipe.yaml' cannot be read: ")
+
+
+# --- any value, anywhere -------------------------------------------------------------------------------------------
+
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    10**30,
+    0.5,
+    float("nan"),
+    "",
+    "x",
+    "re:(",
+    "\ud800",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"x": 1},
+    [[[]]],
+]
+
+
+def places(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The keys that lead to every value inside a JSON value."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield (*above, key)
+        yield from places(each, (*above, key))
+
+
+@pytest.fixture(scope="module")
+def written(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with everything that its JSON files can say, and an unfinished run beside it."""
+    folder = tmp_path_factory.mktemp("written")
+    ids = torch.arange(32).reshape(2, 16)
+    passes = [
+        compress.SmoothQuant(scheme="w8a8", activations="static", histograms=True),
+        compress.KVCache(granularity="head"),
+    ]
+    common: dict[str, Any] = {"calibration": ids, "verify": False}
+    compress.quantize(llama, passes, output=folder / "out", **common)
+    with suppress(KeyboardInterrupt):
+        compress.quantize(llama, passes, output=folder / "stopped", reporter=StopAfterOne(), **common)
+    compress.quantize(llama, compress.GPTQ(group_size=32, **PLAIN_GPTQ), output=folder / "packed", **common)
+    options = {"scheme": "w4a16", "group_size": 32}
+    recipe = {"passes": [{"rtn": options, "only": ["*.mlp.*"]}, {"gptq": options, "but": ["*.mlp.*"]}]}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return folder
+
+
+def read_checkpoint(directory: Path) -> None:
+    source = find_source(str(directory))
+    layers_of(source), caches_of(source)
+    inspect_checkpoint(str(directory))
+    read_record(directory)
+    calibrated_ranges(str(directory))
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "out/config.json": lambda path: read_checkpoint(path.parent),
+    "packed/config.json": lambda path: read_checkpoint(path.parent),
+    "out/model.safetensors.index.json": lambda path: read_checkpoint(path.parent),
+    "out/compress.json": lambda path: read_checkpoint(path.parent),
+    "packed/compress.json": lambda path: read_checkpoint(path.parent),
+    "stopped.partial/progress.json": read_progress,
+    "recipe.yaml": load_recipe,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(data=st.data())
+def test_any_value_anywhere_is_read_or_refused(written: Path, name: str, data: st.DataObject) -> None:
+    path = written / name
+    text = path.read_text()
+    keys = data.draw(st.sampled_from(list(places(json.loads(text)))))
+    value = data.draw(st.sampled_from(VALUES))
+    try:
+        changed(path, *keys, to=value)
+        with suppress(InputError):
+            READERS[name](path)
+    finally:
+        path.write_text(text)
