@@ -11,6 +11,7 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.evaluation.evaluate import Evaluation, evaluate
 from compress.grid import Grid, Quantized, fake_quantize
 from compress.loading import load, register
+from compress.lora import lora
 from compress.nn import QuantLinear
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass, but, only
@@ -50,6 +51,7 @@ __all__ = [
     "fold_batch_norm",
     "load",
     "load_recipe",
+    "lora",
     "only",
     "quantize",
     "verify",

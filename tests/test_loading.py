@@ -297,6 +297,49 @@ def test_a_model_compiles_into_one_graph(name, fuse):
         torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+def test_a_loaded_model_becomes_dense_in_place_and_counts_its_weights(tmp_path):
+    """As `load(dequantize=True)` makes it: the same weights, tied alike, training alike, saved without a scheme."""
+    heads = compress.KVCache(granularity="head")
+    rtn, wide = compress.RTN(group_size=16), compress.Embeddings(scheme="w4a16", group_size=16)
+    cases = [
+        ("llama", [rtn], {}),
+        ("qwen2", [rtn], {"fuse": True}),
+        ("gemma", [wide, rtn], {}),
+        ("t5", [wide, rtn], {}),
+    ]
+    cases += [
+        ("qwen3", [compress.RTN(scheme="w8a16", group_size=-1), heads], {"int8_activations": True}),
+        ("opt", [wide], {}),
+    ]
+    for i, (kind, passes, options) in enumerate(cases):
+        out = tmp_path / str(i)
+        calibration = tokens() if heads in passes else None
+        compress.quantize(build(kind), passes, calibration=calibration, output=out, verify=False)
+        model, dense = compress.load(out, **options), compress.load(out, dequantize=True)
+        for exclude in (False, True):
+            assert model.num_parameters(exclude_embeddings=exclude) == dense.num_parameters(exclude_embeddings=exclude)
+        assert model.num_parameters(only_trainable=True) < dense.num_parameters(only_trainable=True)
+        assert model.dequantize() is model
+        assert not any(isinstance(m, QuantLinear | FusedLinear) for m in model.modules())
+        assert [type(m) for m in model.modules()] == [type(m) for m in dense.modules()]
+        found, expected = model.state_dict(), dense.state_dict()
+        assert list(found) == list(expected), kind
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert model.all_tied_weights_keys == dense.all_tied_weights_keys
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, _ in dense.named_parameters()}
+        assert torch.equal(outputs(model, probe(96)), outputs(dense, probe(96)))
+        assert model.num_parameters() == dense.num_parameters()
+        model.save_pretrained(tmp_path / "saved")
+        assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    half = compress.load(tmp_path / "0")
+    assert half.dequantize(torch.float16).dtype == torch.float16
+    rounded = compress.load(FIXTURES / "w8a8_static")
+    before = rounded.state_dict()
+    with pytest.raises(InputError, match=r"LlamaForCausalLM quantizes the input of model\.layers\.0.* stay compressed"):
+        rounded.dequantize()
+    assert all(torch.equal(before[name], value) for name, value in rounded.state_dict().items())
+
+
 # --- options and memory --------------------------------------------------------------------------------------------
 
 

@@ -143,7 +143,7 @@ LAYERS = (
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
-    ("compress.loading",),
+    ("compress.loading", "compress.lora"),
     ("compress.api", "compress.verify", "compress.evaluation.*", "compress.bench*"),
     ("compress",),
     ("compress.show",),
