@@ -405,12 +405,11 @@ def test_int8_keeps_the_accuracy_of_a_trained_cnn(kind, task):
     whole = right(model, data)
     assert points(whole) > 80
     assert compress.fold_batch_norm(model, {"x": data.seen[:2]}).left_alone == {}
-    for calibrator in CALIBRATORS:
-        for grid in ("symmetric", "asymmetric")[kind == "separable" :]:
-            rounded = copy.deepcopy(model)
-            method = compress.RTN(**STATIC, calibrator=calibrator, activation_grid=grid)
-            compress.quantize(rounded, method, calibration=batches(data.seen))
-            assert lost(whole, right(rounded, data)) <= CHANCE, (calibrator, grid)
+    for calibrator, grid in each(CALIBRATORS, ("symmetric", "asymmetric")[kind == "separable" :]):
+        rounded = copy.deepcopy(model)
+        method = compress.RTN(**STATIC, calibrator=calibrator, activation_grid=grid)
+        compress.quantize(rounded, method, calibration=batches(data.seen))
+        assert lost(whole, right(rounded, data)) <= CHANCE, (calibrator, grid)
     rounded = copy.deepcopy(model)
     compress.quantize(rounded, compress.RTN(scheme="w8a8"))
     assert lost(whole, right(rounded, data)) <= CHANCE
