@@ -9,8 +9,9 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/compress demo
 
+# One process a core, up to as many as memory surely holds; tests run with one thread each.
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 check: $(STAMP) format lint types test
 

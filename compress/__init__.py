@@ -15,6 +15,7 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.version import VERSION
 
 if TYPE_CHECKING:
+    from compress.adapters import lora
     from compress.api import Result, quantize
     from compress.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.evaluation.evaluate import Evaluation, evaluate
@@ -55,6 +56,7 @@ _HOMES = {
     "fold_batch_norm": "compress.batchnorm",
     "load": "compress.loading",
     "load_recipe": "compress.recipe",
+    "lora": "compress.adapters",
     "only": "compress.passes.base",
     "quantize": "compress.api",
     "register": "compress.loading",
@@ -85,6 +87,7 @@ __all__ = [
     "fold_batch_norm",
     "load",
     "load_recipe",
+    "lora",
     "only",
     "quantize",
     "register",

@@ -156,6 +156,16 @@ def take_over(module: nn.Embedding, table: PackedLinear, twin: bool = False) -> 
     return taken
 
 
+def give_back(module: QuantEmbedding, weight: nn.Parameter) -> None:
+    """Inverse of `take_over`: the embedding looks up rows of a dense weight, in place."""
+    kind = type(module)
+    for name in ("table", "twin"):
+        delattr(module, name)
+    dense = cast(nn.Embedding, module)
+    dense.__class__ = nn.Embedding if kind is QuantEmbedding else kind.__bases__[0]
+    dense.weight = weight
+
+
 @cache
 def _on_codes(kind: type[nn.Embedding]) -> type[nn.Embedding]:
     """The class of `kind` on codes: its `super().forward` is that of QuantEmbedding."""

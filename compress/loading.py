@@ -9,6 +9,7 @@ at its first forward. What we cannot run (other layouts), and whatever is loaded
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.cache import read_cache_scheme
 from compress.errors import InputError
-from compress.lowbit import compressed_layers, device_of, finish, fuse, prepare
+from compress.lowbit import compressed_layers, dense, device_of, finish, fuse, prepare, weights_on_codes
 from compress.nn import PackedLinear
 from compress.scheme import scheme_for
 from compress.source import (
@@ -90,12 +91,19 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         target = None if options.device is None else torch.device(options.device)
         cache = options.quantization.get("kv_cache_scheme")
         finish(model, target, read_cache_scheme(cache) if cache else None)
+        _count_codes()
         compressed = next(compressed_layers(model), None) is not None
         if compressed and (options.fuse or (options.fuse is None and device_of(model).type == "cuda")):
             if target is not None:
                 model.to(target)
             self.notes += fuse(model)
         return model
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        """What `model.dequantize()` does. Raises InputError where dense weights would not compute the same."""
+        dense(model)
+        own: Any = model
+        return model if dtype in (None, own.dtype) else nn.Module.to(model, dtype)
 
     @property
     def is_compileable(self) -> bool:
@@ -138,6 +146,23 @@ def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
     if not runnable(quantization):
         return _their_quantizer(quantization_config, **arguments)
     return LowBitQuantizer(LowBitConfig(quantization), **arguments)
+
+
+@cache
+def _count_codes() -> None:
+    """From now on `model.num_parameters()` counts codes, too. transformers counts what are parameters to torch and asks
+    no quantizer; codes are none, do not train and stand for weights."""
+    # Here, because these import all that transformers can do.
+    from transformers import PreTrainedModel
+
+    parameters = PreTrainedModel.num_parameters
+
+    @wraps(parameters)
+    def count(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        codes = 0 if only_trainable else weights_on_codes(self, exclude_embeddings)
+        return int(parameters(self, only_trainable, exclude_embeddings)) + codes
+
+    PreTrainedModel.num_parameters = count
 
 
 def register() -> None:

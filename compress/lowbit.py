@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from compress.cache import SIDES, CacheScheme, attentions, cache_argument, hold_scales, round_cache
 from compress.checkpoint import check_codes
-from compress.embedding import QuantEmbedding, TiedLinear, take_over
-from compress.errors import CheckpointError
+from compress.embedding import QuantEmbedding, TiedLinear, give_back, take_over
+from compress.errors import CheckpointError, InputError
 from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import FLOATS
@@ -25,6 +25,9 @@ from compress.source import Source, StoredLayer, caches_of, layers_of
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
+
+# Where a model keeps what transformers would tie in it.
+TIED = "_tied_without_codes"
 
 
 class Unread(nn.Module):
@@ -103,6 +106,7 @@ def _untie(model: nn.Module, name: str) -> list[str]:
         if getattr(part, "_tied_weights_keys", None) and hasattr(part, "get_expanded_tied_weights_keys"):
             full = f"{prefix}." if prefix else ""
             expanded = cast(Any, part).get_expanded_tied_weights_keys()
+            part.__dict__.setdefault(TIED, cast(Any, part)._tied_weights_keys)
             cast(Any, part)._tied_weights_keys = {k: v for k, v in expanded.items() if full + k not in tied}
     return sorted(key.removesuffix(".weight") for key in tied - {own})
 
@@ -234,6 +238,71 @@ def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
             if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
                 raise CheckpointError(f"{name}.{side}_scale holds values that are negative or not finite")
         round_cache(attention, scheme)
+
+
+def dense(model: nn.Module) -> None:
+    """Turn layers on codes into dense ones, in place and one after the other: exactly what the codes stand for, in the
+    dtype of each layer, tied where they shared a table; they train if the rest of the model does. Caches go on keeping
+    codes.
+
+    Raises InputError where a layer of the checkpoint also quantizes its input or output, which dense weights would not
+    show; the model is as it was.
+    """
+    rounding = [(name, layer.scheme) for name, layer in compressed_layers(model) if layer.scheme.inputs is not None]
+    if rounding:
+        name, scheme = rounding[0]
+        both = "input" if scheme.outputs is None else "input and output"
+        raise InputError(
+            f"{type(model).__name__} quantizes the {both} of {name} ({len(rounding)} layers in all), which dense "
+            "weights would leave out; it has to stay compressed"
+        )
+    ours = {p for m in model.modules() if isinstance(m, QuantLinear) for p in m.parameters()}
+    trains = all(p.requires_grad for p in model.parameters() if p not in ours)
+    tables: dict[PackedLinear, nn.Parameter] = {}
+    for module in [module for module in model.modules() if isinstance(module, QuantEmbedding)]:
+        if module.table not in tables:
+            tables[module.table] = nn.Parameter(module.dequantize(), trains)
+        give_back(module, tables[module.table])
+    own = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLinear | QuantLinear)]
+    names = [n for n, m in own if isinstance(m, FusedLinear) or not m.spoken_for]
+    del own
+    for name in names:
+        layer = model.get_submodule(name)
+        if isinstance(layer, TiedLinear):
+            weight, bias = tables[layer.table], layer.bias
+        elif isinstance(layer, FusedLinear):
+            whole = layer.whole.bias
+            weight = nn.Parameter(layer.weight.clone())
+            bias = None if whole is None else nn.Parameter(whole.detach()[layer.rows].clone())
+        else:
+            assert isinstance(layer, QuantLinear)
+            weight, bias = nn.Parameter(layer.dequantize()), layer.bias
+        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        linear.weight, linear.bias = weight, cast(nn.Parameter, bias)
+        model.set_submodule(name, linear.requires_grad_(trains).train(layer.training))
+    for attention in attentions(model).values():
+        scales = [getattr(attention, f"{side}_scale", None) for side in SIDES]
+        if all(scale is not None for scale in scales):
+            hold_scales(attention, cast(list[Tensor], scales), persistent=False)
+    _tie(model)
+
+
+def _tie(model: nn.Module) -> None:
+    """Inverse of `_untie`, for those whose weight is one again."""
+    own: Any = model
+    for part in model.modules():
+        if TIED in part.__dict__:
+            cast(Any, part)._tied_weights_keys = part.__dict__.pop(TIED)
+    if hasattr(model, "all_tied_weights_keys"):
+        keys = own.get_expanded_tied_weights_keys(all_submodels=True)
+        own.all_tied_weights_keys = {k: v for k, v in keys.items() if own.get_parameter(k) is own.get_parameter(v)}
+
+
+def weights_on_codes(model: nn.Module, exclude_embeddings: bool = False) -> int:
+    """How many weights a model holds as codes; a table that is used twice counts once, as an embedding."""
+    embeddings = {module.table for module in model.modules() if isinstance(module, QuantEmbedding)}
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and not isinstance(m, TiedLinear)]
+    return sum(m.in_features * m.out_features for m in layers if not (exclude_embeddings and m in embeddings))
 
 
 def readers(model: nn.Module) -> list[list[str]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from combinations import pairs
 
 from compress.errors import CompressError
 from compress.kernels import (
@@ -84,21 +85,20 @@ def check_weight_only(M, N, K, bits, group, zero, bias, dtype, shape=None):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("M", [1, 17, 63])
+@pytest.mark.parametrize(
+    ("M", "group", "zero", "bits", "dtype"),
+    pairs([1, 17, 63], [32, 64, 128, -1], [False, True], [4, 8], [torch.float16, torch.bfloat16]),
+)
 def test_weight_only(M, group, zero, bits, dtype):
     check_weight_only(M, 64, 256, bits, group, zero, bias=M == 17, dtype=dtype)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    ("M", "N", "K", "group"), [(1, 130, 96, 32), (17, 3, 224, 32), (63, 100, 200, -1), (5, 1, 1, -1)]
+    ("sizes", "bits", "zero"),
+    pairs([(1, 130, 96, 32), (17, 3, 224, 32), (63, 100, 200, -1), (5, 1, 1, -1)], [4, 8], [False, True]),
 )
-@pytest.mark.parametrize("zero", [False, True])
-def test_tails_of_every_dimension(M, N, K, group, bits, zero):
+def test_tails_of_every_dimension(sizes, bits, zero):
+    M, N, K, group = sizes
     check_weight_only(M, N, K, bits, group, zero, bias=True, dtype=torch.float16)
 
 
@@ -112,8 +112,7 @@ def test_a_group_may_span_blocks(group):
     check_weight_only(3, 32, 768, 4, group, True, bias=False, dtype=torch.float16, shape=Shape(16, 32, split_k=2))
 
 
-@pytest.mark.parametrize("split_k", [2, 3, 8])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("split_k", "bits"), [(2, 4), (3, 8), (8, 4)])
 def test_split_k(split_k, bits):
     """8 splits of 5 blocks leave some programs without work; they must count all the same."""
     K = 5 * pack.planar_block(bits) - 32
@@ -144,13 +143,17 @@ def test_no_tokens():
     assert planar_gemm.planar_gemm(torch.zeros(0, 128).half(), planar).shape == (0, 32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize(
-    ("N", "K", "group"), [(40, 256, 128), (3, 224, 32), (33, 200, -1), (5, 192, 96), (17, 144, 16)]
+    ("sizes", "zero", "bits", "dtype"),
+    pairs(
+        [(40, 256, 128), (3, 224, 32), (33, 200, -1), (5, 192, 96), (17, 144, 16)],
+        [False, True],
+        [4, 8],
+        [torch.float16, torch.float32],
+    ),
 )
-def test_dequantize_bit_for_bit(N, K, group, zero, bits, dtype):
+def test_dequantize_bit_for_bit(sizes, zero, bits, dtype):
+    N, K, group = sizes
     planar, _ = weight_and_truth(bits, N, K, group, zero, dtype, seed=N)
     out = torch.empty(N, K, dtype=dtype, device=torch.device("cpu"))
     dequantize_gemm.dequantize(planar, K, range(N), range(K), out)
@@ -170,8 +173,9 @@ def test_dequantize_to_bfloat16():
     assert ((out.double() - truth).abs() <= torch.finfo(torch.bfloat16).eps * truth.abs()).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("M", "N", "K", "group"), [(1, 300, 384, 96), (130, 140, 256, 64), (5, 7, 48, 16)])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "group", "bits"), [(1, 300, 384, 96, 4), (130, 140, 256, 64, 8), (5, 7, 48, 16, 4)]
+)
 def test_dequantized_product_and_gradient_by_blocks(M, N, K, group, bits, monkeypatch):
     """A workspace of one grain: several blocks of rows forward, of columns backward."""
     monkeypatch.setattr(dequantize_gemm, "WORKSPACE_BYTES", 1)
@@ -288,10 +292,12 @@ def test_quantize_static_bit_for_bit(zero, dtype):
     assert torch.equal(int8_quantize.quantize_static(wide, scale, zero), reference.quantize_static(wide, scale, zero))
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(1, 64, 256), (17, 100, 200), (63, 130, 33), (300, 20, 128)])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("static", [True, False])
-def test_w8a8(M, N, K, symmetric, static):
+@pytest.mark.parametrize(
+    ("sizes", "symmetric", "static"),
+    pairs([(1, 64, 256), (17, 100, 200), (63, 130, 33), (300, 20, 128)], [True, False], [True, False]),
+)
+def test_w8a8(sizes, symmetric, static):
+    M, N, K = sizes
     g = torch.Generator().manual_seed(M)
     x = torch.randint(-128, 128, (M, K), generator=g, dtype=torch.int8)
     weight = torch.randint(-128, 128, (N, K), generator=g, dtype=torch.int8)
@@ -402,10 +408,12 @@ def check_sparse(M, N, K, group, zero, bias, dtype=torch.float16, shape=None):
     return out
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize(("group", "dtype"), [(32, torch.float16), (64, torch.float16), (128, torch.bfloat16)])
-@pytest.mark.parametrize("M", [1, 63])
-def test_sparse24(M, group, dtype, zero):
+@pytest.mark.parametrize(
+    ("M", "kind", "zero"),
+    pairs([1, 63], [(32, torch.float16), (64, torch.float16), (128, torch.bfloat16)], [False, True]),
+)
+def test_sparse24(M, kind, zero):
+    group, dtype = kind
     check_sparse(M, 48, 768, group, zero, bias=M == 1, dtype=dtype)
 
 
@@ -418,10 +426,9 @@ def test_sparse24_tails(M, N, K, group, zero):
     check_sparse(M, N, K, group, zero, bias=True)
 
 
-@pytest.mark.parametrize("split_k", [2, 4])
-def test_sparse24_split_k(split_k):
+def test_sparse24_split_k():
     """4 splits of 3 blocks leave one program without work."""
-    shape = Shape(16, 64, split_k=split_k)
+    shape = Shape(16, 64, split_k=4)
     first = check_sparse(17, 70, 1408, 128, True, bias=True, shape=shape)
     assert workspace.counters(torch.device("cpu")).count_nonzero() == 0
     assert torch.equal(first, check_sparse(17, 70, 1408, 128, True, bias=True, shape=shape))

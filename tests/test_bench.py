@@ -116,9 +116,19 @@ def check_facts(found: dict) -> None:
     assert all(c.get("per_s", 0) > 0 or c["skipped"] for c in found["ceilings"].values())
 
 
+def needs_no_network(directory: Path) -> None:
+    """The page beside the report is whole."""
+    assert {path.name for path in directory.iterdir()} == {"speed.json", "speed.html"}
+    page = (directory / "speed.html").read_text()
+    assert "<script src" not in page
+    assert "Plotly.newPlot" in page
+
+
 def test_linears_end_to_end(tmp_path: Path) -> None:
-    outcome = command(*LINEARS, "--json", tmp_path / "speed.json")
+    pytest.importorskip("plotly", reason="needs the report extra")
+    outcome = command(*LINEARS, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
     assert outcome.code == 0, outcome.err
+    needs_no_network(tmp_path)
     found = written(tmp_path / "speed.json")
     check_facts(found)
     assert found["settings"]["shapes"] == [[64, 256], [96, 128]]
@@ -233,8 +243,10 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
-    outcome = command(*MODEL, "--json", tmp_path / "speed.json")
+    pytest.importorskip("plotly", reason="needs the report extra")
+    outcome = command(*MODEL, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
     assert outcome.code == 0, outcome.err
+    needs_no_network(tmp_path)
     found = written(tmp_path / "speed.json")
     check_model(found, ["dense", "w4a16", "w8a8"], [1, 3])
     assert found["settings"]["model"] == "tiny"
@@ -424,14 +436,3 @@ def test_plots_hold_what_was_measured() -> None:
         ("w4a16", [8], [2.0]),
     ]
     assert shares["data"][1]["y"] == [0.5]
-
-
-@pytest.mark.parametrize("words", [LINEARS, MODEL])
-def test_a_page_needs_no_network(words: tuple[object, ...], tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    outcome = command(*words, "--html", tmp_path / "speed.html")
-    assert outcome.code == 0, outcome.err
-    page = (tmp_path / "speed.html").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["speed.html"]
-    assert "<script src" not in page
-    assert "Plotly.newPlot" in page

@@ -220,15 +220,10 @@ def test_a_full_disk_keeps_the_finished_blocks_and_resume_ends_in_the_same_files
     recipe = desk.file("recipe.yaml", TWO_SIZES)
     words = ["quantize", desk.model, "--recipe", recipe, "--calibration", desk.tokens, "--no-verify"]
     words = [*map(str, words), "--output", str(desk.output)]
-    program = (
-        "import resource, sys\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({BETWEEN}, {BETWEEN}))\n"
-        "from compress.cli import main\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    line = last_line(Outcome(done.returncode, done.stdout, done.stderr))
+    with files_of_at_most(BETWEEN):
+        done = command(*words)
+    assert done.code == 1, done.err
+    line = last_line(done)
     assert "cannot write" in line
     assert "block-00001.safetensors" in line
     assert "--resume" in line

@@ -26,12 +26,11 @@ FOLD_ONLY = {
 }
 
 
-@pytest.mark.parametrize("method", sorted(FOLD_ONLY))
 @pytest.mark.parametrize("kind", [*DECODERS, "bert", "t5"])
-def test_folding_leaves_the_function_of_every_family_unchanged(kind, method):
+def test_folding_leaves_the_function_of_every_family_unchanged(kind):
     model, original = build(kind), build(kind)
-    record = compress.quantize(model, FOLD_ONLY[method], calibration=_inputs(kind)).record
-    assert record.folds
+    record = compress.quantize(model, list(FOLD_ONLY.values()), calibration=_inputs(kind)).record
+    assert {fold.method for fold in record.folds} == {"smoothquant", "awq"}
     assert record.layers == []
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))
     expected = outputs(original, probe(96))
@@ -172,14 +171,13 @@ def test_awq_then_gptq(tmp_path):
         "passes:\n  - awq: {scheme: w4a16, group_size: 16, rounding: none}\n  - gptq: {scheme: w4a16, group_size: 16}\n"
     )
     source = save(build("llama"), tmp_path / "in")
-    outcome = command(
-        "quantize", source, "--recipe", recipe, "--calibration", _token_file(tmp_path), "--output", tmp_path / "out"
-    )
+    words = ("--calibration", _token_file(tmp_path), "--output", tmp_path / "out", "--no-verify")
+    outcome = command("quantize", source, "--recipe", recipe, *words)
     assert outcome.code == 0, outcome.err
     record = json.loads((tmp_path / "out" / "compress.json").read_text())
     assert {fold["method"] for fold in record["folds"]} == {"awq"}
     assert {layer["method"] for layer in record["layers"]} == {"gptq"}
-    assert record["verification"]["transformers"] == "compared"
+    assert compress.verify(tmp_path / "out")["transformers"] == "compared"
     assert any("q_proj" in reason for reason in record["not_folded"])
     norms = read_tensors(find_source(str(tmp_path / "out")))["model.layers.0.input_layernorm.weight"]
     assert not torch.equal(norms, build("llama").model.layers[0].input_layernorm.weight)

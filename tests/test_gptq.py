@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import pairs
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -238,19 +239,8 @@ POLISHING = sorted({polish for step in STEPS for polish in step})
 
 
 @pytest.mark.parametrize(
-    ("bits", "stored"),
-    [
-        (2, torch.float32),
-        (2, torch.bfloat16),
-        (3, torch.float16),
-        (4, torch.bfloat16),
-        (8, torch.float32),
-        (8, torch.float16),
-        (8, torch.bfloat16),
-    ],
-    ids=str,
+    ("name", "bits", "stored"), pairs([*GRIDS], [2, 3, 4, 8], [torch.float32, torch.bfloat16, torch.float16]), ids=str
 )
-@pytest.mark.parametrize("name", GRIDS)
 def test_refit_and_descent_never_raise_the_loss_of_a_row(name, bits, stored):
     for seed, (group_size, act_order) in enumerate([(16, "none"), (48, "group"), (-1, "static")]):
         weight, x = realistic_layer(8, 144, seed)

@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 W4_BUDGET = 3.7
 
 
-@pytest.fixture(scope="module")
-def reports():
+@pytest.fixture(scope="module", params=["quick", pytest.param("selection", marks=pytest.mark.slow)])
+def reports(request):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "compress.kernels.aot"]
+    command = [sys.executable, "-m", "compress.kernels.aot", *(["--quick"] if request.param == "quick" else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

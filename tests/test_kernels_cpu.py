@@ -155,8 +155,7 @@ def op_arguments(dtype=torch.bfloat16, bits=4, group=64, bias=True, gradient=Fal
     return x, weight.words, weight.scale, weight.zero, torch.ones(48) if bias else None, bits, group, input_group
 
 
-@pytest.mark.parametrize("gradient", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("bias", "gradient"), [(True, True), (False, False)])
 def test_contract(bias, gradient):
     torch.library.opcheck(ops.int8_activation_linear, op_arguments(bias=bias, gradient=gradient))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import each
 from commands import Largest
 from models import GATED, SIZES, build, tokens
 from safetensors.torch import load_file, save_file
@@ -69,8 +70,9 @@ def held_to_tolerance(model):
     return worst
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", WRITTEN, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    ("options", "dtype"), each(WRITTEN, [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]), ids=str
+)
 def test_what_we_write_runs_as_its_codes_say(options, dtype, tmp_path):
     out = write(tmp_path, dtype=dtype, **options)
     model, dense = compress.load(out), compress.load(out, dequantize=True)
@@ -86,16 +88,19 @@ def test_what_we_write_runs_as_its_codes_say(options, dtype, tmp_path):
     assert (found - expected).abs().max() <= 100 * torch.finfo(dtype).eps * expected.abs().max()
 
 
-@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "opt", "bert", "t5", "mistral"])
-def test_every_family_runs(kind, fuse, tmp_path):
+def test_every_family_runs(kind, tmp_path):
     out = write(tmp_path, kind)
-    notes = []
-    model, dense = compress.load(out, fuse=fuse, notes=notes), compress.load(out, dequantize=True)
-    assert notes == []
-    assert any(isinstance(m, FusedLinear) for m in model.modules()) == fuse
-    torch.testing.assert_close(outputs(model, probe(96)), outputs(dense, probe(96)), rtol=1e-4, atol=1e-5)
-    before, after = (compress.load(out).state_dict(), model.state_dict())
+    expected = outputs(compress.load(out, dequantize=True), probe(96))
+    states = []
+    for fuse in (False, True):
+        notes = []
+        model = compress.load(out, fuse=fuse, notes=notes)
+        assert notes == []
+        assert any(isinstance(m, FusedLinear) for m in model.modules()) == fuse
+        torch.testing.assert_close(outputs(model, probe(96)), expected, rtol=1e-4, atol=1e-5)
+        states.append(model.state_dict())
+    before, after = states
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -305,6 +310,49 @@ def test_a_model_compiles_into_one_graph(name, fuse):
     ids = tokens(2, 7) % 24
     with torch.no_grad():
         torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_loaded_model_becomes_dense_in_place_and_counts_its_weights(tmp_path):
+    """As `load(dequantize=True)` makes it: the same weights, tied alike, training alike, saved without a scheme."""
+    heads = compress.KVCache(granularity="head")
+    rtn, wide = compress.RTN(group_size=16), compress.Embeddings(scheme="w4a16", group_size=16)
+    cases = [
+        ("llama", [rtn], {}),
+        ("qwen2", [rtn], {"fuse": True}),
+        ("gemma", [wide, rtn], {}),
+        ("t5", [wide, rtn], {}),
+    ]
+    cases += [
+        ("qwen3", [compress.RTN(scheme="w8a16", group_size=-1), heads], {"int8_activations": True}),
+        ("opt", [wide], {}),
+    ]
+    for i, (kind, passes, options) in enumerate(cases):
+        out = tmp_path / str(i)
+        calibration = tokens() if heads in passes else None
+        compress.quantize(build(kind), passes, calibration=calibration, output=out, verify=False)
+        model, dense = compress.load(out, **options), compress.load(out, dequantize=True)
+        for exclude in (False, True):
+            assert model.num_parameters(exclude_embeddings=exclude) == dense.num_parameters(exclude_embeddings=exclude)
+        assert model.num_parameters(only_trainable=True) < dense.num_parameters(only_trainable=True)
+        assert model.dequantize() is model
+        assert not any(isinstance(m, QuantLinear | FusedLinear) for m in model.modules())
+        assert [type(m) for m in model.modules()] == [type(m) for m in dense.modules()]
+        found, expected = model.state_dict(), dense.state_dict()
+        assert list(found) == list(expected), kind
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert model.all_tied_weights_keys == dense.all_tied_weights_keys
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n, _ in dense.named_parameters()}
+        assert torch.equal(outputs(model, probe(96)), outputs(dense, probe(96)))
+        assert model.num_parameters() == dense.num_parameters()
+        model.save_pretrained(tmp_path / "saved")
+        assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    half = compress.load(tmp_path / "0")
+    assert half.dequantize(torch.float16).dtype == torch.float16
+    rounded = compress.load(FIXTURES / "w8a8_static")
+    before = rounded.state_dict()
+    with pytest.raises(InputError, match=r"LlamaForCausalLM quantizes the input of model\.layers\.0.* stay compressed"):
+        rounded.dequantize()
+    assert all(torch.equal(before[name], value) for name, value in rounded.state_dict().items())
 
 
 # --- options and memory --------------------------------------------------------------------------------------------

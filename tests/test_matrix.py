@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import pairs
 from models import build, tokens
 from vision import calibration, net
 
@@ -11,6 +12,7 @@ from compress.errors import CompressError, InputError
 from compress.verification import outputs, probe
 
 METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
+KINDS = ["llama", "bert", "cnn"]
 STATIC = {"activations": "static"}
 SCHEMES = {
     "w2a16": {"group_size": 16},
@@ -56,9 +58,7 @@ def run(kind, one):
     return before, outputs(model, probe(96))
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert", "cnn"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "scheme", "kind"), pairs([*METHODS], [*SCHEMES], KINDS))
 def test_methods_and_schemes(method, scheme, kind):
     if (method, scheme) in REFUSED:
         with pytest.raises(InputError, match="smoothquant is for rounded inputs"):
@@ -86,9 +86,9 @@ def test_methods_and_schemes(method, scheme, kind):
     assert torch.nn.functional.cosine_similarity(before.flatten(), after.flatten(), 0) > least
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert", "cnn"])
-@pytest.mark.parametrize("calibrator", CALIBRATORS)
-@pytest.mark.parametrize("scheme", [name for name in FIXED if "unsigned" not in name])
+@pytest.mark.parametrize(
+    ("scheme", "calibrator", "kind"), pairs([name for name in FIXED if "unsigned" not in name], [*CALIBRATORS], KINDS)
+)
 def test_calibrators(scheme, calibrator, kind):
     if scheme.startswith("fp8") and calibrator == "kl":
         with pytest.raises(InputError, match="kl"):

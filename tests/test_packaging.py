@@ -167,7 +167,7 @@ LAYERS = (
     ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
     ("compress.source", "compress.data"),
     ("compress.lowbit",),
-    ("compress.loading",),
+    ("compress.loading", "compress.adapters"),
     ("compress.api", "compress.verification", "compress.evaluation.*", "compress.bench*"),
     ("compress",),
     ("compress.show",),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+CHANCE = 4  # standard deviations that `lost` may be by chance: once in 30,000 comparisons
 CALIBRATORS = ("minmax", "moving-average", "percentile", "mse", "kl")
 STEPS, BATCH = 200, 64
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -101,13 +102,25 @@ def batches(images: Tensor, count: int = 200) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: Images) -> float:
-    """Percent of the unseen images that the model labels right."""
-    right = sum(
-        int((model(x).argmax(1) == y).sum())
-        for x, y in zip(data.unseen.split(500), data.labels.split(500), strict=True)
-    )
-    return 100 * right / len(data.labels)
+def right(model: nn.Module, data: Images) -> Tensor:
+    """Which of the unseen images the model labels right."""
+    batches = zip(data.unseen.split(500), data.labels.split(500), strict=True)
+    return torch.cat([model(x).argmax(1) == y for x, y in batches])
+
+
+def points(found: Tensor) -> float:
+    """Percent of images that are labelled right."""
+    return 100 * float(found.double().mean())
+
+
+def lost(before: Tensor, after: Tensor) -> float:
+    """How many more images went wrong than came right, in standard deviations of what chance does to them.
+
+    Where rounding costs nothing, an image whose label changes is as likely won as lost, so that the difference of n
+    such images has the standard deviation sqrt(n) (McNemar 1947): on every machine, whatever it rounds another way.
+    """
+    gone, come = int((before & ~after).sum()), int((after & ~before).sum())
+    return (gone - come) / max(1, gone + come) ** 0.5
 
 
 class BasicBlock(nn.Module):
