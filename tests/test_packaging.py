@@ -125,6 +125,7 @@ LAYERS = (
         "compress.observers",
         "compress.calibrators",
         "compress.sweep",
+        "compress.polish",
         "compress.device",
         "compress.architecture",
         "compress.convolution",
