@@ -172,6 +172,8 @@ def joined(parts: Sequence[Decision]) -> Decision:
         values = [part.figures[key] for part in parts]
         numbers = [value for value in values if isinstance(value, int | float)]
         figures[key] = sum(numbers) / len(numbers) if isinstance(first, float) and numbers else first
+        if isinstance(first, str):
+            figures[key] = ", ".join(sorted({str(value) for value in values}))
     if "dead_channels" in figures:
         figures["dead_channels"] = sum(int(part.figures["dead_channels"]) for part in parts)
     return Decision(weight, {**figures, "groups": len(parts)}, parts[0].inputs)

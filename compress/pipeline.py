@@ -48,6 +48,7 @@ from compress.record import (
     RunRecord,
     Sink,
     few_tokens,
+    held_back,
     layer_record,
     range_figures,
     range_record,
@@ -433,9 +434,9 @@ def run(
                 if name in state.repeated:
                     reporter.step(finished, total, "")  # blocks that are not finished take longer
                 reporter.step(finished, total, name)
-    remark = few_tokens(record.layers)
-    if remark is not None:
-        record.note(reporter, remark)
+    for remark in (few_tokens(record.layers), held_back(record.layers)):
+        if remark is not None:
+            record.note(reporter, remark)
     record.seconds = time.monotonic() - started
 
 

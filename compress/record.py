@@ -178,6 +178,19 @@ def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
+def held_back(layers: Sequence[LayerRecord]) -> str | None:
+    """A remark about layers that a method did less to than asked, their tokens not bearing it out; None where none."""
+    solutions = [str(layer.figures["solution"]) for layer in layers if "solution" in layer.figures]
+    less = {name: solutions.count(name) for name in sorted(set(solutions)) if name != "gptq"}
+    if not less:
+        return None
+    shares = ", ".join(f"{name} for {count}" for name, count in less.items())
+    return (
+        f"{sum(less.values())} of {len(solutions)} layers get less than GPTQ with all that was asked for ({shares}): "
+        "what one half of their calibration tokens suggests does not hold on the other; give more calibration data"
+    )
+
+
 def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
     """What the report says about the fixed range of a tensor, with its histogram where it was kept."""
     histogram = None

@@ -35,6 +35,10 @@ class Statistic(Protocol):
 
 StatisticFactory = Callable[[int, torch.device], Statistic]
 
+# Tokens for each input of a layer below which `Hessian` keeps halves: from here on GPTQ does better than rounding with
+# room to spare (recipes/README.md, "Few tokens").
+FEW = 4
+
 
 @dataclass(frozen=True)
 class HessianResult:
@@ -42,7 +46,9 @@ class HessianResult:
 
     hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K]; contrast [K, K]: expects the same noise as drift, and zero
     (None where a half has no token). Both are None without a reference. shrinkage: 0 to 1, how much of the elements
-    off the diagonal of the Hessian is noise of having seen so few tokens.
+    off the diagonal of the Hessian is noise of having seen so few tokens. few: whether tokens are fewer than FEW for
+    each input; halves: the same of two halves of them then, of which neither knows the other (empty where a half has
+    no token).
     """
 
     hessian: Tensor
@@ -50,6 +56,8 @@ class HessianResult:
     drift: Tensor | None = None
     contrast: Tensor | None = None
     shrinkage: float = 0.0
+    few: bool = False
+    halves: tuple["HessianResult", ...] = ()
 
     def shrunk(self) -> "HessianResult":
         """With the expected noise taken off the Hessian: the part `shrinkage` of all elements off its diagonal."""
@@ -75,57 +83,91 @@ class Hessian:
     to the variance of the mean over all. Halves are not tokens at random because those of one sequence resemble each
     other; in micro-batches of one sequence they are its beginning and its end, and what differs between those counts
     as noise, too.
+
+    The first halves have sums of their own (`early`) for as long as tokens are few: what is solved by one half of them
+    is judged by the other. That is one matrix more, given back before there are enough tokens to solve at length.
     """
 
     def __init__(
         self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
     ) -> None:
         self.total = torch.zeros(channels, channels, dtype=dtype, device=device)
+        self.early: Tensor | None = torch.zeros_like(self.total)
         self.drift = torch.zeros(2, channels, channels, dtype=dtype, device=device) if reference else None
-        self.halves = torch.zeros(2, dtype=torch.int64, device=device)
-        self.products = torch.zeros((), dtype=torch.float64, device=device)
+        self.counts = [0, 0]
+        self.products = torch.zeros(2, dtype=torch.float64, device=device)
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
         x, half = x_MK.to(self.total.dtype), len(x_MK) // 2
+        parts = (slice(half), slice(half, None))
         self.total.addmm_(x.t(), x)
-        self.halves += torch.tensor([half, len(x) - half], device=x.device)
+        self.counts = [self.counts[0] + half, self.counts[1] + len(x) - half]
+        self._forget_early()
+        if self.early is not None:
+            self.early.addmm_(x[:half].t(), x[:half])
         squares = x.square()
         size_M = squares.sum(1, keepdim=True)
         shares = squares / size_M.clamp(min=torch.finfo(x.dtype).tiny)
-        self.products += (size_M[:, 0].double().square() * (1 - shares.square().sum(1))).sum()
+        products_M = size_M[:, 0].double().square() * (1 - shares.square().sum(1))
+        self.products += torch.stack([products_M[part].sum() for part in parts])
         if self.drift is not None:
             assert reference_MK is not None
             change = reference_MK.to(x.dtype) - x
-            for sum_KK, part in zip(self.drift, (slice(half), slice(half, None)), strict=True):
+            for sum_KK, part in zip(self.drift, parts, strict=True):
                 sum_KK.addmm_(change[part].t(), x[part])
 
+    def _forget_early(self) -> None:
+        if sum(self.counts) >= FEW * len(self.total):
+            self.early = None
+
     def sync(self, comm: Comm) -> None:
-        for tensor in (self.total, self.halves, self.products):
-            comm.all_reduce(tensor)
-        if self.drift is not None:
-            comm.all_reduce(self.drift)
+        self.counts = comm.all_reduce(torch.tensor(self.counts, device=self.total.device)).tolist()
+        # A rank that has seen many tokens has no early sums any more; then there are many in all.
+        self._forget_early()
+        for tensor in (self.total, self.products, self.early, self.drift):
+            if tensor is not None:
+                comm.all_reduce(tensor)
 
     def result(self) -> HessianResult:
-        first, second = self.halves.tolist()
-        count = max(first + second, 1)
-        hessian = self.total / count
-        drift = contrast = None
-        if self.drift is not None:
-            drift = self.drift.sum(0) / count
-            if first and second:
-                contrast = (self.drift[0] / first - self.drift[1] / second) * ((first * second) ** 0.5 / count)
-        return HessianResult(hessian, first + second, drift, contrast, self._shrinkage(hessian, first + second))
+        first, second = self.counts
+        tokens = first + second
+        drift = None if self.drift is None else self.drift.sum(0)
+        contrast = None
+        if self.drift is not None and first and second:
+            contrast = (self.drift[0] / first - self.drift[1] / second) * ((first * second) ** 0.5 / tokens)
+        whole = _means(tokens, self.total, self.products.sum(), drift, contrast)
+        if self.early is None or not first or not second:
+            return replace(whole, few=self.early is not None)
+        halves = []
+        sums = zip(self.counts, (self.early, self.total - self.early), self.products, strict=True)
+        for i, (count, total, products) in enumerate(sums):
+            # The noise of a mean grows as its tokens get fewer; how large it is, both halves tell.
+            noise = None if contrast is None else contrast * (tokens / count) ** 0.5
+            halves.append(_means(count, total, products, None if self.drift is None else self.drift[i], noise))
+        return replace(whole, few=True, halves=tuple(halves))
 
-    def _shrinkage(self, hessian: Tensor, tokens: int) -> float:
-        # In units of the trace: squares of the elements themselves may be beyond float32.
-        trace = hessian.trace().double()
-        if not trace > 0:
-            return 0.0
-        own = (hessian / trace.to(hessian.dtype)).square()
-        square = own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)
-        if tokens < 2 or not square > 0:
-            return float(tokens == 1)
-        return float(((self.products / trace.square() / tokens - square) / (square * (tokens - 1))).clamp(0, 1))
+
+def _means(
+    tokens: int, total: Tensor, products: Tensor, drift: Tensor | None, contrast: Tensor | None
+) -> HessianResult:
+    """Sums over so many tokens as means; the contrast is one already."""
+    count = max(tokens, 1)
+    hessian = total / count
+    shrinkage = _shrinkage(hessian, tokens, products)
+    return HessianResult(hessian, tokens, None if drift is None else drift / count, contrast, shrinkage)
+
+
+def _shrinkage(hessian: Tensor, tokens: int, products: Tensor) -> float:
+    """products: the sum over tokens and pairs i != j of (x_i x_j)^2."""
+    # In units of the trace: squares of the elements themselves may be beyond float32.
+    trace = hessian.trace().double()
+    if not trace > 0:
+        return 0.0
+    own = (hessian / trace.to(hessian.dtype)).square()
+    square = own.sum(dtype=torch.float64) - own.diagonal().sum(dtype=torch.float64)
+    if tokens < 2 or not square > 0:
+        return float(tokens == 1)
+    return float(((products / trace.square() / tokens - square) / (square * (tokens - 1))).clamp(0, 1))
 
 
 class ChannelAbsMax:

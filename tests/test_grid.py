@@ -289,11 +289,11 @@ def test_round_scale_keeps_the_sign_and_stays_between_smallest_normal_and_larges
 
 
 def shrink_error(x: torch.Tensor, grid: Grid, dtype: torch.dtype) -> torch.Tensor:
-    """Sum of |error|^2.4 per group, in float64."""
+    """Sum of squared errors per group, in float64."""
     scale, zero = fit(x, grid, dtype)
     scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
     values = decode(encode(x, scale, zero, grid), scale, zero, dtype)
-    return ((values.double() - x.double()).abs() ** 2.4).sum(-1)
+    return (values.double() - x.double()).square().sum(-1)
 
 
 @examples
@@ -306,19 +306,19 @@ def test_range_search_never_has_a_larger_error_than_min_max(grid, dtype, x):
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_range_search_finds_the_best_of_its_eighty_ranges(kind):
+def test_range_search_finds_the_best_of_its_forty_ranges(kind):
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 3
     x = x.abs() if kind == "symmetric unsigned" else x
     grid = make_grid(kind, 3)
     lo, hi = x.amin(-1), x.amax(-1)
     candidates = []
-    for step in range(80):
+    for step in range(40):
         # Clipping the data to the shrunken range makes min-max find exactly that range.
-        shrunk = x.clamp((lo * (1 - step / 100)).unsqueeze(-1), (hi * (1 - step / 100)).unsqueeze(-1))
+        shrunk = x.clamp((lo * (1 - step / 50)).unsqueeze(-1), (hi * (1 - step / 50)).unsqueeze(-1))
         scale, zero = fit(shrunk, grid, torch.float64)
         zero = torch.zeros_like(zero) if grid.symmetric else zero
         codes = (torch.round(x / scale[:, None]) + zero[:, None]).clamp(grid.qmin, grid.qmax)
-        error = ((codes - zero[:, None]) * scale[:, None] - x).abs() ** 2.4
+        error = ((codes - zero[:, None]) * scale[:, None] - x).square()
         candidates.append(error.sum(-1))
     best = torch.stack(candidates).amin(0)
     found = shrink_error(x, grid.with_range("mse"), torch.float64)
@@ -341,10 +341,10 @@ def test_weighted_range_search_favours_the_weighted_member(kind):
         weight[member] = 1e4
         favoured = errors(weight)
         assert favoured[member] <= even[member]
-        assert (favoured**2.4 * weight).sum() <= (even**2.4 * weight).sum()
+        assert (favoured.square() * weight).sum() <= (even.square() * weight).sum()
     rest = torch.ones(16)
     rest[0] = 1e-4
-    assert errors(rest)[1:].pow(2.4).sum() < even[1:].pow(2.4).sum()
+    assert errors(rest)[1:].square().sum() < even[1:].square().sum()
     heavy = torch.ones(16)
     heavy[0] = 1e6
     assert errors(heavy)[0] < errors(rest)[0]

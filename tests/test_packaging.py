@@ -147,6 +147,7 @@ LAYERS = (
         "compress.observers",
         "compress.calibrators",
         "compress.sweep",
+        "compress.polish",
         "compress.device",
         "compress.architecture",
         "compress.convolution",

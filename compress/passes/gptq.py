@@ -32,24 +32,30 @@ Departs from the authors' code:
 - damping that is too small is raised and reported, never replaced by plain rounding.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from compress.comm import Comm
 from compress.errors import InputError
-from compress.grid import Grid, Quantized, decode, encode, fit, fit_matrix, quantize, round_scale, to_quantized
+from compress.grid import Grid, Quantized, fit_matrix, quantize, to_quantized
 from compress.passes.base import Decision, QuantizeWeights, Site, quadratic, solve_rows
+from compress.polish import GridRule, Polish
 from compress.stats import Hessian, HessianResult, StatisticFactory
-from compress.sweep import BLOCK, Factor, damped, factorize, sweep
+from compress.sweep import Factor, damped, factorize, sweep
 
 ActOrder = Literal["none", "static", "group"]
-# Coordinate descent and refit read H with just enough damping to divide by its diagonal.
+# However many tokens: just enough damping to divide by the diagonal of H.
 POLISH_DAMP = 1e-6
+# What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
+Solution = Literal["rounding", "gptq without drift", "gptq"]
+SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
+# Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
+JUDGED_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,107 +104,197 @@ class GPTQ(QuantizeWeights):
 
     def apply(self, site: Site) -> dict[str, Decision]:
         statistics: HessianResult = site.stats["hessian"]
+        ready, inputs = self._prepare(statistics), self.input_codes(site)
+        chosen: dict[str, Solution] = dict.fromkeys(site.weights, "gptq")
+        if self.shrink and statistics.few:
+            chosen = self._borne_out(site, statistics)
+        decisions = {}
+        for solution in sorted(set(chosen.values())):
+            names = [n for n in site.weights if chosen[n] == solution]
+            for name, solved in self._solve(restricted(site, names), ready, solution).items():
+                figures = self._figures(site, name, solved, ready)
+                decisions[name] = Decision(solved.quantized, {**figures, "solution": solution}, inputs.get(name))
+        return {name: decisions[name] for name in site.weights}
+
+    def _prepare(self, statistics: HessianResult) -> "_Ready":
         if self.shrink:
             statistics = statistics.shrunk()
         hessian = statistics.hessian
+        # What the part of H off its diagonal that is relied on has in noise, as a ridge regression counts it.
+        noise = len(hessian) / max(statistics.tokens, 1)
+        relied = 1 - statistics.shrinkage if self.shrink else 1.0
         order = column_order(hessian.diagonal(), self.act_order, self.weight_grid().group_size)
         ordered = hessian[order][:, order]
         factor = factorize(ordered, self.damp)
-        ridge = factor.damp + (len(hessian) / max(statistics.tokens, 1) if self.shrink else 0)
+        ridge = factor.damp + (noise if self.shrink else 0)
         correction = drift_correction(statistics, ridge) if self.drift else None
-        decisions = {}
-        inputs = self.input_codes(site)
-        # Rows are independent given H: the site's layers are solved as one tall weight.
+        return _Ready(statistics, order, ordered, factor, correction, POLISH_DAMP + relied * noise)
+
+    def _borne_out(self, site: Site, statistics: HessianResult) -> dict[str, Solution]:
+        """For every layer the boldest solution that, found by either half of the tokens, is better on the other.
+
+        The loss on the tokens that the codes were fitted to says nothing here: it falls with everything that is
+        fitted, noise included. Half the tokens serve a solution worse than all of them, so what passes is safe.
+        """
+        if not statistics.halves:
+            return dict.fromkeys(site.weights, "rounding")
+        rows = {n: w[:: -(-len(w) // JUDGED_ROWS)] for n, w in site.weights.items()}
+        part = replace(site, weights=rows)
+        losses: dict[str, dict[Solution, list[float]]] = {n: {} for n in rows}
+        for fitted, judge in (statistics.halves, statistics.halves[::-1]):
+            ready = self._prepare(fitted)
+            for solution in SOLUTIONS if ready.correction is not None else SOLUTIONS[:1] + SOLUTIONS[2:]:
+                for name, solved in self._solve(part, ready, solution).items():
+                    loss = loss_on(site.comm, rows[name].to(judge.hessian.dtype), solved.quantized, judge)
+                    losses[name].setdefault(solution, []).append(loss)
+        return {name: boldest(found) for name, found in losses.items()}
+
+    def _solve(self, site: Site, ready: "_Ready", solution: Solution) -> dict[str, "_Solved"]:
+        """The site's layers by one solution."""
+        solved = {}
         for names in stacks(site):
             scale_dtype = site.scale_dtypes[names[0]]
-            weight = torch.cat([site.weights[n] for n in names]).to(hessian.dtype)
-            heights = [len(site.weights[n]) for n in names]
-            moved = [self._corrected(site, part, correction, hessian) for part in weight.split(heights)]
-            target, shares = torch.cat([t for t, _ in moved]), dict(zip(names, (s for _, s in moved), strict=True))
-            solve = partial(
-                self._solve,
-                ordered,
-                factor,
-                order,
-                scale_dtype,
-                self._static_scales(site, names, target, hessian, scale_dtype),
-            )
-            quantized = solve_rows(site.comm, target, self.weight_grid(), solve)
-            first = 0
-            for name in names:
-                rows = slice(first, first + len(site.weights[name]))
-                first = rows.stop
-                piece = quantized.rows(rows)
+            weights = [site.weights[n].to(ready.hessian.dtype) for n in names]
+            if solution == "rounding":
+                found = [quantize(w, self.weight_grid().with_range("minmax"), scale_dtype) for w in weights]
+                solved |= {n: _Solved(q, w, 0.0) for n, q, w in zip(names, found, weights, strict=True)}
+                continue
+            aims = [self._aim(site.comm, w, ready if solution == "gptq" else ready.without_drift()) for w in weights]
+            # Rows are independent given H: layers are solved as one tall weight.
+            target = torch.cat([t for t, _ in aims])
+            scales = self._static_scales([t for t, _ in aims], ready.hessian, scale_dtype)
+            solve = partial(self._solve_rows, ready, scale_dtype, scales)
+            whole, first = solve_rows(site.comm, target, self.weight_grid(), solve), 0
+            for name, (aim, share) in zip(names, aims, strict=True):
+                piece = whole.rows(slice(first, first + len(aim)))
+                first += len(aim)
                 if self.per_tensor:
                     zero_point = None if piece.zero_point is None else piece.zero_point[:1]
                     piece = Quantized(piece.codes, piece.scale[:1], zero_point, piece.grid)
-                nearest = quantize(weight[rows], self.weight_grid().with_range("minmax"), scale_dtype)
-                energy = quadratic(site.comm, target[rows], hessian) or 1.0
-                decisions[name] = Decision(
-                    piece,
-                    {
-                        "loss": quadratic(site.comm, target[rows] - piece.dequantize(hessian.dtype), hessian) / energy,
-                        "rtn_loss": quadratic(site.comm, target[rows] - nearest.dequantize(hessian.dtype), hessian)
-                        / energy,
-                        "damp": factor.damp,
-                        "dead_channels": int((hessian.diagonal() <= 0).sum()),
-                        "tokens": statistics.tokens,
-                        "shrinkage": statistics.shrinkage if self.shrink else 0.0,
-                        "drift": shares[name],
-                    },
-                    inputs.get(name),
-                )
-        return decisions
+                solved[name] = _Solved(piece, aim, share)
+        return solved
 
-    def _corrected(
-        self, site: Site, weight: Tensor, correction: tuple[Tensor, Tensor | None] | None, hessian: Tensor
-    ) -> tuple[Tensor, float]:
+    def _aim(self, comm: Comm, weight: Tensor, ready: "_Ready") -> tuple[Tensor, float]:
         """What the codes of one layer aim at, and the share of the drift correction that is in it."""
-        if correction is None:
+        if ready.correction is None:
             return weight, 0.0
-        step, noise = (None if matrix is None else weight @ matrix for matrix in correction)
+        step, noise = (None if matrix is None else weight @ matrix for matrix in ready.correction)
         assert step is not None
-        share = self.drift * (reliability(site.comm, step, noise, hessian) if self.shrink else 1.0)
+        share = self.drift * (reliability(comm, step, noise, ready.hessian) if self.shrink else 1.0)
         return weight + share * step, share
 
-    def _solve(
+    def _solve_rows(
         self,
-        hessian: Tensor,
-        factor: Factor,
-        order: Tensor,
+        ready: "_Ready",
         scale_dtype: torch.dtype,
         static: tuple[Tensor, Tensor] | None,
         weight: Tensor,
         rows: slice,
     ) -> Quantized:
-        given = None if static is None else (static[0][rows], static[1][rows])
         return gptq(
             weight,
-            hessian,
-            factor,
-            order,
+            ready.ordered,
+            ready.factor,
+            ready.order,
             grid=self.weight_grid(),
             scale_dtype=scale_dtype,
-            static=given,
+            static=None if static is None else (static[0][rows], static[1][rows]),
             refit=self.refit,
             sweeps=self.sweeps,
+            polish_damp=ready.polish_damp,
         )[0]
 
     def _static_scales(
-        self, site: Site, names: list[str], target_NK: Tensor, hessian: Tensor, dtype: torch.dtype
+        self, targets: list[Tensor], hessian: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor] | None:
-        """Scales fixed before the sweep, [N, G], where the options ask for that."""
+        """Scales fixed before the sweep, [N, G] of the layers below each other, where the options ask for that."""
         grid = self.weight_grid()
         if not self.per_tensor and self.act_order != "static":
             return None
         if not self.per_tensor:
-            return fit_matrix(target_NK, grid, dtype, hessian.diagonal())
+            return fit_matrix(torch.cat(targets), grid, dtype, hessian.diagonal())
         scales, zeros = [], []
-        for part in target_NK.split([len(site.weights[n]) for n in names]):
+        for part in targets:
             scale, zero_point = fit_matrix(part, grid, dtype)
             scales.append(scale.expand(len(part), 1))
             zeros.append(zero_point.expand(len(part), 1))
         return torch.cat(scales), torch.cat(zeros)
+
+    def _figures(self, site: Site, name: str, solved: "_Solved", ready: "_Ready") -> dict[str, float | int | str]:
+        hessian, target = ready.hessian, solved.target
+        nearest = quantize(
+            site.weights[name].to(hessian.dtype),
+            self.weight_grid().with_range("minmax"),
+            site.scale_dtypes[name],
+        )
+        energy = quadratic(site.comm, target, hessian) or 1.0
+        loss, rtn_loss = (
+            quadratic(site.comm, target - q.dequantize(hessian.dtype), hessian) / energy
+            for q in (solved.quantized, nearest)
+        )
+        return {
+            "loss": loss,
+            "rtn_loss": rtn_loss,
+            "damp": ready.factor.damp,
+            "dead_channels": int((hessian.diagonal() <= 0).sum()),
+            "tokens": ready.statistics.tokens,
+            "shrinkage": ready.statistics.shrinkage if self.shrink else 0.0,
+            "drift": solved.drift,
+        }
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """Statistics as they are relied on, and what follows from them for all layers of a site: H in sweep order, its
+    factor, the drift correction and the damping of refit and descent."""
+
+    statistics: HessianResult
+    order: Tensor
+    ordered: Tensor
+    factor: Factor
+    correction: tuple[Tensor, Tensor | None] | None
+    polish_damp: float
+
+    @property
+    def hessian(self) -> Tensor:
+        return self.statistics.hessian
+
+    def without_drift(self) -> "_Ready":
+        return replace(self, correction=None)
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The codes of a layer, the values [N, K] that they aim at, and the share of the drift correction in those."""
+
+    quantized: Quantized
+    target: Tensor
+    drift: float
+
+
+def restricted(site: Site, names: list[str]) -> Site:
+    """The site with some of its layers only."""
+    dtypes = {n: dtype for n, dtype in site.scale_dtypes.items() if n in names}
+    return replace(site, weights={n: site.weights[n] for n in names}, scale_dtypes=dtypes)
+
+
+def loss_on(comm: Comm, weight_NK: Tensor, quantized: Quantized, judge: HessianResult) -> float:
+    """Mean over tokens of |X_ref W^T - X Q^T|^2, less the part of it that does not depend on Q."""
+    error = weight_NK - quantized.dequantize(weight_NK.dtype)
+    loss = quadratic(comm, error, judge.hessian)
+    if judge.drift is None:
+        return loss
+    mine = comm.rows_of(len(error))
+    return loss + 2 * float(comm.all_reduce(((weight_NK[mine] @ judge.drift) * error[mine]).sum()))
+
+
+def boldest(losses: Mapping[Solution, Sequence[float]]) -> Solution:
+    """Of solutions, the careful ones first, the last that has a lower loss on every half than the one it replaces."""
+    chosen, *bolder = losses
+    for other in bolder:
+        if all(new < old for new, old in zip(losses[other], losses[chosen], strict=True)):
+            chosen = other
+    return chosen
 
 
 def stacks(site: Site) -> list[list[str]]:
@@ -246,33 +342,6 @@ def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK
     return max(0.0, 1 - quadratic(comm, noise_NK, hessian_KK) / size) if size > 0 else 0.0
 
 
-@dataclass
-class _GridRule:
-    """Round each target to the grid; scales are fitted when a group begins, or given."""
-
-    grid: Grid
-    scale_dtype: torch.dtype
-    group: int
-    group_of: list[int]
-    importance_K: Tensor
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor
-
-    def begin(self, column: int, updated_gN: Tensor) -> None:
-        importance = self.importance_K[column : column + len(updated_gN)]
-        scale, zero_point = fit(updated_gN.t(), self.grid, self.scale_dtype, importance)
-        self.scale[self.group_of[column]] = scale
-        self.zero_point[self.group_of[column]] = zero_point
-
-    def decide(self, column: int, target_N: Tensor) -> Tensor:
-        group = self.group_of[column]
-        scale, zero_point = self.scale[group], self.zero_point[group]
-        codes = encode(target_N, scale, zero_point, self.grid)
-        self.codes[column] = codes
-        return decode(codes, scale, zero_point, self.scale_dtype)
-
-
 def gptq(
     weight_NK: Tensor,
     hessian_KK: Tensor,
@@ -284,6 +353,7 @@ def gptq(
     static: tuple[Tensor, Tensor] | None = None,
     refit: int = 0,
     sweeps: int = 0,
+    polish_damp: float = POLISH_DAMP,
 ) -> tuple[Quantized, Tensor]:
     """Quantize rows of a weight. Pure: no rank, no device, no state.
 
@@ -300,7 +370,7 @@ def gptq(
         scale, zero_point = weight.new_ones(groups, rows), weight.new_zeros(groups, rows)
     else:
         scale, zero_point = (t.t().contiguous() for t in static)
-    rule = _GridRule(
+    rule = GridRule(
         grid,
         scale_dtype,
         0 if static is not None else length,
@@ -312,7 +382,7 @@ def gptq(
     )
     values, loss = sweep(weight, factor, rule)
     if refit or sweeps:
-        state = _Polish(weight, values, rule, damped(hessian_KK, POLISH_DAMP))
+        state = Polish(weight, values, rule, damped(hessian_KK, polish_damp))
         for step in range(max(refit, sweeps)):
             if step < refit:
                 state.refit_scales()
@@ -322,66 +392,3 @@ def gptq(
     codes = torch.empty_like(weight)
     codes[:, order_K] = rule.codes.t()
     return to_quantized(codes, scale.t().contiguous(), zero_point.t().contiguous(), grid, scale_dtype), loss
-
-
-class _Polish:
-    """Refit and coordinate descent on the codes of a finished sweep, in sweep order. Updates the rule's tensors."""
-
-    def __init__(self, weight: Tensor, values: Tensor, rule: _GridRule, hessian: Tensor) -> None:
-        self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
-        group_of = torch.tensor(rule.group_of, device=weight.device)
-        length = weight.shape[1] // len(rule.scale)
-        # Columns of each group, [G, length], in sweep order.
-        self.members = torch.argsort(group_of, stable=True).view(-1, length)
-
-    def loss(self) -> Tensor:
-        error = self.weight - self.values
-        return ((error @ self.hessian) * error).sum(1)
-
-    def refit_scales(self) -> None:
-        """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
-        rule = self.rule
-        gradient = (self.weight - self.values) @ self.hessian
-        for group, columns in enumerate(self.members):
-            steps = (rule.codes[columns] - rule.zero_point[group]).t()
-            curvature = ((steps @ self.hessian[columns][:, columns]) * steps).sum(1)
-            slope = (gradient[:, columns] * steps).sum(1)
-            old = rule.scale[group]
-            moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
-            valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
-            new = torch.where(valid, round_scale(moved, rule.scale_dtype), old)
-            values = decode(steps, new.unsqueeze(1), torch.zeros_like(new).unsqueeze(1), rule.scale_dtype)
-            change = values - self.values[:, columns]
-            # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = 2 * (gradient[:, columns] * change).sum(1)
-            gain = gain - ((change @ self.hessian[columns][:, columns]) * change).sum(1)
-            change = torch.where((gain > 0).unsqueeze(1), change, torch.zeros_like(change))
-            rule.scale[group] = torch.where(gain > 0, new, old)
-            self.values[:, columns] += change
-            gradient -= change @ self.hessian[columns]
-
-    def descend(self) -> None:
-        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum.
-
-        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
-        """
-        rule, columns = self.rule, self.weight.shape[1]
-        gradient = (self.weight - self.values) @ self.hessian
-        for first in range(0, columns, BLOCK):
-            last = min(first + BLOCK, columns)
-            block = self.hessian[first:last, first:last].contiguous()
-            gradient_BN = gradient[:, first:last].t().contiguous()
-            values_BN = self.values[:, first:last].t().contiguous()
-            change_BN = torch.empty_like(values_BN)
-            for j in range(last - first):
-                target = values_BN[j] + gradient_BN[j] / block[j, j]
-                codes = rule.codes[first + j].clone()
-                value = rule.decide(first + j, target)
-                closer = (value - target).abs() < (values_BN[j] - target).abs()
-                rule.codes[first + j] = torch.where(closer, rule.codes[first + j], codes)
-                value = torch.where(closer, value, values_BN[j])
-                change_BN[j] = value - values_BN[j]
-                values_BN[j] = value
-                gradient_BN.addr_(block[j], change_BN[j], alpha=-1)
-            self.values[:, first:last] = values_BN.t()
-            gradient -= change_BN.t() @ self.hessian[first:last]
