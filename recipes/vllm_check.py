@@ -198,10 +198,12 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
 
 @torch.no_grad()
 def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tuple[list[Tensor], list[int]]:
-    """Log-probabilities [T-1, V] of every row, and a greedy continuation that nothing ends."""
+    """Log-probabilities [T-1, V] of every row, and a greedy continuation of so many tokens that nothing ends."""
     model.generation_config.eos_token_id = None
     with evaluating(model):
         found = [functional.log_softmax(logits_of(model, row[None])[0], -1) for row in rows]
+        if not tokens:
+            return found, []
         ids = torch.tensor([prompt])
         made = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0
@@ -252,7 +254,7 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
         network: nn.Module = compress.load(checkpoint, torch.float32)
         if options is not None:
             emulate(network, **options)
-        log_probs, greedy = ours_of(network, rows, prompt, arguments.tokens)
+        log_probs, greedy = ours_of(network, rows, prompt, arguments.tokens if options is None else 0)
         continued = continued or greedy
         for cpu, found in asked.items():
             if "error" not in found:
