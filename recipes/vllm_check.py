@@ -39,6 +39,7 @@ from compress.evaluation.quality import logits_of
 from compress.forward import evaluating
 from compress.kernels.provenance import cpu_name
 from compress.recipe import parse_recipe
+from compress.recipes.agreement import compared, same_start
 from compress.recipes.figures import head, stored
 from compress.recipes.int8_products import emulate
 from compress.source import find_source, load_tokenizer, read_config
@@ -47,7 +48,6 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"
 STORED, PER_TOKEN, PAIRS = "as stored", "inputs by absmax / 127", "pairs in 16 bits"
 SHOWN = 200  # characters of a reason in the table; the JSON file has all of it
-SMALLEST = 1e-6  # a share of probability below what float32 log-probabilities add up to
 
 
 @dataclass(frozen=True)
@@ -103,37 +103,6 @@ def cases(group_size: int) -> dict[str, Case]:
         "fp8 static": Case(rtn("fp8", **fixed)),
         "kv-cache fp8 per tensor": Case(({"kv-cache": {"type": "fp8", "granularity": "tensor"}},)),
     }
-
-
-def divergence(ours_TV: Tensor, best_Tk: Tensor, names_Tk: Tensor) -> Tensor:
-    """KL of another model's distributions from ours in nats [T], as far as its k likeliest tokens tell: all others are
-    one event. A lower bound of KL, which it is for k = V."""
-    ours_Tk, best_Tk = ours_TV.double().gather(1, names_Tk), best_Tk.double()
-    seen = (ours_Tk.exp() * (ours_Tk - best_Tk)).sum(1)
-    rest, other = ((1 - part.exp().sum(1)).clamp(min=SMALLEST) for part in (ours_Tk, best_Tk))
-    return (seen + rest * (rest.log() - other.log())).clamp(min=0)
-
-
-def compared(ours: Sequence[Tensor], rows: Tensor, found: Mapping[str, Tensor]) -> dict[str, float]:
-    """Our log-probabilities, [T-1, V] of every row, against vLLM's. nats: how much more vLLM loses per token, with the
-    standard error of that mean."""
-    own = torch.stack([row.gather(1, ids[1:, None])[:, 0] for row, ids in zip(ours, rows, strict=True)]).double()
-    kl = torch.stack([divergence(row, *pair) for row, *pair in zip(ours, found["best"], found["names"], strict=True)])
-    top = torch.stack([row.argmax(1) for row in ours])
-    more = own - found["own"].double()
-    return {
-        "perplexity": float(own.mean().neg().exp()),
-        "nats": float(more.mean()),
-        "nats_error": float(more.std() / more.numel() ** 0.5),
-        "kl": float(kl.mean()),
-        "same_top": float((top == found["names"][..., 0]).double().mean()),
-    }
-
-
-def same_start(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens two continuations have in common before they part."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
 
 def one_line(text: str, limit: int = SHOWN) -> str:
@@ -250,11 +219,11 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
         models = {STORED: None, **case.emulated}
     ours: dict[str, dict[str, dict[str, float]]] = {cpu: {} for cpu in asked}
     continued: list[int] = []
-    for name, options in models.items():
+    for name, habits in models.items():
         network: nn.Module = compress.load(checkpoint, torch.float32)
-        if options is not None:
-            emulate(network, **options)
-        log_probs, greedy = ours_of(network, rows, prompt, arguments.tokens if options is None else 0)
+        if habits is not None:
+            emulate(network, **habits)
+        log_probs, greedy = ours_of(network, rows, prompt, arguments.tokens if habits is None else 0)
         continued = continued or greedy
         for cpu, found in asked.items():
             if "error" not in found:
@@ -330,8 +299,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
     transformers.utils.logging.disable_progress_bar()
     source = find_source(arguments.model)
     tokens = load_tokens(

@@ -25,7 +25,7 @@ def hide(starts: Sequence[str]) -> None:
     """Let torch report a smaller CPU: vLLM chooses its library and kernels by what torch says."""
     found = torch.cpu.get_capabilities()
     shown = {name: False if name.startswith(tuple(starts)) else value for name, value in found.items()}
-    torch.cpu.get_capabilities = lambda: shown  # type: ignore[assignment, return-value]
+    torch.cpu.get_capabilities = lambda: shown  # type: ignore[assignment]
 
 
 def installed() -> dict[str, str]:
