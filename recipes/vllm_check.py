@@ -312,28 +312,19 @@ def main(words: Sequence[str] | None = None) -> None:
         samples=arguments.samples,
     )
     arguments.length = arguments.length or tokens.ids.shape[1]
-    before = stored(arguments.json) if arguments.json else []
-    done: list[dict[str, Any]] = []
     print(TABLE, flush=True)
     for title in arguments.titles:
         with tempfile.TemporaryDirectory() as scratch:
             case = cases(arguments.group_size)[title]
-            for row in rows_of(title, case, arguments, tokens.ids, Path(scratch)):
-                print(line_of(row), flush=True)
-                done.append(row)
+            done = rows_of(title, case, arguments, tokens.ids, Path(scratch))
+        print("\n".join(line_of(row) for row in done), flush=True)
         if arguments.json:
-            keep(arguments.json, arguments, tokens.ids, before, done)
+            keep(arguments.json, arguments, tokens.ids, done)
 
 
-def keep(
-    target: Path,
-    arguments: argparse.Namespace,
-    rows: Tensor,
-    before: Sequence[dict[str, Any]],
-    done: Sequence[dict[str, Any]],
-) -> None:
-    """Write the rows, in the order of the schemes, with what is needed to quote them; rows of an earlier run stay."""
-    by_key = {(row["title"], row["cpu"]): row for row in (*before, *done)}
+def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequence[dict[str, Any]]) -> None:
+    """Write the rows, in the order of the schemes, with what is needed to quote them; what else the file has stays."""
+    by_key = {(row["title"], row["cpu"]): row for row in (*stored(target), *done)}
     order = [(title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
     record = {
         "model": Path(arguments.model).name,
