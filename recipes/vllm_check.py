@@ -52,7 +52,7 @@ SHOWN = 200  # characters of a reason in the table; the JSON file has all of it
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU to show to vLLM. hidden: starts of names in `torch.cpu.get_capabilities`."""
+    """A CPU to show to vLLM, and what else to tell it. hidden: starts of names in `torch.cpu.get_capabilities`."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
@@ -64,6 +64,8 @@ def smaller(onednn: str, torch_level: str, *hidden: str) -> Cpu:
 
 CPUS = {
     "native": Cpu(),
+    # With AMX, vLLM multiplies 4-bit weights by inputs rounded to int8 unless it is told not to.
+    "float-inputs": Cpu({"VLLM_CPU_INT4_W4A8": "0"}),
     "avx512-vnni": smaller("AVX512_CORE_VNNI", "avx512", "avx512_bf16", "avx512_fp16"),
     "avx512": smaller("AVX512_CORE", "avx512", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
     "avx2-vnni": smaller("AVX2_VNNI", "avx2", "avx512"),
