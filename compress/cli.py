@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,6 +19,9 @@ import compress
 from compress.errors import CompressError, InputError
 from compress.reading import LOOP, special
 from compress.terminal import console, visible
+
+if TYPE_CHECKING:
+    from compress.passes.base import Pass
 
 STOPPED = 130  # what a shell reports for a command that was interrupted
 TRACEBACK = "COMPRESS_TRACEBACK"
@@ -196,7 +199,7 @@ def cli() -> None:
     "--group-size",
     type=int,
     help="Inputs that share a scale; -1: one scale per output channel. With --recipe: instead of its own.  [default: "
-    "128, or the largest below it that divides the inputs of all layers]",
+    "128; where that does not divide the inputs of all layers 64, 32, or the largest that does]",
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
 @click.option("--activations", help="Of w8a8, fp8: dynamic (fitted to every token) or static.  [default: dynamic]")
@@ -284,7 +287,7 @@ def quantize(
         chosen[name] = value
     notes = []
     if recipe is None:
-        passes = (make_pass(method, chosen),)
+        passes: tuple[Pass, ...] = (make_pass(method, chosen),)
     else:
         size = chosen.pop("group_size") if given("group_size") else None
         if chosen or any(map(given, ("method", "embeddings", "kv_cache"))):

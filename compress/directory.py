@@ -27,8 +27,9 @@ from typing import IO, Any
 
 from compress.checkpoint import INDEX, RECORD, read_json
 from compress.comm import Comm
-from compress.errors import CheckpointError, InputError
+from compress.errors import CheckpointError, InputError, RankLostError
 from compress.journal import PROGRESS, Journal
+from compress.reading import LOOP, special
 
 LOCK, BLOCKS, MODEL, REPLACED = "lock", "blocks", "model", "replaced"
 ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
@@ -60,6 +61,7 @@ class Directory:
         self.blocks, self.model = self.partial / BLOCKS, self.partial / MODEL
         self.replaced, self.progress = self.partial / REPLACED, self.partial / PROGRESS
         self._lock: IO[str] | None = None
+        self._made: list[Path] = []
 
     def claim(self, *, resume: bool, overwrite: bool) -> None:
         """Become the one run that works here, and drop what an earlier one left unless it is to be resumed.
@@ -74,7 +76,7 @@ class Directory:
             self._recover()
             self._refuse_output(overwrite)
             if not resume:
-                if self._holds_blocks() and not overwrite:
+                if self.finished() and not overwrite:
                     raise InputError(
                         f"{self.partial} holds an unfinished run; go on with --resume or drop it with --overwrite"
                     )
@@ -89,13 +91,13 @@ class Directory:
         with. Does nothing where it is not held."""
         if self._lock is None:
             return
-        nothing = not self.replaced.exists() and not self._holds_blocks()
+        nothing = not self.replaced.exists() and self.finished() == 0
         if nothing:
             self._clear()
         self._unlock()
-        if nothing:
-            with suppress(OSError):  # the next run has come in already
-                self.partial.rmdir()
+        for path in [self.partial, *self._made] if nothing else ():
+            with suppress(OSError):  # the next run has come in already, or it is another's
+                path.rmdir()
 
     def take_name(self, overwrite: bool) -> None:
         """Make model/ the output, which may have come into being while the run worked. Raises InputError then."""
@@ -116,11 +118,12 @@ class Directory:
         if self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists():
             self._clear()
 
-    def _holds_blocks(self) -> bool:
+    def finished(self) -> int:
+        """How many finished blocks a run can go on from."""
         try:
-            return self.progress.exists() and bool(Journal.read(self.progress).blocks)
+            return len(Journal.read(self.progress).blocks) if self.progress.exists() else 0
         except CheckpointError:  # whatever is in it, it is not dropped
-            return True
+            return 1
 
     def _clear(self) -> None:
         """Remove what runs make here, but the lock."""
@@ -170,6 +173,7 @@ class Directory:
         path = self.partial / LOCK
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(ATTEMPTS):
+            self._made = [path for path in self.partial.parents if not path.exists()]
             self.partial.mkdir(parents=True, exist_ok=True)
             try:
                 file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8")
@@ -257,6 +261,8 @@ def claimed(output: str | Path | None, comm: Comm, *, resume: bool, overwrite: b
         return
     if not Path(output).name:
         raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
+    if special(Path(output)) == LOOP:
+        raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
     directory = Directory(Path(output))
     problem = None
     if comm.rank == 0:
@@ -271,5 +277,10 @@ def claimed(output: str | Path | None, comm: Comm, *, resume: bool, overwrite: b
         raise InputError(problem)
     try:
         yield directory
+    except (KeyboardInterrupt, RankLostError) as error:
+        if finished := directory.finished():
+            kept = "1 finished block is" if finished == 1 else f"{finished} finished blocks are"
+            error.add_note(f"{kept} kept in {directory.partial}: run again with --resume")
+        raise
     finally:
         directory.release()

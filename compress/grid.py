@@ -32,6 +32,7 @@ NumberType = Literal["int", "float"]
 MIN_BITS, MAX_BITS = 2, 8
 # What a group usually has. With fewer than SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
+KERNEL_GROUPS = (DEFAULT_GROUP, 64, 32)
 # What a message names: as many sizes, none above.
 SUGGESTED, LARGEST_SUGGESTED = 8, 512
 # Range search: factors 1, 0.98, ..., 0.22. GPTQ's authors (`Quantizer`) try twice as many, under |error|^2.4; neither
@@ -141,9 +142,11 @@ def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
 
 
 def usual_group(widths: Iterable[int]) -> int:
-    """The group size where none is asked for: 128, or the largest below it that divides every width; -1 (one scale per
-    output channel) where none from 16 up does."""
-    return max(divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP), default=-1)
+    """The group size where none is asked for: the largest of 128, 64 and 32 that divides every width, for which GPU
+    kernels are made (ours, and those of other readers); else the largest divisor below 128; -1 (one scale per output
+    channel) where none from 16 up is one."""
+    sizes = divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP)
+    return next((size for size in KERNEL_GROUPS if size in sizes), max(sizes, default=-1))
 
 
 def suggest_groups(widths: Iterable[int]) -> str:

@@ -35,7 +35,7 @@ def check_record(source: Source) -> int:
     path = source.path / RECORD
     if not path.exists():
         raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
-    record = read_json(path)
+    record = read_record(source.path)
     # Before tensors had checksums of their own, only the values of compressed layers did.
     check_tensors(source, record.get("tensors"))
     tensors = read_tensors(source)

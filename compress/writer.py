@@ -72,6 +72,11 @@ class Writer:
         """What the journal says about every finished block."""
         return self.journal.blocks
 
+    def forget(self) -> None:
+        """There is nothing to go on with: what was written so far is dropped with the run."""
+        self.journal = Journal(self.journal.identity)
+        self._together(PROGRESS, self._note)
+
     def _note(self) -> None:
         """Bring the journal to disk."""
         if self.comm.rank == 0:

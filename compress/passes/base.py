@@ -194,8 +194,8 @@ class QuantizeWeights(Pass):
     scheme: w2a16 .. w8a16, the bits of a weight beside 16-bit floats; w4a8 and w8a8 round what a layer multiplies to
     int8, too; fp8 rounds both to float8 (e4m3). group_size: consecutive inputs that share a scale, -1 for one scale per
     output channel, 0 for what the scheme usually has: -1 of w8a8 and fp8, otherwise 128 or, where that does not divide
-    the inputs of all layers of the pass, the largest size below it that does: one size, because not every reader takes
-    several. Where none from 16 up divides them all (a CNN whose first layer has 27 inputs), each layer has the largest
+    the inputs of all layers of the pass, 64, 32 (kernels know these) or the largest size below 128 that does: one size,
+    because not every reader takes several. Where none from 16 up divides them all (a CNN whose first layer has 27 inputs), each layer has the largest
     of its own, or one scale per output channel. grid: `signed-scale` (symmetric, the scale may be negative),
     `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix.
     clip: shrink each range to the one of least error (fp8: widen it). Scales are stored in the model's own dtype.
