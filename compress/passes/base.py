@@ -195,9 +195,10 @@ class QuantizeWeights(Pass):
     int8, too; fp8 rounds both to float8 (e4m3). group_size: consecutive inputs that share a scale, -1 for one scale per
     output channel, 0 for what the scheme usually has: -1 of w8a8 and fp8, otherwise 128 or, where that does not divide
     the inputs of all layers of the pass, 64, 32 (kernels know these) or the largest size below 128 that does: one size,
-    because not every reader takes several. Where none from 16 up divides them all (a CNN whose first layer has 27 inputs), each layer has the largest
-    of its own, or one scale per output channel. grid: `signed-scale` (symmetric, the scale may be negative),
-    `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one scale for the whole matrix.
+    because not every reader takes several. Where none from 16 up divides them all (a CNN whose first layer has 27
+    inputs), each layer has the usual size of its own, or one scale per output channel. grid: `signed-scale` (symmetric,
+    the scale may be negative), `symmetric` (as compressed-tensors rounds), `narrow` or `asymmetric`. per_tensor: one
+    scale for the whole matrix.
     clip: shrink each range to the one of least error (fp8: widen it). Scales are stored in the model's own dtype.
     activations: 8-bit inputs are fitted to every token (of a convolution: every sample) as it comes (`dynamic`) or by
     calibration (`static`).
