@@ -83,6 +83,8 @@ def name_of(kind: Any) -> str:
         return " or ".join(dict.fromkeys(map(name_of, get_args(kind))))
     if origin is Literal:
         return " or ".join(map(repr, get_args(kind)))
+    if origin is tuple and get_args(kind)[-1] is not ...:
+        return f"a list of {len(get_args(kind))}"
     return "there" if kind is Any else NAMES.get(origin or kind, NAMES[dict])
 
 

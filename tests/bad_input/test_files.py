@@ -159,7 +159,7 @@ WRONG: dict[str, list[tuple[tuple[str | int, ...], Any, str]]] = {
     "compress.json": [
         (("layers", 0, "figures"), 3, "compress.json: layers[0].figures is 3; it must be a mapping"),
         (("layers", 0, "figures", "loss"), [], "layers[0].figures.loss is a list; it must be a number"),
-        (("layers", 0, "shape"), [1], "layers[0].shape is a list; it must be a list"),
+        (("layers", 0, "shape"), [1], "layers[0].shape is a list; it must be a list of 2"),
         (("left_alone",), None, "compress.json: left_alone is None; it must be a mapping"),
     ],
 }
