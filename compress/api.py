@@ -104,8 +104,8 @@ def quantize(
     convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs).
     trust_remote_code: run Python code that comes with a model given by name, if any does.
     restore: after any exception a model in memory is what it was, bit for bit (one that `fsdp` sharded stays sharded).
-    Until the run has succeeded that takes as much memory as the weights of the blocks and the buffers, sharded: this
-    rank's part of them. False does without; the exception then says which blocks are changed.
+    Until the run has succeeded that takes as much memory as the weights of the blocks and the buffers (sharded: as this
+    rank's part of the model). False does without; the exception then says which blocks are changed.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed or that compressed
     nothing.
@@ -177,7 +177,7 @@ def quantize(
         record = RunRecord(notes=notes)
         mine = batches[comm.rank :: comm.world]
         residency = _residency(network, plan_, target, compute, fsdp, keep=source is None or output is None)
-        with _undoing(network if source is None else None, plan_, restore, record):
+        with _undoing(network if source is None else None, restore, record):
             with evaluating(network):
                 try:
                     run(network, plan_, mine, residency, sink, comm, record, reporter)
@@ -271,14 +271,13 @@ def _check_group() -> None:
     Sharded.require()
 
 
-def _undoing(model: nn.Module | None, plan_: Plan, restore: bool, record: RunRecord) -> AbstractContextManager[None]:
+def _undoing(model: nn.Module | None, restore: bool, record: RunRecord) -> AbstractContextManager[None]:
     """Within: a failure leaves a model in memory as it was, or says what it is. None: nobody else has the model."""
     if model is None:
         return nullcontext()
     if not restore:
         return naming(record.changed)
-    changing = [block for stack in plan_.stacks for _, block in stack.blocks]
-    return undone(values(model, [*changing, *(table.module for table in plan_.tables)]), hooks_and_buffers(model))
+    return undone(values(model), hooks_and_buffers(model))
 
 
 def _check_done(plan_: Plan, record: RunRecord, sink: Writer | Discard) -> None:

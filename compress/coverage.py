@@ -8,7 +8,7 @@ from torch import nn
 from compress.architecture import left_alone
 from compress.plan import Plan
 
-SMALL = 0.5  # below this share of the parameters a person is warned
+SMALL = 0.5  # below this share a person is warned
 OTHERS = "norms and biases"
 
 
@@ -83,5 +83,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
 
 
 def remark(found: Coverage) -> str | None:
-    """What to say before the work where most of a model will stay as it is."""
-    return f"little of the model will be compressed: {found}" if found.share < SMALL else None
+    """What to say before the work where most of a model stays as it is, beside what stays so unless it is asked for."""
+    inside = found.parameters - sum(found.rest.get(why, 0) for why in ("embedding", "output head"))
+    little = found.compressed_parameters < SMALL * inside
+    return f"little of the model will be compressed: {found}" if little else None

@@ -14,7 +14,7 @@ prefix of its own block.
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -193,23 +193,21 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
 
 
 @contextmanager
-def named_failure(what: str) -> Iterator[None]:
-    """Within: what the model's own code raises on `what` is one line, an InputError."""
+def named_failure(batch: Batch, index: int) -> Iterator[None]:
+    """Within: what the model's own code raises about a calibration batch is one line, an InputError."""
     try:
         yield
     except (CompressError, ChainBrokenError, _StopError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        said = str(error).strip().splitlines()
-        raise InputError(
-            f"the model cannot run {what}: {type(error).__name__}{': ' + said[0] if said else ''}"
-        ) from error
+        said = ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))
+        held = (f"{k} {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in batch.items())
+        raise InputError(f"the model cannot run calibration batch {index + 1} ({', '.join(held)}): {said}") from error
 
 
-def described(batch: Batch, number: int) -> str:
-    """A calibration batch for a message."""
-    held = ", ".join(f"{k} {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in batch.items())
-    return f"calibration batch {number} ({held})"
+def running(call: Call, index: int) -> AbstractContextManager[None]:
+    """`named_failure` for a model that is one block: it gets what a person gave, not what the block before it made."""
+    return named_failure(call.kwargs, index) if call.key is None else nullcontext()
 
 
 class _Capture:
@@ -272,7 +270,7 @@ def capture(
                 moved = _moved(batch, residency.device)
                 noted.tokens = token_mask(moved)
                 try:
-                    with named_failure(described(batch, i + 1)):
+                    with named_failure(batch, i):
                         model(**moved)
                 except _StopError:
                     pass
@@ -347,7 +345,7 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
             seen = _observe(block, fake[0], fake[1], layers)
         traced = True
     except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
-        with named_failure(described(call.kwargs, 1) if call.key is None else "a block on calibration batch 1"):
+        with running(call, 0):
             seen = _observe(block, call.args, call.kwargs, layers)
         traced = False
     order: dict[tuple[Any, ...], list[str]] = {}
@@ -399,8 +397,7 @@ class _Runner:
     def __init__(
         self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int], index: int
     ) -> None:
-        # A block in a chain gets what the block before it made, a whole model what a person gave.
-        self.what = described(call.kwargs, index + 1) if call.key is None else None
+        self.call, self.index = call, index
         self.inputs: dict[int, ReferenceType[Tensor]] = {}
         self.site_of, self.done = site_of, done
         self.parked: tuple[int, Tensor] | None = None
@@ -505,7 +502,7 @@ def suspended_forward(
 
     def advance(runner: _Runner, site: int) -> Tensor | None:
         current[:] = [runner]
-        with nullcontext() if runner.what is None else named_failure(runner.what):
+        with running(runner.call, runner.index):
             return runner.advance(site)
 
     def arrivals(site: int) -> Iterator[Arrival | None]:

@@ -5,7 +5,7 @@ hooks that round inputs, outputs and caches, and registers scales of caches as b
 therefore mostly references, and putting them back makes no tensor: it works when memory has run out, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -51,12 +51,11 @@ def hooks_and_buffers(module: nn.Module) -> Undo:
     return undo
 
 
-def values(model: nn.Module, changing: Iterable[nn.Module]) -> Undo:
-    """Puts back the values of parameters and buffers. Keeps the present tensors of parameters alive; copies what is
-    overwritten: buffers, by some forwards, and this rank's shards of the modules that the run is `changing`."""
+def values(model: nn.Module) -> Undo:
+    """Puts back the values of parameters and buffers. Keeps the present tensors of parameters alive; copies what may be
+    overwritten: buffers, by some forwards, and this rank's shards."""
     whole = [(p, p.data) for p in model.parameters() if not isinstance(p, DTensor)]
-    sharded = {p: None for module in changing for p in module.parameters() if isinstance(p, DTensor)}
-    overwritten = [p.to_local().detach() for p in sharded]
+    overwritten = [p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)]
     overwritten += [b.detach() for b in model.buffers() if b.layout is torch.strided]
     copies = [(tensor, tensor.clone()) for tensor in overwritten]
 
