@@ -28,7 +28,9 @@ def figures(folder, name, p, rows=None, reference=False, samples=None):
 
 
 # Perplexity 2.1513 uncompressed; what AutoRound reaches in 200 iterations on the same work is 2.1721 (symmetric).
-@pytest.mark.parametrize(("grid", "limit"), [("signed-scale", 2.175), ("asymmetric", 2.172)])
+@pytest.mark.parametrize(
+    ("grid", "limit"), [("signed-scale", 2.175), pytest.param("asymmetric", 2.172, marks=pytest.mark.slow)]
+)
 def test_babyllama_at_four_bits_meets_its_goal(real_data, grid, limit):
     found = figures(real_data, "babyllama-105", compress.GPTQ(group_size=32, grid=grid))
     assert found.tokens == 500 * 255
@@ -39,8 +41,8 @@ def test_babyllama_at_four_bits_meets_its_goal(real_data, grid, limit):
 def test_gptq_diverges_less_than_rounding(real_data, model, given):
     (name, group_size), (scheme, share) = model, given
     options = {"scheme": scheme, "group_size": group_size}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=60, reference=True)
-    gptq = figures(real_data, name, compress.GPTQ(**options), rows=60, reference=True)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True)
+    gptq = figures(real_data, name, compress.GPTQ(**options), rows=40, reference=True, samples=48)
     assert gptq.kl_mean < share * rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
 
