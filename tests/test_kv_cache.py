@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from combinations import each
 from commands import StopAfterOne, command, make_llama, save
 from models import GATED, build, tokens
 from safetensors.torch import load_file, save_file
@@ -229,9 +230,9 @@ def test_later_passes_and_blocks_compensate_for_a_rounded_cache():
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-@every_kind
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_memory_checkpoint_and_transformers_agree(kind, per, family, tmp_path):
+@pytest.mark.parametrize(("how", "family"), each(KINDS, ["llama", "gemma2"]), ids=str)
+def test_memory_checkpoint_and_transformers_agree(how, family, tmp_path):
+    kind, per = how
     pytest.importorskip("compressed_tensors", reason="needs the hf extra")
     source = save(build(family), tmp_path / "in")
     compress.quantize(source, passes(kind, per), calibration=shown(per), output=tmp_path / "out", verify=False)

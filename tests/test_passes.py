@@ -7,6 +7,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from combinations import each
 from torch import Tensor
 
 from compress.comm import Comm
@@ -47,6 +48,7 @@ def describe(value) -> str:
 
 every_pass = pytest.mark.parametrize("one", PASSES, ids=describe)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=describe)
+every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), each(PASSES, LAYOUTS), ids=describe)
 
 
 def make_weights() -> dict[str, Tensor]:
@@ -110,8 +112,7 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
         assert quantized.dequantize().shape == weight.shape
 
 
-@every_layout
-@every_pass
+@every_pass_on_a_layout
 def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
     one = replace(one, **layout)
     weights = make_weights()
@@ -144,8 +145,7 @@ def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
         assert loss <= share * nearest_loss
 
 
-@every_layout
-@every_pass
+@every_pass_on_a_layout
 def test_a_layer_is_decided_alone_as_with_its_neighbours(one, layout):
     one = replace(one, **layout)
     weights, x = make_weights(), make_inputs()
@@ -179,8 +179,7 @@ class TwoRanks(Comm):
         return gathered
 
 
-@every_layout
-@every_pass
+@every_pass_on_a_layout
 def test_two_ranks_decide_what_one_decides(one, layout):
     one = replace(one, **layout)
     weights, x = make_weights(), make_inputs()

@@ -1,6 +1,5 @@
-"""Small image classifiers, trained in a few seconds or read from the real data, and images to calibrate and judge."""
+"""Small image classifiers, stored or read from the real data, and images to calibrate and judge by."""
 
-import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 CHANCE = 4  # standard deviations that `lost` may be by chance: once in 30,000 comparisons
 CALIBRATORS = ("minmax", "moving-average", "percentile", "mse", "kl")
-STEPS, BATCH = 200, 64
+CLASSIFIERS = Path(__file__).parent / "fixtures" / "classifiers"
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -28,6 +27,7 @@ class Images:
     labels: Tensor
 
 
+@cache
 def patterns(seen: int = 4000, unseen: int = 2000) -> Images:
     """Ten random smooth 8x8 patterns, moved by up to two pixels, at random contrast in noise."""
     generator = torch.Generator().manual_seed(0)
@@ -43,6 +43,7 @@ def patterns(seen: int = 4000, unseen: int = 2000) -> Images:
     return Images(images[:seen], labels[:seen], images[seen:], labels[seen:])
 
 
+@cache
 def digits() -> Images:
     """scikit-learn's 1797 handwritten digits, 8x8."""
     datasets = pytest.importorskip("sklearn.datasets", reason="the digits are in scikit-learn")
@@ -55,6 +56,9 @@ def conv_bn(before: int, after: int, stride: int = 1, groups: int = 1, size: int
     """A convolution without bias, a batch norm, ReLU."""
     convolution = nn.Conv2d(before, after, size, stride, size // 2, groups=groups, bias=False)
     return [convolution, nn.BatchNorm2d(after), nn.ReLU()]
+
+
+TASKS = {"patterns": patterns, "digits": digits}
 
 
 class Classifier(nn.Module):
@@ -74,26 +78,11 @@ class Classifier(nn.Module):
         return self.head(self.features(x).amax((2, 3)))
 
 
-@cache
-def _trained(kind: str, task: str) -> tuple[nn.Module, Images]:
-    data = patterns() if task == "patterns" else digits()
-    torch.manual_seed(0)
-    model = Classifier(kind).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS)
-    for _ in range(STEPS):
-        rows = torch.randint(len(data.seen), (BATCH,))
-        functional.cross_entropy(model(data.seen[rows]), data.seen_labels[rows]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model.eval(), data
-
-
 def trained(kind: str, task: str) -> tuple[nn.Module, Images]:
-    """A classifier (`plain` or `separable`) of `patterns` or `digits`: the test's own copy."""
-    model, data = _trained(kind, task)
-    return copy.deepcopy(model), data
+    """A stored classifier: `plain` of `patterns` or `separable` of `digits` (fixtures/make_classifiers.py)."""
+    model = Classifier(kind)
+    model.load_state_dict(load_file(CLASSIFIERS / f"{kind}-{task}.safetensors"))
+    return model.eval(), TASKS[task]()
 
 
 def batches(images: Tensor, count: int = 200) -> list[dict[str, Tensor]]:
