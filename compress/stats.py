@@ -35,8 +35,8 @@ class Statistic(Protocol):
 
 StatisticFactory = Callable[[int, torch.device], Statistic]
 
-# Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its statistics
-# entirely does better than rounding on other text; with a quarter of that it may not.
+# Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
+# statistics entirely does better than rounding on other text; with a quarter of that it may not.
 FEW = 2
 
 
