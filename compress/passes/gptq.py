@@ -156,7 +156,7 @@ class GPTQ(QuantizeWeights):
 
     def _solve(self, site: Site, ready: "_Ready", solution: Solution) -> dict[str, "_Solved"]:
         """The site's layers by one solution."""
-        solved = {}
+        solved: dict[str, _Solved] = {}
         for names in stacks(site):
             scale_dtype = site.scale_dtypes[names[0]]
             weights = [site.weights[n].to(ready.hessian.dtype) for n in names]
