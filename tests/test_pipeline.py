@@ -1,5 +1,7 @@
 """The pipeline on every family of models: what is compressed, what is left alone, in which order, and what it costs."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -9,7 +11,7 @@ from torch import nn
 import compress
 from compress.architecture import find_stacks, layers_of
 from compress.errors import CompressError, InputError
-from compress.record import LayerRecord, few_tokens
+from compress.record import LayerRecord, few_tokens, held_back
 
 
 def batches(kind):
@@ -331,3 +333,36 @@ def test_layers_that_saw_few_tokens_are_counted():
     assert few_tokens([layer(), layer(tokens=32), layer(tokens=900)]) is None
     remark = few_tokens([layer(), layer(tokens=31), layer(tokens=900), layer(tokens=4)])
     assert remark.startswith("2 of 3 layers saw fewer calibration tokens than they have inputs (at worst 4 for 32)")
+
+
+def test_layers_that_get_less_than_asked_for_are_counted():
+    def layers(*solutions):
+        return [LayerRecord("a", "gptq", "w4a16", "symmetric", None, (8, 32), {"solution": s}) for s in solutions]
+
+    plain = LayerRecord("a", "rtn", "w4a16", "symmetric", None, (8, 32), {})
+    assert held_back([plain, *layers("gptq", "gptq")]) is None
+    remark = held_back([plain, *layers("gptq", "rounding", "gptq without drift", "rounding")])
+    assert remark.startswith("3 of 4 layers get less")
+    assert "(gptq without drift for 1, rounding for 2)" in remark
+
+
+def test_gptq_on_one_row_is_no_worse_than_rounding_and_its_additions_than_none():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_hidden_layers": 3}
+    config = transformers.OPTConfig(
+        **sizes, num_attention_heads=4, max_position_embeddings=128, init_std=0.12, dropout=0.0
+    )
+    model = transformers.OPTForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(100)
+    row, held_out = (torch.randint(0, 256, (n, 64), generator=generator) for n in (1, 32))
+
+    def divergence(p):
+        made = copy.deepcopy(model)
+        result = compress.quantize(made, p, calibration=row if p.calibrated else None)
+        return compress.evaluate(made, reference=model, text=held_out).kl_mean, result.record
+
+    rounded, _ = divergence(compress.RTN(group_size=64))
+    bare, _ = divergence(compress.GPTQ(group_size=64, drift=0.0, refit=0, sweeps=0))
+    full, record = divergence(compress.GPTQ(group_size=64))
+    assert full < bare < rounded
+    assert all("solution" in layer.figures for layer in record.layers)

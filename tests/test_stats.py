@@ -1,10 +1,13 @@
 """Calibration statistics: batches, their order and ranks make no difference."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from compress.comm import Comm
-from compress.stats import ChannelAbsMax, ChannelMean, Hessian, MinMax
+from compress.stats import FEW, ChannelAbsMax, ChannelMean, Hessian, MinMax
 
 TOKENS, CHANNELS = 203, 24
 CPU = torch.device("cpu")
@@ -34,39 +37,29 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-class Recorder:
-    """Stands for the other rank: notes what it offers to each collective."""
+class Rank:
+    """One of two ranks, each in a thread of its own: what a rank offers may depend on what it got before."""
 
-    def __init__(self) -> None:
-        self.offers: list[tuple[torch.Tensor, str]] = []
-
-    def all_reduce(self, tensor, reduction="sum"):
-        self.offers.append((tensor.clone(), reduction))
-        return tensor
-
-
-class Merger:
-    """Stands for this rank: reduces with what the other one offered, in the same order."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.offers = list(recorder.offers)
+    def __init__(self, rank: int, offers: list, barrier: threading.Barrier) -> None:
+        self.rank, self.offers, self.barrier = rank, offers, barrier
 
     def all_reduce(self, tensor, reduction="sum"):
-        other, theirs = self.offers.pop(0)
-        assert theirs == reduction
-        assert other.shape == tensor.shape
-        assert other.dtype == tensor.dtype
+        self.offers[self.rank] = (tensor.clone(), reduction)
+        self.barrier.wait(timeout=60)
+        (mine, how), (other, theirs) = self.offers
+        assert (how, mine.shape, mine.dtype) == (theirs, other.shape, other.dtype)
+        self.barrier.wait(timeout=60)
         merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
-        return tensor.copy_(merge(tensor, other))
+        return tensor.copy_(merge(mine, other))
 
 
 def merged(mine, other):
     """`mine` after a sync of two ranks that hold `mine` and `other`."""
-    recorder = Recorder()
-    other.sync(recorder)
-    merger = Merger(recorder)
-    mine.sync(merger)
-    assert not merger.offers
+    offers, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(1) as second:
+        theirs = second.submit(other.sync, Rank(1, offers, barrier))
+        mine.sync(Rank(0, offers, barrier))
+        theirs.result()
     return mine
 
 
@@ -230,6 +223,38 @@ def test_values_that_are_not_finite_are_not_hidden():
     assert torch.isnan(observed(ChannelAbsMax(CHANNELS, CPU), x, [100, 103]).result()[2])
     assert torch.isnan(observed(ChannelMean(CHANNELS, CPU), x, [100, 103]).result()[2])
     assert torch.isnan(observed(Hessian(CHANNELS, CPU), x, [100, 103]).result().hessian[2, 2])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 61, FEW * CHANNELS - 1, FEW * CHANNELS])
+def test_few_tokens_come_in_two_halves_of_every_batch_however_they_are_split_over_ranks(count):
+    x, reference = tokens()[:count], tokens(seed=1)[:count]
+    parts = [slice(0, count // 3), slice(count // 3, count)]
+
+    def hessian(*batches):
+        statistic = Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True)
+        for batch in batches:
+            statistic.update(x[batch], reference[batch])
+        return statistic
+
+    alone = hessian(*parts).result()
+    for result in (alone, merged(hessian(parts[0]), hessian(parts[1])).result()):
+        assert result.few == (count < FEW * CHANNELS)
+        if not result.few or count < 2:
+            assert result.halves == ()
+            continue
+        rows = [list(range(count))[part] for part in parts]
+        first = [i for part in rows for i in part[: len(part) // 2]]
+        second = sorted(set(range(count)) - set(first))
+        for half, members in zip(result.halves, (first, second), strict=True):
+            expected = observed(
+                Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True), x[members], None, reference[members]
+            ).result()
+            assert half.tokens == len(members)
+            # The second half is a difference, exact for channels of the size of the largest.
+            assert relative(half.hessian, expected.hessian) < 1e-12
+            assert relative(half.drift, expected.drift) < 1e-12
+            assert half.shrinkage == pytest.approx(expected.shrinkage, abs=1e-9)
+            assert torch.equal(half.contrast, result.contrast * (count / len(members)) ** 0.5)
 
 
 @pytest.mark.parametrize("first", [0, 1, 77, TOKENS])

@@ -21,11 +21,16 @@ Departs from the paper:
 
       E tr(W D H D^T W^T) = signal + noise,  E tr(W Z H Z^T W^T) = noise,  a = signal / (signal + noise)
 
-  This is a James-Stein factor whose noise is measured, for tokens of one text are not independent.
+  This is a James-Stein factor whose noise is measured, for tokens of one text are not independent. Last, with very few
+  tokens (`compress.stats.FEW`) a layer gets only what they bear out: its codes are solved by each half of them and
+  judged on the other. The drift correction, then GPTQ as a whole, have to win on both, or the layer goes without;
+  figure `solution` says what it got, and the run how many layers got less than was asked for.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
-  single codes while that lowers the loss.
+  single codes while that lowers the loss (`compress.polish`). Free to move every code, they fit noise more than the
+  sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
+- `clip` searches each group's range for the least squared error, weighted by diag(H).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
