@@ -32,12 +32,12 @@ class Geometry:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Conv1d and Conv2d that compute as torch does: a subclass may make another weight of the one it stores. (So does
-    what torch.nn.utils adds to a module, which is refused with its reason: `architecture.obstacle`.)"""
+    """Conv1d and Conv2d that compute as torch does: a subclass may make another weight of the one it stores."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return False
     kind = nn.Conv1d if isinstance(module, nn.Conv1d) else nn.Conv2d
-    return all(getattr(type(module), name) is getattr(kind, name) for name in ("forward", "_conv_forward"))
+    same = all(getattr(type(module), name) is getattr(kind, name) for name in ("forward", "_conv_forward"))
+    return same and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
 def geometry_of(module: nn.Module) -> Geometry:

@@ -67,7 +67,6 @@ CASES = {
     "spectral_norm": ({"model": lambda: with_first(parametrizations.spectral_norm)}, COMPUTED),
     "old spectral_norm": ({"model": lambda: with_first(utils.spectral_norm)}, COMPUTED),
     "pruned": ({"model": lambda: with_first(lambda layer: prune.l1_unstructured(layer, "weight", 0.5))}, COMPUTED),
-    "convolution": ({"model": lambda: nn.Sequential(utils.weight_norm(nn.Conv1d(4, 4, 2)))}, COMPUTED),
     "inference model": (
         {"model": lambda: made_without_gradients()},
         r"^0\.weight was made under torch\.inference_mode",
