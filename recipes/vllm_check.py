@@ -47,7 +47,7 @@ from compress.source import find_source, load_tokenizer, read_config
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"
 STORED, PER_TOKEN, PAIRS = "as stored", "inputs by absmax / 127", "pairs in 16 bits"
-SHOWN = 200  # characters of a reason in the table; the JSON file has all of it
+SHOWN = 400  # characters of a reason in the table; the JSON file has all of it
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,7 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
             result.append({**row, "vllm": "refuses", "reason": found["error"]})
             continue
         row |= {"vllm": "runs", "perplexity": float(found["own"].double().mean().neg().exp()), "ours": ours[cpu]}
+        row["closest"] = min(ours[cpu], key=lambda name: ours[cpu][name]["kl"])  # how vLLM rounds and multiplies
         row |= {"same_start": same_start(continued, found["generated"]), "tokens": arguments.tokens}
         row |= {name: found[name] for name in ("kernels", "cache", "dtype", "text", "seconds")}
         result.append(row)
