@@ -134,8 +134,8 @@ TABLE = (
 
 
 def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: float) -> dict[str, Any]:
-    """What `vllm_worker` found; or {"error": why it found nothing}: it may refuse, die, or take longer than limit
-    seconds."""
+    """What `vllm_worker` found; or {"error": why it found nothing, "vllm": what it did instead}: it may die, or take
+    longer than limit seconds."""
     job_file, result_file, log = scratch / "job.json", scratch / "result.pt", scratch / "vllm.log"
     result_file.unlink(missing_ok=True)
     write_json(job_file, {**job, "hidden": list(cpu.hidden)})
@@ -155,7 +155,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"no result within {limit:.0f} s"}
+            return {"vllm": "out of time", "error": f"no result within {limit:.0f} s"}
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has started
@@ -164,7 +164,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
         return torch.load(result_file, weights_only=True)
     last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
     died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return {"error": f"{died}; its last line: {last}"}
+    return {"vllm": "dies", "error": f"{died}; its last line: {last}"}
 
 
 @torch.no_grad()
@@ -234,7 +234,7 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
     for cpu, found in asked.items():
         row = {**base, "cpu": cpu, "versions": found.get("versions", {})}
         if "error" in found:
-            result.append({**row, "vllm": "refuses", "reason": found["error"]})
+            result.append({**row, "vllm": found.get("vllm", "refuses"), "reason": found["error"]})
             continue
         row |= {"vllm": "runs", "perplexity": float(found["own"].double().mean().neg().exp()), "ours": ours[cpu]}
         row["closest"] = min(ours[cpu], key=lambda name: ours[cpu][name]["kl"])  # how vLLM rounds and multiplies
