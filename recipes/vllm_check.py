@@ -329,6 +329,7 @@ def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequen
     """Write the rows, in the order of the schemes, with what is needed to quote them; what else the file has stays."""
     by_key = {(row["title"], row["cpu"]): row for row in (*stored(target), *done)}
     order = [(title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
+    order += [key for key in by_key if key not in order]  # of another version of this file
     record = {
         "model": Path(arguments.model).name,
         "text": f"{Path(arguments.text).name} {list(rows.shape)}",
