@@ -47,7 +47,7 @@ from compress.source import find_source, load_tokenizer, read_config
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"
 STORED, PER_TOKEN, PAIRS = "as stored", "inputs by absmax / 127", "pairs in 16 bits"
-SHOWN = 200  # characters of a reason in the table; the JSON file has all of it
+SHOWN = 400  # characters of a reason in the table; the JSON file has all of it
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ TABLE = (
 
 
 def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: float) -> dict[str, Any]:
-    """What `vllm_worker` found; or {"error": why it found nothing}: it may refuse, die, or take longer than limit
-    seconds."""
+    """What `vllm_worker` found; or {"error": why it found nothing, "vllm": what it did instead}: it may die, or take
+    longer than limit seconds."""
     job_file, result_file, log = scratch / "job.json", scratch / "result.pt", scratch / "vllm.log"
     result_file.unlink(missing_ok=True)
     write_json(job_file, {**job, "hidden": list(cpu.hidden)})
@@ -155,7 +155,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return {"error": f"no result within {limit:.0f} s"}
+            return {"vllm": "out of time", "error": f"no result within {limit:.0f} s"}
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has started
@@ -164,7 +164,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
         return torch.load(result_file, weights_only=True)
     last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
     died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return {"error": f"{died}; its last line: {last}"}
+    return {"vllm": "dies", "error": f"{died}; its last line: {last}"}
 
 
 @torch.no_grad()
@@ -234,9 +234,10 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
     for cpu, found in asked.items():
         row = {**base, "cpu": cpu, "versions": found.get("versions", {})}
         if "error" in found:
-            result.append({**row, "vllm": "refuses", "reason": found["error"]})
+            result.append({**row, "vllm": found.get("vllm", "refuses"), "reason": found["error"]})
             continue
         row |= {"vllm": "runs", "perplexity": float(found["own"].double().mean().neg().exp()), "ours": ours[cpu]}
+        row["closest"] = min(ours[cpu], key=lambda name: ours[cpu][name]["kl"])  # how vLLM rounds and multiplies
         row |= {"same_start": same_start(continued, found["generated"]), "tokens": arguments.tokens}
         row |= {name: found[name] for name in ("kernels", "cache", "dtype", "text", "seconds")}
         result.append(row)
@@ -328,6 +329,7 @@ def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequen
     """Write the rows, in the order of the schemes, with what is needed to quote them; what else the file has stays."""
     by_key = {(row["title"], row["cpu"]): row for row in (*stored(target), *done)}
     order = [(title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
+    order += [key for key in by_key if key not in order]  # of another version of this file
     record = {
         "model": Path(arguments.model).name,
         "text": f"{Path(arguments.text).name} {list(rows.shape)}",
