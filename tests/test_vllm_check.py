@@ -169,4 +169,5 @@ def test_vllm_computes_what_we_do(tmp_path):
     for row in json.loads(target.read_text(encoding="utf-8"))["rows"]:
         assert row["vllm"] == "runs", row["reason"]
         closest = min(found["kl"] for found in row["ours"].values())
-        assert closest < 0.02, row  # bfloat16 there, float32 here
+        # bfloat16 there, float32 here; codes of inputs that flip for it change all that follows.
+        assert closest < {"original": 0.01, "w8a8 dynamic": 0.1}[row["title"]], row
