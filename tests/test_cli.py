@@ -187,8 +187,9 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
         patch.setattr(api, "_verify", stopped)
         outcome = desk.rtn(desk.model, "--verify")
     assert outcome.code == 130
-    assert last_line(outcome) == "compress: stopped"
-    assert desk.output.exists()
+    assert last_line(outcome) == f"compress: stopped; 2 finished blocks are kept in {partial}: run again with --resume"
+    assert not desk.output.exists()  # it has its name when it is verified
+    assert desk.rtn(desk.model, "--resume").code == 0
     monkeypatch.setattr(source, "weight_files", stopped)
     for words in (["evaluate", desk.model, "--text", "demo"], ["inspect", desk.model], ["bench", desk.model]):
         assert command(*words) == Outcome(130, "", "compress: stopped\n")

@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import compress
+from compress import shards
 from compress.errors import InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
-from compress.manifest import read_progress, read_record
+from compress.journal import Journal
+from compress.manifest import read_record
 from compress.recipe import load_recipe
 from compress.source import caches_of, find_source, layers_of
 
@@ -165,10 +167,20 @@ WRONG: dict[str, list[tuple[tuple[str | int, ...], Any, str]]] = {
 }
 
 
-def test_a_wrong_type_is_one_line_with_the_file_and_the_key(llama_w4: Path, copy_of: Callable[..., Path]) -> None:
+@pytest.fixture(scope="module")
+def in_files(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compressed checkpoint of several weight files and an index."""
+    output = tmp_path_factory.mktemp("in-files") / "output"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", 100_000)
+        compress.quantize(llama, compress.RTN(group_size=32), output=output, verify=False)
+    return output
+
+
+def test_a_wrong_type_is_one_line_with_the_file_and_the_key(in_files: Path, copy_of: Callable[..., Path]) -> None:
     for name, cases in WRONG.items():
         for keys, value, says in cases:
-            model = copy_of(llama_w4)
+            model = copy_of(in_files)
             changed(model / name, *keys, to=value)
             for words in (["inspect", model], ["verify", model]):
                 refused(command(*words), says)
@@ -177,9 +189,9 @@ def test_a_wrong_type_is_one_line_with_the_file_and_the_key(llama_w4: Path, copy
 
 @pytest.mark.parametrize("text", [DEEP, NESTED, '{"text": "\\ud800"}'], ids=["deep", "nested", "surrogate"])
 def test_json_and_yaml_that_nothing_can_hold(
-    text: str, llama: Path, llama_w4: Path, copy_of: Callable[..., Path]
+    text: str, llama: Path, in_files: Path, copy_of: Callable[..., Path]
 ) -> None:
-    model = copy_of(llama_w4)
+    model = copy_of(in_files)
     for name in ("config.json", "model.safetensors.index.json", "compress.json"):
         kept = (model / name).read_text()
         (model / name).write_text(text)
@@ -243,9 +255,10 @@ def places(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 
 
 @pytest.fixture(scope="module")
-def written(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(llama: Path, in_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with everything that its JSON files can say, and an unfinished run beside it."""
     folder = tmp_path_factory.mktemp("written")
+    shutil.copytree(in_files, folder / "several")
     ids = torch.arange(32).reshape(2, 16)
     passes = [
         compress.SmoothQuant(scheme="w8a8", activations="static", histograms=True),
@@ -273,10 +286,10 @@ def read_checkpoint(directory: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "out/config.json": lambda path: read_checkpoint(path.parent),
     "packed/config.json": lambda path: read_checkpoint(path.parent),
-    "out/model.safetensors.index.json": lambda path: read_checkpoint(path.parent),
+    "several/model.safetensors.index.json": lambda path: read_checkpoint(path.parent),
     "out/compress.json": lambda path: read_checkpoint(path.parent),
     "packed/compress.json": lambda path: read_checkpoint(path.parent),
-    "stopped.partial/progress.json": read_progress,
+    "stopped.partial/progress.json": Journal.read,
     "recipe.yaml": load_recipe,
 }
 
