@@ -189,7 +189,10 @@ def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch
     assert record["command"] == "compress quantize in --calibration=calibration.pt --output out"
     assert (record["model"], record["calibration"]["source"]) == ("in", "calibration.pt")
     assert record["verification"]["layers"] == 14
-    assert len(record["notes"]) == 2
+    assert record["notes"][:2] == [
+        "1 tensors of in are no part of LlamaForCausalLM and are not written, like unused",
+        "out.partial held no finished block: started from the beginning",
+    ]
 
 
 def test_an_existing_output_is_kept_unless_told(llama, tmp_path):
@@ -326,7 +329,7 @@ def test_a_second_run_on_one_output_ends_at_once_and_names_the_first(llama, tmp_
             again()  # before a block is finished, and after
 
     compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, reporter=FromTheStart())
-    assert len(refusals) == 9
+    assert len(refusals) >= 9
     assert all(f"being written by another run (process {os.getpid()} on " in line for line in refusals)
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
     assert files(out) == files(tmp_path / "whole")

@@ -136,7 +136,7 @@ LAYERS = (
         "compress.schema",
         "compress.configuration",
     ),
-    ("compress.page", "compress.shards", "compress.shown"),
+    ("compress.page", "compress.shards", "compress.shown", "compress.restore"),
     ("compress.kernels.*",),
     (
         "compress.grid",
@@ -159,7 +159,7 @@ LAYERS = (
     ("compress.excerpt", "compress.producers", "compress.probe"),
     ("compress.graph",),
     ("compress.rescale", "compress.collect", "compress.caching", "compress.batchnorm", "compress.versions"),
-    ("compress.plan", "compress.record"),
+    ("compress.plan", "compress.coverage", "compress.record"),
     ("compress.export",),
     ("compress.pipeline",),
     ("compress.checkpoint", "compress.manifest", "compress.recipe", "compress.cards"),
@@ -313,7 +313,9 @@ def test_what_needs_no_model_starts_no_slow_library() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.pop("everything") == [0, ["huggingface_hub", "torch", "transformers"]]
+    _, everything = found.pop("everything")
+    # transformers may import triton, by way of torch's compiler; we do not.
+    assert {*everything} - {"triton"} == {"huggingface_hub", "torch", "transformers"}
     assert found == {"import": [0, []], **{words: [code, []] for code, words in AT_ONCE}}
 
 

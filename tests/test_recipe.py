@@ -261,7 +261,7 @@ def test_a_file_comes_before_a_built_in_recipe_of_its_name(tmp_path: Path, monke
 
 def test_another_group_size_is_for_the_passes_that_have_groups() -> None:
     channel, whole = RTN(group_size=-1), RTN(scheme="w8a8")
-    passes = (but(only(GPTQ(group_size=64), "a*"), "ab"), channel, RTN(), whole, PASSES["kv-cache"]())
+    passes = (but(only(GPTQ(group_size=64), "a*"), "ab"), channel, RTN(), whole, pass_class("kv-cache")())
     found, changed = regrouped(passes, 32)
     assert changed == ["gptq", "rtn"]
     assert found == (but(only(GPTQ(group_size=32), "a*"), "ab"), channel, RTN(group_size=32), *passes[3:])

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,9 @@ def test_what_is_printed_stays_and_everything_else_is_written_out() -> None:
 
 
 def evaluation() -> Evaluation:
-    figures = dict.fromkeys(("perplexity", "kl_mean", "kl_median", "kl_p99", "same_top", "reference_perplexity"), 1.0)
-    sizes = {"bytes": 1, "reference_bytes": 1, "bits_per_weight": 1.0, "bits_per_parameter": 1.0}
-    return Evaluation(**figures, **sizes, tokens=1, length=1, dtype="float32", text=NASTY)
+    figures = dict.fromkeys((f.name for f in fields(Evaluation)), 1.0)
+    errors = dict.fromkeys(("standard_errors", "token_standard_errors"), dict.fromkeys(figures, 0.5))
+    return Evaluation(**{**figures, **errors, "text": NASTY, "text_sha256": NASTY, "dtype": "float32"})
 
 
 def ranges() -> list[RangeRecord]:
