@@ -116,7 +116,8 @@ def quantize(
     if (resume or overwrite or verify) and output is None:
         raise InputError("resume, overwrite and verify need an output")
     comm = Comm()
-    with claimed(output, comm, resume=resume, overwrite=overwrite) as place, watching(comm):
+    given = Path(model) if isinstance(model, str | Path) else None
+    with claimed(output, comm, resume=resume, overwrite=overwrite, model=given) as place, watching(comm):
         source = _source(model, trust_remote_code)
         if verify and source is None and not hasattr(model, "config"):
             raise InputError(
@@ -165,7 +166,7 @@ def quantize(
                 "the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block"
             )
         if resume and isinstance(sink, Writer) and not sink.blocks:
-            notes.append(f"{sink.place.partial.name} held no finished block: started from the beginning")
+            notes.append(f"no finished block of an earlier run for {sink.output.name}: started from the beginning")
         if plan_.passes and not any(p.rounds for p in plan_.passes):
             notes.append(
                 "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
@@ -404,6 +405,8 @@ def _finish(
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             extra["generation_config.json"] = generation.to_json_string()
+    if config is not None and isinstance(config.get("_name_or_path"), str):
+        config["_name_or_path"] = shown(config["_name_or_path"])
     if config is not None and (schemes or cache is not None):
         config["quantization_config"] = quantization_config(schemes, model, plan_.tables, cache)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -459,7 +462,11 @@ def _verify(place: Directory, trust_remote_code: bool) -> dict[str, Any]:
     """`compress verify` in a fresh process, outside any process group."""
     distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
     environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
-    words = [sys.executable, "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
+    # Not from the current directory, unless that is where this package is: what lies there is anybody's.
+    home = Path(__file__).resolve().parents[1]
+    if home == Path.cwd():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environment.get("PYTHONPATH"))))
+    words = [sys.executable, "-P", "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
     words += ["--trust-remote-code"] if trust_remote_code else []
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import socket
-import sys
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +29,9 @@ from compress.checkpoint import INDEX, RECORD, read_json
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError, RankLostError
 from compress.journal import PROGRESS, Journal
+from compress.manifest import read_record
 from compress.reading import LOOP, special
+from compress.shown import command
 
 LOCK, BLOCKS, MODEL, REPLACED = "lock", "blocks", "model", "replaced"
 ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
@@ -56,7 +58,8 @@ class Directory:
     """OUT and OUT.partial. One process works with it; the others of a sharded run only know its names."""
 
     def __init__(self, output: Path) -> None:
-        self.output = output.resolve() if output.is_symlink() else output
+        # Absolute: a program may change its directory while it runs.
+        self.output = (output.resolve() if output.is_symlink() else output).absolute()
         self.partial = self.output.with_name(self.output.name + ".partial")
         self.blocks, self.model = self.partial / BLOCKS, self.partial / MODEL
         self.replaced, self.progress = self.partial / REPLACED, self.partial / PROGRESS
@@ -71,8 +74,8 @@ class Directory:
         self._refuse_strangers()
         if not self.partial.exists():
             self._refuse_output(overwrite)
-        self._take_lock()
         try:
+            self._take_lock()
             self._recover()
             self._refuse_output(overwrite)
             if not resume:
@@ -88,13 +91,16 @@ class Directory:
 
     def release(self) -> None:
         """Let go of the directory. What a run leaves that finished no block is removed: there is nothing to go on
-        with. Does nothing where it is not held."""
+        with. Does nothing where it is not held, and hides no error of the run behind one of its own."""
         if self._lock is None:
             return
-        nothing = not self.replaced.exists() and self.finished() == 0
-        if nothing:
-            self._clear()
-        self._unlock()
+        try:
+            nothing = not self.replaced.exists() and self.finished() == 0
+            if nothing:
+                with suppress(OSError):
+                    self._clear()
+        finally:
+            self._unlock()
         for path in [self.partial, *self._made] if nothing else ():
             with suppress(OSError):  # the next run has come in already, or it is another's
                 path.rmdir()
@@ -106,13 +112,20 @@ class Directory:
             self.output.rename(self.replaced)
         try:
             self.model.rename(self.output)
-        finally:
+        except BaseException:
+            self._recover()
+            raise
+        with suppress(OSError):  # the output is there: what is left is removed by the next run
             self._recover()
 
     def _recover(self) -> None:
         """After a run that named its output, or was killed while it did: the former output or the new one, whole."""
         if self.replaced.exists() and not self.output.exists():
             self.replaced.rename(self.output)
+        elif self.replaced.exists() and self.model.exists():
+            raise InputError(
+                f"{self.output} came into being while the former one was set aside in {self.replaced}; move one of them"
+            )
         elif self.replaced.exists():
             shutil.rmtree(self.replaced)
         if self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists():
@@ -121,24 +134,30 @@ class Directory:
     def finished(self) -> int:
         """How many finished blocks a run can go on from."""
         try:
-            return len(Journal.read(self.progress).blocks) if self.progress.exists() else 0
+            journal = Journal.read(self.progress) if self.progress.exists() else Journal()
         except CheckpointError:  # whatever is in it, it is not dropped
             return 1
+        return 0 if journal.complete and not self.model.exists() else len(journal.blocks)
 
     def _clear(self) -> None:
-        """Remove what runs make here, but the lock."""
-        for folder in (self.blocks, self.model):
-            if folder.exists():
-                shutil.rmtree(folder)
+        """Remove what runs make here, but the lock. First the journal: a part of what it names is no run."""
         for path in self.partial.iterdir():
             if path.name.startswith((PROGRESS, f".{PROGRESS}.")):
                 path.unlink()
+        for folder in (self.blocks, self.model):
+            if folder.exists():
+                shutil.rmtree(folder)
 
     def _refuse_output(self, overwrite: bool) -> None:
         if not self.output.exists():
             return
         if not overwrite:
             raise InputError(f"{self.output} exists; choose another output or pass --overwrite")
+        if self.output.is_mount() or not os.access(self.output, os.W_OK):
+            raise InputError(
+                f"{self.output} cannot be renamed (it is a mount point, or not yours); choose an output inside it, or "
+                "another one"
+            )
         if self.output.is_dir() and not any(self.output.iterdir()):
             return
         if not is_checkpoint(self.output):
@@ -157,17 +176,17 @@ class Directory:
             raise InputError(f"{self.partial} is in the way; move it or choose another output")
         if not self.partial.exists():
             return
-        own = {LOCK, PROGRESS, BLOCKS, MODEL, REPLACED}
+        if self.progress.exists():
+            Journal.read(self.progress)
         for path in sorted(self.partial.iterdir()):
-            if path.name not in own and not path.name.startswith(f".{PROGRESS}."):
+            if not _is_own(path):
                 raise InputError(
                     f"{self.partial} is in the way: it holds {path.name}, which no run left; move it or choose another "
                     "output"
                 )
-        if any(self.partial.iterdir()) and holder_of(self.partial / LOCK) is None and not self.progress.exists():
+        left = holder_of(self.partial / LOCK) is not None or self.progress.exists()
+        if not left and any(path.is_file() for path in self.partial.rglob("*")):
             raise InputError(f"{self.partial} is in the way and no run left it; move it or choose another output")
-        if self.progress.exists():
-            Journal.read(self.progress)
 
     def _take_lock(self) -> None:
         path = self.partial / LOCK
@@ -194,23 +213,31 @@ class Directory:
                 ) from None
         else:
             raise InputError(f"{self.output} is wanted by many runs at once; choose another output")
+        self._lock = file
         holder = {
             "compress": "lock",
             "process": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": " ".join(sys.argv)[:SHOWN],
+            "command": (command() or "a Python program")[:SHOWN],
         }
         file.truncate(0)
         json.dump(holder, file)
         file.flush()
-        self._lock = file
 
     def _unlock(self) -> None:
         assert self._lock is not None
         (self.partial / LOCK).unlink(missing_ok=True)
         self._lock.close()
         self._lock = None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether something in OUT.partial has a name and a kind that runs give."""
+    kind = path.stat(follow_symlinks=False).st_mode
+    if path.name in (BLOCKS, MODEL, REPLACED):
+        return stat.S_ISDIR(kind)
+    return stat.S_ISREG(kind) and (path.name in (LOCK, PROGRESS) or path.name.startswith(f".{PROGRESS}."))
 
 
 def holder_of(lock: Path) -> dict[str, Any] | None:
@@ -236,45 +263,54 @@ def _described(holder: dict[str, Any] | None) -> str:
 def is_checkpoint(directory: Path) -> bool:
     """Whether a directory is the output of a run, by what its record says."""
     try:
-        record = read_json(directory / RECORD)
+        record = read_record(directory)
     except CheckpointError:
         return False
-    kinds = {"compress": str, "identity": dict, "layers": list}
-    return isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in kinds.items())
+    return isinstance(record.get("compress"), str) and isinstance(record.get("identity"), dict)
 
 
 def stranger_in(directory: Path) -> Path | None:
     """Something in the output of a run that the run did not write; None where there is nothing."""
-    record = read_json(directory / RECORD)
-    names = record.get("files")
+    names = read_record(directory).get("files")
     if names is None:  # records did not always name the files
-        known = ["*.safetensors", INDEX, "config.json", *COMPANIONS]
-        names = [path.name for pattern in known for path in directory.glob(pattern)]
-    return next((path for path in sorted(directory.iterdir()) if path.name not in {RECORD, *names}), None)
+        index = directory / INDEX
+        weights = read_json(index)["weight_map"].values() if index.exists() else ()
+        known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
+        names = [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
+    own = {RECORD, *names}
+    return next((p for p in sorted(directory.iterdir()) if p.name not in own or p.is_symlink() or p.is_dir()), None)
 
 
 @contextmanager
-def claimed(output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool) -> Iterator[Directory | None]:
-    """Within: this run, and no other, works on the output (None: there is none). A collective."""
+def claimed(
+    output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool, model: Path | None = None
+) -> Iterator[Directory | None]:
+    """Within: this run, and no other, works on the output (None: there is none). model: what it reads. A collective."""
     if output is None:
         yield None
         return
     if not Path(output).name:
         raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
-    if special(Path(output)) == LOOP:
-        raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
-    directory = Directory(Path(output))
-    problem = None
-    if comm.rank == 0:
-        try:
+    problem = directory = None
+    try:
+        if special(Path(output)) == LOOP:
+            raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
+        directory = Directory(Path(output))
+        if model is not None and model.absolute().is_relative_to(directory.partial):
+            raise InputError(
+                f"model {str(model)!r} lies in {directory.partial}, where the run would work; move it first"
+            )
+        if comm.rank == 0:
             directory.claim(resume=resume, overwrite=overwrite)
-        except InputError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"cannot write to {directory.partial}: {error.strerror}"
+    except InputError as error:
+        problem = str(error)
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+        where = output if directory is None else directory.partial
+        problem = f"cannot write to {where}: {getattr(error, 'strerror', None) or error}"
     problem = comm.gather_objects(problem)[0]
     if problem is not None:
         raise InputError(problem)
+    assert directory is not None
     try:
         yield directory
     except (KeyboardInterrupt, RankLostError) as error:

@@ -155,7 +155,8 @@ def suggest_groups(widths: Iterable[int]) -> str:
     widths = list(widths)
     sizes = divisors(widths, SMALLEST_GROUP, LARGEST_SUGGESTED) or divisors(widths, 8, SMALLEST_GROUP)
     near = sorted(sizes, key=lambda size: abs(math.log(size / DEFAULT_GROUP)))[:SUGGESTED]
-    return f"sizes that work: {', '.join(map(str, [*sorted(near), -1]))} (-1 is one scale per output channel)"
+    some = "some " if len(near) < len(sizes) else ""
+    return f"{some}sizes that work: {', '.join(map(str, [*sorted(near), -1]))} (-1 is one scale per output channel)"
 
 
 @dataclass(frozen=True)

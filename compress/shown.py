@@ -1,5 +1,6 @@
 """How a file or a command is named in what other people will read: without the folders of this machine."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,9 @@ def shown(name: str) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def command(arguments: Sequence[str] | None = None) -> str:
-    """The command line of this process (or another one), ready to be typed where the files are."""
+def command(arguments: Sequence[str] | None = None) -> str | None:
+    """The `compress` command of this process (or another one), ready to be typed where the files are; None in any other
+    program, whose arguments are its own business."""
     program, *rest = sys.argv if arguments is None else arguments
-    words = ["compress" if Path(program).name in ("compress", "__main__.py") else shown(program)]
-    for word in rest:
-        option, equals, value = word.partition("=")
-        words.append(f"{option}={shown(value)}" if word.startswith("-") and equals else shown(word))
-    return " ".join(words)
+    ours = Path(program).name == "compress" or Path(program) == Path(__file__).with_name("__main__.py")
+    return shlex.join(["compress", *("=".join(map(shown, word.split("="))) for word in rest)]) if ours else None

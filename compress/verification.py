@@ -59,7 +59,10 @@ def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
     CheckpointError that names one which is missing, superfluous or not what was written."""
     if recorded is None:
         return
-    found = checksums_of(piece for path in sorted(set(source.weights.values())) for piece in pieces_of(path))
+    files = sorted(set(source.weights.values()))
+    pieces = [piece for path in files for piece in pieces_of(path)]
+    # What the index does not read from a file is nobody's tensor: a copy must not stand for the one that is read.
+    found = checksums_of(p for p in pieces if source.weights.get(p.name) == p.file)
     if lost := sorted(recorded.keys() - found.keys()):
         raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
     if foreign := sorted(found.keys() - recorded.keys()):

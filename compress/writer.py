@@ -7,7 +7,6 @@ Whenever a run is killed, there is a complete OUT or a partial one to resume.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -293,6 +292,9 @@ class Writer:
             name_of_rest = self._name("rest")
             self.journal.rest = self._gathered(self._together(name_of_rest, lambda: self._save(name_of_rest, mine)))
             self._together(PROGRESS, self._note)
+        else:  # of a run that was stopped later than this, so it may have been copied already
+            before = self.journal.rest
+            self._together("rest", lambda: self._read(before) if self.comm.rank == 0 else None)
         self._together("model", lambda: self.place.model.mkdir(exist_ok=True) if self.comm.rank == 0 else None)
         weight_map = self._put_together()
         record = {**record, "tensors": self.journal.checksums}
@@ -361,7 +363,7 @@ class Writer:
             names.add("config.json")
         companions = [] if source is None else [p for c in COMPANIONS for p in sorted(source.glob(c)) if p.is_file()]
         for path in companions:
-            shutil.copyfile(path, model / path.name)
+            write_whole(model / path.name, path.read_bytes())
             names.add(path.name)
         for name, text in extra_files.items():
             write_whole(model / name, text)

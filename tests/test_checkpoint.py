@@ -15,7 +15,7 @@ from models import build, tokens
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress import shards, writer
+from compress import api, shards, writer
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.progress import Silent
 from compress.shards import pieces_of
@@ -174,6 +174,10 @@ def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch
     weights = load_file(tmp_path / "in/model.safetensors")
     save_file({**weights, "unused": torch.zeros(1)}, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
     torch.save(tokens(), tmp_path / "calibration.pt")
+    # What lies where a person happens to be is not run by the verification.
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/tokenize.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path / "here")
     words = ["quantize", str(tmp_path / "in"), f"--calibration={tmp_path / 'calibration.pt'}"]
     monkeypatch.setattr(sys, "argv", ["/usr/bin/compress", *words, "--output", str(tmp_path / "out")])
     compress.quantize(
@@ -191,7 +195,7 @@ def test_the_record_names_no_folder_of_this_machine(llama, tmp_path, monkeypatch
     assert record["verification"]["layers"] == 14
     assert record["notes"][:2] == [
         "1 tensors of in are no part of LlamaForCausalLM and are not written, like unused",
-        "out.partial held no finished block: started from the beginning",
+        "no finished block of an earlier run for out: started from the beginning",
     ]
 
 
@@ -372,6 +376,86 @@ def test_a_run_stopped_while_it_names_its_output_resumes(llama, tmp_path, monkey
     compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
     assert files(out) == files(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_former_output_is_never_dropped_for_one_that_is_not_there(llama, tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", Path.rename
+    compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, verify=False)
+    former = files(out)
+
+    def appear(self, target):
+        if self.name == "model":
+            out.mkdir()
+            (out / "thesis.txt").write_text("years of work")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", appear)
+    with pytest.raises(CompressError, match="came into being while the former one was set aside"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, overwrite=True)
+    monkeypatch.undo()
+    assert files(tmp_path / "out.partial/replaced") == former
+    assert (out / "thesis.txt").read_text() == "years of work"
+    shutil.rmtree(out)
+    with pytest.raises(InputError, match="exists"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False, resume=True)
+    assert files(out) == former
+
+
+def test_a_byte_that_changed_in_a_finished_weight_file_is_found_by_resume(llama, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "_verify", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out")
+    path = tmp_path / "out.partial/model/model.safetensors"
+    (head,) = (p for p in pieces_of(path) if p.name == "lm_head.weight")  # outside the blocks
+    with path.open("r+b") as file:
+        file.seek(head.begin)
+        file.write(b"x")
+    with pytest.raises(CompressError, match=r"lm_head\.weight has changed since it was written"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", resume=True, verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_cleared_away_hides_nothing(llama, tmp_path, monkeypatch):
+    """Neither the error of the run, nor a success, nor that the run is over."""
+    out = tmp_path / "out"
+
+    def stuck(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    with pytest.raises(InputError, match="nosuch"):
+        compress.quantize("nosuch/model", compress.RTN(group_size=16), output=out, verify=False)
+    monkeypatch.undo()
+    compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    monkeypatch.setattr(shutil, "rmtree", stuck)
+    compress.quantize(llama, compress.RTN(scheme="w8a16", group_size=16), output=out, verify=False, overwrite=True)
+    monkeypatch.undo()
+    made = files(out)
+    with pytest.raises(InputError, match="exists"):
+        compress.quantize(llama, compress.RTN(group_size=16), output=out, verify=False)
+    assert files(out) == made
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_links_in_the_place_of_a_working_directory_are_refused(llama, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("years of work")
+    for name in ("lock", "blocks", "model", "replaced"):
+        (tmp_path / "out.partial").mkdir()
+        (tmp_path / "out.partial" / name).symlink_to(victim)
+        for options in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(InputError, match=f"it holds {name}, which no run left"):
+                compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out", verify=False, **options)
+        shutil.rmtree(tmp_path / "out.partial")
+    assert [p.name for p in victim.iterdir()] == ["thesis.txt"]
+    model = Path(shutil.copytree(llama, tmp_path / "out.partial/model"))
+    with pytest.raises(InputError, match="where the run would work"):
+        compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", overwrite=True)
+    assert (model / "config.json").exists()
 
 
 def test_reasons_survive_a_resume(tmp_path):

@@ -286,7 +286,7 @@ def test_resume_with_nothing_to_go_on_with_says_so(desk: Desk) -> None:
     outcome = desk.rtn(desk.model, "--resume")
     assert outcome.code == 0
     assert "note: " in outcome.err
-    assert "held no finished block: started from the beginning" in outcome.err
+    assert "no finished block of an earlier run for output: started from the beginning" in outcome.err
     assert any("no finished block" in note for note in json.loads((desk.output / "compress.json").read_text())["notes"])
 
 

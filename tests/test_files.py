@@ -1,6 +1,7 @@
 """Files that appear whole, weight files that are put together byte by byte, names without folders, and the caches."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import compress
 from compress import shards
 from compress.checkpoint import checksum
 from compress.errors import CheckpointError
@@ -97,8 +99,19 @@ def test_absolute_names_lose_their_folders() -> None:
         "owner/name",
         "llama",
     ]
-    words = ["/usr/lib/compress/__main__.py", "quantize", "/home/me/llama", "--output=/data/out", "--set", "damp=0.1"]
-    assert command(words) == "compress quantize llama --output=out --set damp=0.1"
+    words = [
+        sys.executable,
+        "quantize",
+        "/home/me/a model",
+        "--output=/data/out",
+        "--set=data=/data/x",
+        "--ignore",
+        "*.up",
+    ]
+    assert command(words) is None  # another program's arguments are its own business
+    for program in ("/usr/bin/compress", str(Path(compress.__file__).with_name("__main__.py"))):
+        line = "compress quantize 'a model' --output=out --set=data=x --ignore '*.up'"
+        assert command([program, *words[1:]]) == line
 
 
 def test_one_variable_moves_all_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
