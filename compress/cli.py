@@ -329,7 +329,7 @@ def quantize(
         if not quiet and json_file != "-":
             from compress import show
 
-            show.result(result, model)
+            show.result(result, model, output)
     if fsdp:
         leave(0)
 

@@ -22,12 +22,12 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return "-" if value is None else format(value / scale, form)
 
 
-def result(made: Result, model: str) -> None:
-    """A short table: what was compressed, at what loss, to what size."""
+def result(made: Result, model: str, output: str) -> None:
+    """A short table: what was compressed, at what loss, to what size. model, output: as a person named them."""
     assert made.output is not None
     before, after = measure_size(find_source(model)), measure_size(find_source(str(made.output)))
     out = console()
-    table = Table(title=f"{model} -> {made.output}", title_justify="left")
+    table = Table(title=f"{model} -> {output}", title_justify="left")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")

@@ -9,10 +9,12 @@ import json
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -635,5 +637,9 @@ def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -
     (package / "__init__.py").touch()
     (package / "cli.py").write_text(cli)
     words = [sys.executable, "-m", "compress", "--help"]
-    done = subprocess.run(words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False)
+    # Whoever started these tests in the background has them ignore interrupts, and with them what they start.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(
+        words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False, preexec_fn=listening
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: stopped\n")
