@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 import compress
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError, InputError, first_line, one_of
 from compress.reading import LOOP, special
 from compress.terminal import console, visible
 
@@ -39,7 +39,7 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except CompressError as error:
             fail(said(error), 1)
         except out_of_memory() as error:
-            fail(f"out of memory ({str(error).splitlines()[0]}); use a smaller --batch-size or --device cpu", 1)
+            fail(f"out of memory ({first_line(error)}); use a smaller --batch-size or --device cpu", 1)
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
         except KeyboardInterrupt as error:
@@ -570,7 +570,6 @@ def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bo
 def methods(name: str | None) -> None:
     """List the methods, or show the card of one: what it does, its source, its options and their defaults."""
     from compress.cards import card_of, summary_of
-    from compress.errors import one_of
     from compress.recipe import PASSES
 
     if name is None:
@@ -587,7 +586,6 @@ def methods(name: str | None) -> None:
 @exits_cleanly
 def recipes(name: str | None) -> None:
     """List the built-in recipes, or print one: YAML to use by its name (--recipe NAME), or to copy and change."""
-    from compress.errors import one_of
     from compress.recipe import BUILT_IN, about
 
     texts = {key: path.read_text(encoding="utf-8") for key, path in BUILT_IN.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from compress.errors import InputError
+from compress.errors import InputError, first_line
 from compress.forward import Batch
 from compress.reading import check_nesting, regular
 from compress.source import DEMO, path_of
@@ -99,7 +99,7 @@ def _parquet(path: Path) -> Iterable[str]:
         table = pq.read_table(path, columns=["text"])
         return [t for t in table.column("text").to_pylist() if isinstance(t, str)]
     except (pa.ArrowException, KeyError) as error:
-        raise InputError(f"{path} is not a parquet file with a column 'text' ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{path} is not a parquet file with a column 'text' ({first_line(error)})") from None
 
 
 def _from_hub(source: str) -> str:
@@ -109,9 +109,8 @@ def _from_hub(source: str) -> str:
     try:
         loaded: Any = datasets.load_dataset(name, configuration or None, split="train")  # runs no scripts since 4.0
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"text {source!r} is no file and no datasets id that can be had ({reason}); allowed: "
+            f"text {source!r} is no file and no datasets id that can be had ({first_line(error)}); allowed: "
             f"{', '.join(TEXT_FORMATS + TOKEN_FORMATS)}, a datasets id (name or name:configuration), 'demo'"
         ) from None
     if "text" not in loaded.column_names:
@@ -135,6 +134,15 @@ def read_tokens(source: str) -> Any:
         ) from None
 
 
+def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:
+    """Raises InputError for token ids that are none of a vocabulary of this size (None: it is not known)."""
+    if int(ids.min()) < 0 or (vocabulary is not None and int(ids.max()) >= vocabulary):
+        raise InputError(
+            f"{source} holds token ids from {int(ids.min())} to {int(ids.max())}; the vocabulary is "
+            f"0 to {'...' if vocabulary is None else vocabulary - 1}: tokenize with this model's tokenizer"
+        )
+
+
 def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
     """int64 [samples, length] token ids inside the vocabulary, or an InputError."""
     if (
@@ -151,11 +159,7 @@ def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tenso
     value = value.to(torch.int64)  # small unsigned types have no minimum
     if value.shape[1] < 2:
         raise InputError(f"{source} holds rows of one token; rows of 2 or more are needed")
-    if int(value.min()) < 0 or (vocabulary is not None and int(value.max()) >= vocabulary):
-        raise InputError(
-            f"{source} holds token ids from {int(value.min())} to {int(value.max())}; the vocabulary is "
-            f"0 to {'...' if vocabulary is None else vocabulary - 1}: tokenize with this model's tokenizer"
-        )
+    check_vocabulary(value, source, vocabulary)
     return value
 
 
@@ -227,16 +231,6 @@ def load_tokens(
     return Tokens(picked, name, tuple(notes))
 
 
-def _check_vocabulary(name: str, ids: Any, vocabulary: int | None) -> None:
-    if vocabulary is None or not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel():
-        return
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise InputError(
-            f"{name} of a calibration batch holds token ids from {int(ids.min())} to {int(ids.max())}; the vocabulary "
-            f"is 0 to {vocabulary - 1}: tokenize with this model's tokenizer"
-        )
-
-
 def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None) -> list[Batch]:
     """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are.
 
@@ -258,7 +252,9 @@ def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabul
         if batch.get("use_cache"):
             raise InputError("a calibration batch asks for use_cache; leave it out: calibration fills no cache")
         for name in TOKEN_INPUTS:
-            _check_vocabulary(name, batch.get(name), vocabulary)
+            ids = batch.get(name)
+            if vocabulary is not None and isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel():
+                check_vocabulary(ids, f"{name} of a calibration batch", vocabulary)
     masks = [batch.get("attention_mask") for batch in batches]
     if all(isinstance(mask, Tensor) and mask.ndim == 2 and not mask.any() for mask in masks):
         raise InputError("every token of the calibration batches is masked (attention_mask is 0 throughout)")

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from compress.errors import InputError
+from compress.errors import InputError, first_line
 
 
 def find_device(wanted: str | torch.device | None) -> torch.device:
@@ -19,7 +19,6 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise InputError(
-            f"device {str(wanted)!r} cannot be used ({str(error).splitlines()[0]}); usable here: "
-            f"{', '.join(['cpu', *gpus])}"
+            f"device {str(wanted)!r} cannot be used ({first_line(error)}); usable here: {', '.join(['cpu', *gpus])}"
         ) from None
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compress.cache import SIDES, CacheScheme, attentions, cache_argument, hold_scales, round_cache
 from compress.checkpoint import check_codes
 from compress.embedding import QuantEmbedding, TiedLinear, give_back, take_over
-from compress.errors import CheckpointError, InputError
+from compress.errors import CheckpointError, InputError, first_line
 from compress.fused import FusedLinear, why_not_fuse
 from compress.nn import PackedLinear, QuantLinear
 from compress.scheme import FLOATS
@@ -341,8 +341,7 @@ def fuse(model: nn.Module) -> list[str]:
     try:
         groups = readers(model)
     except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({reason})"]
+        return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
     refused = []
     # A block that is used several times (ALBERT) shows its groups as often.
     groups = list({tuple(names): names for names in groups}.values())

@@ -151,9 +151,8 @@ def _download(name: str) -> Path:
         patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
-            f"model {name!r} is no local directory and cannot be had from the hub ({reason}); give a "
+            f"model {name!r} is no local directory and cannot be had from the hub ({first_line(error)}); give a "
             "directory, a hub id (owner/name) or 'demo'"
         ) from None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.cache import rounded_cache
 from compress.checkpoint import RECORD, checksum
-from compress.errors import CheckpointError, CompressError, InputError
+from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.grid import Quantized
 from compress.loading import load, transformers_alone
 from compress.lowbit import compressed_layers
@@ -246,9 +246,9 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
             with exact_caches(ours):
                 uncached = outputs(ours, ids) if cached else expected
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         what = "images" if ids.is_floating_point() else "token ids"
-        return {**result, "transformers": f"not compared: {type(ours).__name__} takes no plain {what} ({reason})"}
+        refusal = f"{type(ours).__name__} takes no plain {what} ({first_line(error)})"
+        return {**result, "transformers": f"not compared: {refusal}"}
     for name, difference in worst.items():
         if not difference <= ACTIVE_TOLERANCE:
             raise CompressError(

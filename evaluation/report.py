@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from compress.checkpoint import RECORD, read_json
+from compress.checkpoint import RECORD
 from compress.evaluation.evaluate import Evaluation
 from compress.evaluation.quality import PROTOCOL
 from compress.kernels.provenance import origin
+from compress.manifest import read_record
 from compress.source import find_source
 from compress.version import VERSION
 
@@ -35,5 +36,5 @@ def report(model: str, reference: str | None, recipe: Any, found: Evaluation, de
 def recipe_of(model: str) -> Any:
     """The recipe of a checkpoint, every option spelled out; None where no run of this tool has written it."""
     record = find_source(model).path / RECORD
-    identity = read_json(record).get("identity") if record.exists() else None
+    identity = read_record(record.parent).get("identity") if record.exists() else None
     return identity.get("recipe") if isinstance(identity, dict) else None
