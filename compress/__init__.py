@@ -15,22 +15,23 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.adapters import lora
     from compress.api import Result, quantize
-    from compress.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.evaluation.evaluate import Evaluation, evaluate
-    from compress.grid import Grid, Quantized, fake_quantize
-    from compress.loading import load, register
-    from compress.nn import QuantLinear
+    from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
-    from compress.passes.base import Pass, but, only
+    from compress.passes.base import Pass
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
+    from compress.passes.where import but, only
     from compress.recipe import load_recipe
+    from compress.runtime.adapters import lora
+    from compress.runtime.linear import QuantLinear
+    from compress.runtime.loading import load, register
     from compress.verification import verify
+    from compress.weights.grid import Grid, Quantized, fake_quantize
 
 __version__ = VERSION
 
@@ -40,26 +41,26 @@ _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
     "RTN": "compress.passes.rtn",
-    "BatchNormFolds": "compress.batchnorm",
+    "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
-    "Grid": "compress.grid",
+    "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "Pass": "compress.passes.base",
-    "QuantLinear": "compress.nn",
-    "Quantized": "compress.grid",
+    "QuantLinear": "compress.runtime.linear",
+    "Quantized": "compress.weights.grid",
     "Result": "compress.api",
     "SmoothQuant": "compress.passes.smoothquant",
-    "but": "compress.passes.base",
+    "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
-    "fake_quantize": "compress.grid",
-    "fold_batch_norm": "compress.batchnorm",
-    "load": "compress.loading",
+    "fake_quantize": "compress.weights.grid",
+    "fold_batch_norm": "compress.model.batchnorm",
+    "load": "compress.runtime.loading",
     "load_recipe": "compress.recipe",
-    "lora": "compress.adapters",
-    "only": "compress.passes.base",
+    "lora": "compress.runtime.adapters",
+    "only": "compress.passes.where",
     "quantize": "compress.api",
-    "register": "compress.loading",
+    "register": "compress.runtime.loading",
     "verify": "compress.verification",
 }
 

@@ -18,7 +18,7 @@ def main() -> None:
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:  # not where a shell has told its background jobs to ignore interrupts
         signal.signal(signal.SIGINT, stop)
-    from compress import cli
+    from compress.cli import main as cli
 
     signal.signal(signal.SIGINT, usual)
     try:

@@ -19,39 +19,35 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from compress import coverage
-from compress.architecture import FLOATS, find_stacks
-from compress.checkpoint import RECORD, checksum, fingerprint, read_json, write_json
+from compress.checkpoint import coverage
+from compress.checkpoint.describe import quantization_config
+from compress.checkpoint.directory import Directory, claimed
+from compress.checkpoint.files import RECORD, checksum, fingerprint, read_json, write_json
+from compress.checkpoint.pretrained import load_dense, load_tokenizer, model_fingerprint, read_config
+from compress.checkpoint.record import RunRecord
+from compress.checkpoint.shown import command, shown
+from compress.checkpoint.source import Source, check_dense, find_source
+from compress.checkpoint.writer import Discard, Writer
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.device import find_device
-from compress.directory import Directory, claimed
-from compress.embedding import QuantEmbedding
 from compress.errors import CompressError, InputError
-from compress.export import cache_entry_of, check_storable, notes_for_readers, quantization_config
-from compress.forward import Batch, ChainBrokenError, check_batches, evaluating
-from compress.nn import QuantLinear
+from compress.model.calls import Batch, evaluating
+from compress.model.layers import FLOATS, find_stacks
 from compress.passes.base import Pass
-from compress.pipeline import run
-from compress.plan import Plan, plan
 from compress.progress import Reporter, Silent
 from compress.ranks import watching
 from compress.recipe import describe
-from compress.record import RunRecord, nothing_done
-from compress.residency import Local, Residency, Sharded, shard
-from compress.restore import hooks_and_buffers, naming, undone, values
-from compress.shown import command, shown
-from compress.source import (
-    Source,
-    check_dense,
-    find_source,
-    load_dense,
-    load_tokenizer,
-    model_fingerprint,
-    read_config,
-)
+from compress.run.batches import ChainBrokenError, check_batches
+from compress.run.pipeline import run
+from compress.run.plan import Plan, plan, planned
+from compress.run.remarks import nothing_done
+from compress.run.residency import Local, Residency, Sharded, shard
+from compress.run.restore import hooks_and_buffers, naming, undone, values
+from compress.run.storable import cache_entry_of, check_storable, notes_for_readers
+from compress.runtime.embedding import QuantEmbedding
+from compress.runtime.linear import QuantLinear
 from compress.version import VERSION
-from compress.writer import Discard, Writer
 
 Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
@@ -171,7 +167,7 @@ def quantize(
             notes.append(
                 "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
             )
-        elif plan_.passes and (little := coverage.remark(coverage.planned(network, plan_, output is not None))):
+        elif plan_.passes and (little := coverage.remark(planned(network, plan_, output is not None))):
             notes.append(little)
         for note in notes:
             reporter.note(note)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress.checkpoint.source import DEMO, path_of
 from compress.errors import InputError, first_line
-from compress.forward import Batch
+from compress.model.calls import Batch
 from compress.reading import check_nesting, regular
-from compress.source import DEMO, path_of
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
 DEFAULT_LENGTH = 2048

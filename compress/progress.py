@@ -1,16 +1,8 @@
-"""Progress of long work: a bar with the time left on a terminal, a plain line per step elsewhere, nothing if quiet."""
+"""Where long work says how far it is."""
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Protocol
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
-
-from compress.terminal import console, visible
 
 
 class Reporter(Protocol):
@@ -36,69 +28,6 @@ class Silent:
         return
 
 
-class Pace:
-    """When work will be done, by the time of a step since the first of them began: steps differ little, and what is
-    before them (reading a model, a first forward) is none."""
-
-    def __init__(self) -> None:
-        self.begun: tuple[int, float] | None = None
-
-    def left(self, done: int, total: int, what: str) -> float | None:
-        """Seconds left after a step that `Reporter.step` hears of; None where no step has been timed."""
-        now = time.monotonic()
-        if self.begun is None or not what:
-            self.begun = done, now
-        first, since = self.begun
-        return (now - since) / (done - first) * (total - done) if done > first else None
-
-
-class Lines:
-    """A plain line per step on standard error, with the time left."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.pace, self.said = title, Pace(), False
-
-    def step(self, done: int, total: int, what: str) -> None:
-        left = self.pace.left(done, total, what)
-        remaining = f", {left:.0f} s left" if left is not None and done < total else ""
-        if what or not self.said:
-            line = f"{self.title}: {done}/{total} {visible(what)}{remaining}"
-            print(line.rstrip(), file=sys.stderr, flush=True)
-        self.said = True
-
-    def note(self, message: str) -> None:
-        print(f"note: {visible(message)}", file=sys.stderr, flush=True)
-
-
-class TimeLeft(ProgressColumn):
-    """The time until a task's `end` (None: nobody knows). Rich's own column forgets steps that are 30 seconds old,
-    which blocks of a large model always are."""
-
-    def render(self, task: Task) -> Text:
-        end = task.fields.get("end")
-        if end is None or task.finished:
-            return Text("-:--:--" if not task.finished else "0:00:00")
-        return Text(str(timedelta(seconds=max(0, round(end - time.monotonic())))))
-
-
-class Bar:
-    """A rich progress bar on standard error."""
-
-    def __init__(self, title: str, progress: Progress) -> None:
-        self.progress, self.task, self.title = progress, progress.add_task(title, total=None), title
-        self.pace = Pace()
-
-    def step(self, done: int, total: int, what: str) -> None:
-        left = self.pace.left(done, total, what)
-        end = None if left is None else time.monotonic() + left
-        self.progress.update(self.task, completed=done, total=total, end=end)
-        if what:
-            self.progress.update(self.task, description=f"{self.title} {visible(what)}")
-
-    def note(self, message: str) -> None:
-        self.progress.console.print(f"note: {message}", highlight=False, soft_wrap=True)
-
-
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Within: the bars of libraries that draw them unasked, and cannot be told not to, stay away."""
@@ -114,23 +43,3 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         tqdm.__init__ = drawn
-
-
-@contextmanager
-def reporting(title: str, quiet: bool) -> Iterator[Reporter]:
-    """The reporter that fits where standard error goes."""
-    terminal = console(stderr=True)
-    if quiet:
-        yield Silent()
-    elif not terminal.is_terminal:
-        yield Lines(title)
-    else:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeLeft(),
-        )
-        with Progress(*columns, console=terminal) as progress:
-            yield Bar(title, progress)

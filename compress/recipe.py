@@ -62,7 +62,8 @@ def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
 
 
 def _third_party(path: str) -> "type[Pass]":
-    from compress.passes.base import Only, Pass
+    from compress.passes.base import Pass
+    from compress.passes.where import Only
 
     module, _, attribute = path.partition(":")
     try:
@@ -129,7 +130,7 @@ def _step(step: Any, where: str) -> "Pass":
             patterns = step[key]
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
                 raise InputError(f"{where}: `{key}` must be a list of layer patterns")
-            from compress.passes.base import Only
+            from compress.passes.where import Only
 
             result = Only(inner=result, patterns=tuple(patterns), but=key == "but")
     return result
@@ -167,7 +168,7 @@ def about(text: str) -> str:
 def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], list[str]]":
     """(The passes with another group size, the names of those that had one before.) Passes that give each output
     channel one scale keep it. Raises InputError where no pass has groups."""
-    from compress.passes.base import QuantizeWeights
+    from compress.passes.quantize import QuantizeWeights
 
     found, changed = [], []
     for p in passes:
@@ -183,14 +184,14 @@ def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], l
 
 def _around(p: "Pass", inner: "Pass") -> "Pass":
     """`inner` with the filters that are around a pass."""
-    from compress.passes.base import Only
+    from compress.passes.where import Only
 
     return replace(p, inner=_around(p.inner, inner)) if isinstance(p, Only) else inner
 
 
 def describe(passes: "Sequence[Pass]") -> dict[str, Any]:
     """The recipe as resolved, every option spelled out; `parse_recipe` reads it back."""
-    from compress.passes.base import Only
+    from compress.passes.where import Only
 
     steps = []
     for p in passes:

@@ -10,18 +10,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compress.cache import rounded_cache
-from compress.checkpoint import RECORD, checksum
+from compress.checkpoint.files import RECORD, checksum
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.pretrained import from_pretrained
+from compress.checkpoint.shards import checksums_of, pieces_of
+from compress.checkpoint.source import Source, find_source
+from compress.checkpoint.stored import caches_of, layers_of, read_tensors
 from compress.errors import CheckpointError, CompressError, InputError, first_line
-from compress.grid import Quantized
-from compress.loading import load, transformers_alone
-from compress.lowbit import compressed_layers
-from compress.manifest import read_record
-from compress.nn import QuantLinear, RowLinear
 from compress.progress import without_bars
-from compress.scheme import ActivationCodes, read_scheme
-from compress.shards import checksums_of, pieces_of
-from compress.source import Source, caches_of, find_source, from_pretrained, layers_of, read_tensors
+from compress.runtime.assembly import compressed_layers
+from compress.runtime.caches import rounded_cache
+from compress.runtime.linear import QuantLinear, RowLinear
+from compress.runtime.loading import load, transformers_alone
+from compress.weights.compressed_tensors import read_scheme
+from compress.weights.grid import Quantized
+from compress.weights.rounding import ActivationCodes
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 PROBE_SIZE = 64  # pixels, height and width

@@ -16,12 +16,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint import RECORD
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.record import RangeRecord
+from compress.checkpoint.source import find_source
 from compress.errors import InputError
-from compress.manifest import read_record
-from compress.page import write_page
-from compress.record import RangeRecord
-from compress.source import find_source
+from compress.evaluation.page import write_page
 
 NO_HISTOGRAMS = "no histogram was kept: the option histograms=true of a pass keeps them"
 INSIDE, BEYOND, OBSERVED = "#4c78a8", "#d62728", "#777777"

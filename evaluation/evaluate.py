@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.pretrained import load_tokenizer, read_config
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import layers_of
 from compress.data import load_tokens
 from compress.device import find_device
 from compress.errors import InputError
 from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
-from compress.forward import evaluating
-from compress.loading import load
+from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
-from compress.source import find_source, layers_of, load_tokenizer, read_config
+from compress.runtime.loading import load
 
 
 @dataclass(frozen=True)

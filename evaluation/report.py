@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from compress.checkpoint import RECORD
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.source import find_source
 from compress.evaluation.evaluate import Evaluation
 from compress.evaluation.quality import PROTOCOL
-from compress.kernels.provenance import origin
-from compress.manifest import read_record
-from compress.source import find_source
+from compress.kernels.measure.provenance import origin
 from compress.version import VERSION
 
 

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from compress.checkpoint.pretrained import embeddings_of, read_config
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import layers_of
 from compress.errors import InputError
 from compress.kernels.routes import fp8_route, planar_route, w8a8_route
-from compress.nn import NARROW, WIDE
-from compress.source import embeddings_of, find_source, layers_of, read_config
+from compress.weights.scheme import NARROW, WIDE
 
 TOKENS = (1, 16, 512)
 

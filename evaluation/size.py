@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.checkpoint import RECORD
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.source import DTYPES, Source, find_source
+from compress.checkpoint.stored import StoredCaches, caches_of, layers_of
 from compress.errors import CheckpointError
-from compress.manifest import read_record
-from compress.source import DTYPES, Source, StoredCaches, caches_of, find_source, layers_of
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """w8a8 in float8 e4m3: x rounded to float8 per token or by a static scale, float8 products, scales in the epilogue.
 
-    scale_m = max|x_m| / 448        x_codes = e4m3(x / scale_m), saturating        (`compress.grid`, a float grid)
+    scale_m = max|x_m| / 448        x_codes = e4m3(x / scale_m), saturating        (`weights.grid`, a float grid)
     out = x_scale_m w_scale_n sum_k x_codes_mk w_codes_nk + bias_n
 
 Shapes: M tokens, N outputs, K inputs. A product of two codes has eight significant bits: exact in float32, and the sum

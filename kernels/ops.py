@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels import cpu_gemm, reference
+from compress.kernels import reference
+from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
-from compress.kernels.shapes import choose, device_of
-from compress.kernels.table import Shape
+from compress.kernels.tuning.choose import choose, device_of
+from compress.kernels.tuning.table import Shape
 
 Path = Literal["triton", "dequantize", "cpu", "reference"]
 
@@ -167,11 +168,11 @@ def weight_only_linear(
     x_MK = _rows(x)
     path, shape = weight_only_path(x_MK, weight)
     if path == "triton":
-        from compress.kernels.planar_gemm import planar_gemm
+        from compress.kernels.triton.planar_gemm import planar_gemm
 
         out_MN = planar_gemm(x_MK, weight, bias, shape)
     elif path == "dequantize":
-        from compress.kernels.dequantize_gemm import dequantize_gemm
+        from compress.kernels.triton.dequantize_gemm import dequantize_gemm
 
         out_MN = dequantize_gemm(x_MK, weight, bias)
     elif path == "cpu" and not cpu_gemm.why_not("weight_only", x, scale, group_size):
@@ -216,7 +217,7 @@ def weight_only_gradient(
             sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
         out_MK = sums_MK.to(grad.dtype)
     else:
-        from compress.kernels.dequantize_gemm import input_gradient
+        from compress.kernels.triton.dequantize_gemm import input_gradient
 
         out_MK = input_gradient(grad_MN, weight, columns)
     return out_MK.view(*grad.shape[:-1], columns)
@@ -336,13 +337,13 @@ def w8a8_linear(
         return out_MN.view(*x.shape[:-1], len(weight))
     quantize_static, quantize_tokens = reference.quantize_static, reference.quantize_tokens
     if path == "triton":
-        from compress.kernels.int8_quantize import quantize_static, quantize_tokens
+        from compress.kernels.triton.int8_quantize import quantize_static, quantize_tokens
     if input_scale is not None:
         codes_MK, scale, zero = quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
     else:
         codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
     if path == "triton":
-        from compress.kernels.int8_gemm import w8a8_gemm
+        from compress.kernels.triton.int8_gemm import w8a8_gemm
 
         out_MN = w8a8_gemm(codes_MK, scale, zero, weight, weight_scale, row_sum, bias, x.dtype)
     else:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 INT8_MIN, INT8_MAX = -128, 127
 INT8_STEPS = INT8_MAX - INT8_MIN
-# A symmetric grid spreads the largest magnitude over 127.5 steps, as `compress.grid` does for a whole int8 range.
+# A symmetric grid spreads the largest magnitude over 127.5 steps, as `weights.grid` does for a whole int8 range.
 INT8_HALF_RANGE = INT8_STEPS / 2
 ROUNDING_WIDTH = 4
 
@@ -82,7 +82,7 @@ def weight_rounding(x_MK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tens
 def quantize_tokens(x_MK: Tensor, symmetric: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes int8 [M, K], scale fp32 [M], zero int32 [M] or None): one scale per row, fitted to the row.
 
-    The values are those of `compress.grid` for 8 bits per token: ties to even, out of range saturates, a row of zeros
+    The values are those of `weights.grid` for 8 bits per token: ties to even, out of range saturates, a row of zeros
     has the smallest normal scale and codes equal to its zero point.
     """
     x = x_MK.to(torch.float32)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from compress.kernels import cpu, cpu_gemm, fp8, ops
-from compress.kernels.cpu_gemm import Operation
+from compress.kernels import fp8, ops
+from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.cpu.gemm import Operation
 from compress.kernels.pack import Planar
 
 

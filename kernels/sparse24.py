@@ -40,7 +40,7 @@ def sparse24_linear(
     x_MK = x.reshape(-1, columns)
     path = path_of(x.device, why_not_sparse24(x, weight))
     if path == "triton":
-        from compress.kernels.sparse24_gemm import sparse24_gemm
+        from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
         out_MN = sparse24_gemm(quad_planar(x_MK), columns, weight, bias)
     elif path == "cpu" and scale.dtype == x.dtype:

@@ -17,9 +17,10 @@ import torch
 import transformers
 
 import compress
+from compress.checkpoint.pretrained import load_tokenizer
+from compress.checkpoint.source import find_source
 from compress.data import load_tokens
 from compress.recipes.figures import head, stored
-from compress.source import find_source, load_tokenizer
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}

@@ -32,17 +32,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compress
-from compress.checkpoint import write_json
+from compress.checkpoint.files import write_json
+from compress.checkpoint.pretrained import load_tokenizer, read_config
+from compress.checkpoint.source import find_source
 from compress.data import load_tokens
 from compress.errors import InputError, one_of
 from compress.evaluation.quality import logits_of
-from compress.forward import evaluating
-from compress.kernels.provenance import cpu_name
+from compress.kernels.measure.provenance import cpu_name
+from compress.model.calls import evaluating
 from compress.recipe import parse_recipe
 from compress.recipes.agreement import compared, same_start
 from compress.recipes.figures import head, stored
 from compress.recipes.int8_products import emulate
-from compress.source import find_source, load_tokenizer, read_config
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 PYTHON = "COMPRESS_VLLM_PYTHON"

@@ -12,11 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 
 import pytest
 import torch
-from commands import SHARED, VOCABULARY, Desk, make_llama, save
+from commands import VOCABULARY, Desk, make_llama, save
+from places import SHARED
 
 import compress
-from compress.loading import transformers_alone
-from compress.source import DEMO
+from compress.checkpoint.source import DEMO
+from compress.runtime.loading import transformers_alone
 
 
 @pytest.fixture(scope="session", autouse=True)

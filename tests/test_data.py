@@ -8,12 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from commands import CONTEXT, SHARED, VOCABULARY
+from commands import CONTEXT, VOCABULARY
+from places import SHARED
 from transformers import AutoTokenizer, PretrainedConfig
 
+from compress.checkpoint.source import DEMO
 from compress.data import DEFAULT_LENGTH, batches_of, default_length, load_tokens, read_text, windows
 from compress.errors import InputError
-from compress.source import DEMO
 
 CONFIG = PretrainedConfig()
 CONFIG.vocab_size, CONFIG.max_position_embeddings = VOCABULARY, CONTEXT

@@ -11,16 +11,16 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import fields
-from fnmatch import fnmatchcase
 from importlib import import_module, metadata
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import compress
-from compress.cards import card_of, summary_of
-from compress.kernels.cpu import SOURCES
+from compress.cli.cards import card_of, summary_of
+from compress.kernels.cpu.build import SOURCES
 from compress.recipe import BUILT_IN, PASSES, pass_class
 
 ROOT = Path(__file__).parents[1]
@@ -67,12 +67,12 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         "demo/tokenizer.json",
         "demo/calibration.txt",
         "demo/heldout.txt",
-        "kernels/tuned.json",
+        "kernels/tuning/tuned.json",
     ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
-    assert {f"compress/kernels/{source.name}" for source in SOURCES} <= set(wheel)
+    assert {f"compress/kernels/cpu/{source.name}" for source in SOURCES} <= set(wheel)
     assert {f"compress/recipes/{name}.yaml" for name in BUILT_IN} <= set(wheel)
 
 
@@ -120,67 +120,27 @@ def imports_of(text: str) -> Iterator[str]:
                 yield full if full in NAMES else str(node.module)
 
 
-GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for path in modules()}
-
-# Lowest first. A module imports from its own layer and those before it, never from one after it.
-LAYERS = (
-    (
-        "compress.errors",
-        "compress.version",
-        "compress.terminal",
-        "compress.progress",
-        "compress.comm",
-        "compress.ranks",
-        "compress.files",
-        "compress.reading",
-        "compress.schema",
-        "compress.configuration",
-    ),
-    ("compress.page", "compress.shards", "compress.shown", "compress.restore"),
-    ("compress.kernels.*",),
-    (
-        "compress.grid",
-        "compress.stats",
-        "compress.histogram",
-        "compress.clipping",
-        "compress.entropy",
-        "compress.observers",
-        "compress.calibrators",
-        "compress.sweep",
-        "compress.polish",
-        "compress.device",
-        "compress.architecture",
-        "compress.convolution",
-    ),
-    ("compress.scheme", "compress.fold"),
-    ("compress.integer", "compress.cache"),
-    ("compress.passes*",),
-    ("compress.forward", "compress.residency"),
-    ("compress.excerpt", "compress.producers", "compress.probe"),
-    ("compress.graph",),
-    ("compress.rescale", "compress.collect", "compress.caching", "compress.batchnorm", "compress.versions"),
-    ("compress.plan", "compress.coverage", "compress.record"),
-    ("compress.export",),
-    ("compress.pipeline",),
-    ("compress.checkpoint", "compress.manifest", "compress.recipe", "compress.cards"),
-    ("compress.journal",),
-    ("compress.directory",),
-    ("compress.writer", "compress.nn", "compress.fused", "compress.embedding"),
-    ("compress.source", "compress.data"),
-    ("compress.lowbit",),
-    ("compress.loading", "compress.adapters"),
-    ("compress.api", "compress.verification", "compress.evaluation.*", "compress.bench*"),
+# Lowest first; which modules are in a folder, and what else there is, the tree says.
+STOREYS = (
+    ("errors",),
+    ("kernels", "comm"),
+    ("weights",),
+    ("model",),
+    ("calibration",),
+    ("checkpoint", "passes"),
+    ("runtime",),
+    ("run", "evaluation"),
+    ("api", "verification"),
     ("compress",),
-    ("compress.show",),
-    ("compress.cli", "compress.recipes.*"),
-    ("compress.__main__",),
+    ("cli", "recipes"),
 )
 
+GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for path in modules()}
 
-def layer_of(name: str) -> int:
-    found = [i for i, patterns in enumerate(LAYERS) if any(fnmatchcase(name, p) for p in patterns)]
-    assert len(found) == 1, f"{name} belongs to {len(found)} layers; give it one in LAYERS"
-    return found[0]
+
+def folder_of(name: str) -> str:
+    """The part of the house a module is in: a folder of `compress/`, or itself where it lies at its root."""
+    return name.split(".")[1] if name.count(".") else name
 
 
 def inside(name: str) -> set[str]:
@@ -188,14 +148,30 @@ def inside(name: str) -> set[str]:
 
 
 def test_the_sources_are_found() -> None:
-    assert {"compress", "compress.cli", "compress.kernels.pack", "compress.evaluation.quality"} <= NAMES
-    assert "compress.grid" in inside("compress.passes.gptq")
+    assert {"compress", "compress.cli.main", "compress.kernels.pack", "compress.evaluation.quality"} <= NAMES
+    assert "compress.weights.grid" in inside("compress.passes.gptq")
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_imports_point_one_way(name: str) -> None:
-    upward = sorted(target for target in inside(name) if layer_of(target) > layer_of(name))
-    assert not upward, f"{name} imports {upward}, which come after it"
+def test_imports_between_folders_point_one_way() -> None:
+    """The order is what the tree says: a folder comes after all that it imports from, so there is one, or a circle."""
+    arrows: dict[str, set[str]] = {}
+    for name in NAMES:
+        arrows.setdefault(folder_of(name), set()).update(folder_of(target) for target in inside(name))
+    order: list[str] = []
+    left = {folder: targets - {folder} for folder, targets in arrows.items()}
+    while free := sorted(folder for folder, targets in left.items() if not targets & left.keys()):
+        order += free
+        left = {folder: targets for folder, targets in left.items() if folder not in free}
+    assert not left, f"imports between these run in a circle: {left}"
+    for lower, higher in pairwise(STOREYS):
+        assert max(map(order.index, lower)) < min(map(order.index, higher)), f"{higher} belongs above {lower}: {order}"
+
+
+def test_a_folder_says_what_it_is_for_in_one_sentence() -> None:
+    for folder in sorted({path.parent for path in modules() if path.parent.parent == PACKAGE}):
+        if folder.name not in LINKED | {"demo"}:
+            (only,) = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
+            assert isinstance(only, ast.Expr), f"{folder.name}/__init__.py holds more than a sentence"
 
 
 def test_what_is_declared_is_imported() -> None:
@@ -224,11 +200,11 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_only_main_imports_the_command_line() -> None:
-    assert {name for name in NAMES if "compress.cli" in GRAPH[name]} == {"compress.__main__"}
+    assert {name for name in NAMES if "compress.cli.main" in GRAPH[name]} == {"compress.__main__"}
 
 
 def test_passes_know_neither_pipeline_nor_files() -> None:
-    forbidden = {"pipeline", "checkpoint", "residency", "forward", "source", "data", "recipe", "api", "cli", "progress"}
+    forbidden = {"run", "checkpoint", "runtime", "data", "recipe", "api", "cli", "progress"}
     for name in NAMES:
         if name.startswith("compress.passes"):
             assert not {t for t in inside(name) if t.split(".")[1:2] and t.split(".")[1] in forbidden | {""}}, name
@@ -242,12 +218,12 @@ def test_kernels_import_nothing_of_compress_but_kernels_and_errors() -> None:
 
 
 def test_evaluation_and_pipeline_do_not_know_each_other() -> None:
-    for name in NAMES - {"compress", "compress.cli", "compress.show"}:
+    for name in NAMES - {"compress", "compress.cli.main", "compress.cli.tables"}:
         if not name.startswith(("compress.evaluation", "compress.recipes")):
             assert not {t for t in GRAPH[name] if t.startswith("compress.evaluation")}, name
     for name in NAMES:
         if name.startswith("compress.evaluation"):
-            assert "compress.pipeline" not in GRAPH[name]
+            assert not {t for t in GRAPH[name] if t.startswith("compress.run.")}, name
 
 
 def test_nothing_imports_the_linked_folders_by_their_bare_names() -> None:
@@ -285,7 +261,7 @@ HEAVY = {"torch", "transformers", "huggingface_hub", "datasets", "pyarrow", "pan
 PROGRAM = """
 import contextlib, io, json, sys
 import compress
-from compress.cli import main
+from compress.cli.main import main
 
 found = {"import": [0, sorted(HEAVY & {*sys.modules})]}
 for words in json.loads(sys.argv[1]):

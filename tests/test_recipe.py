@@ -11,7 +11,9 @@ import yaml
 
 from compress import GPTQ, RTN, but, only
 from compress.errors import InputError
-from compress.passes.base import GridName, Only, Pass
+from compress.passes.base import Pass
+from compress.passes.quantize import GridName
+from compress.passes.where import Only
 from compress.recipe import (
     BUILT_IN,
     PASSES,
@@ -218,7 +220,7 @@ def test_a_third_partys_module_that_fails_is_one_line(tmp_path: Path, monkeypatc
         make_pass("compress:NoSuchPass", {})
 
 
-@pytest.mark.parametrize("path", ["compress.passes.base:Pass", "compress.passes.base:QuantizeWeights"])
+@pytest.mark.parametrize("path", ["compress.passes.base:Pass", "compress.passes.quantize:QuantizeWeights"])
 def test_classes_that_cannot_run_are_refused(path: str) -> None:
     with pytest.raises(InputError, match="is no pass that runs by itself"):
         make_pass(path, {})

@@ -1,0 +1,1 @@
+"""One paper a file, and the skeletons that they share."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress.errors import InputError
-from compress.passes.base import SCHEMES, Decision, QuantizeWeights, Site, Treats
+from compress.passes.base import Site, Treats
+from compress.passes.quantize import SCHEMES, QuantizeWeights
 from compress.passes.rtn import round_to_nearest
+from compress.weights.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)

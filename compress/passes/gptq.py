@@ -15,20 +15,20 @@ Departs from the paper:
 - `shrink`: H and D are estimates from T tokens. With few of them (T < 4 K, say) the codes fit what these tokens happen
   to have in common, and do worse than rounding on others. Three closed forms, which fade as T / K grows, prevent it:
   H is shrunk towards its diagonal by as much as lowers its expected squared error the most (Ledoit and Wolf 2004; see
-  `compress.stats.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal to noise
+  `calibration.hessian.Hessian`). D is a ridge regression, whose best damping is K / T over the ratio of signal to noise
   (Dobriban and Wager 2018, arXiv 1507.03003): K / T is added. Of that D, a layer aims at the share a that is no noise.
   Z, which is D from the difference between two halves of the tokens (`contrast`), has the noise of D and nothing else:
 
       E tr(W D H D^T W^T) = signal + noise,  E tr(W Z H Z^T W^T) = noise,  a = signal / (signal + noise)
 
   This is a James-Stein factor whose noise is measured, for tokens of one text are not independent. Last, with very few
-  tokens (`compress.stats.FEW`) a layer gets only what they bear out: its codes are solved by each half of them and
+  tokens (`calibration.hessian.FEW`) a layer gets only what they bear out: its codes are solved by each half of them and
   judged on the other. The drift correction, then GPTQ as a whole, have to win on both, or the layer goes without;
   figure `solution` says what it got, and the run how many layers got less than was asked for.
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
-  single codes while that lowers the loss (`compress.polish`). Free to move every code, they fit noise more than the
+  single codes while that lowers the loss (`passes.polish`). Free to move every code, they fit noise more than the
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
 Departs from the authors' code:
@@ -45,13 +45,17 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.stats import StatisticFactory
 from compress.comm import Comm
 from compress.errors import InputError
-from compress.grid import Grid, Quantized, fit_matrix, quantize, to_quantized
-from compress.passes.base import Decision, QuantizeWeights, Site, quadratic, solve_rows
-from compress.polish import GridRule, Polish
-from compress.stats import Hessian, HessianResult, StatisticFactory
-from compress.sweep import Factor, damped, factorize, sweep
+from compress.passes.base import Site
+from compress.passes.polish import GridRule, Polish
+from compress.passes.quantize import QuantizeWeights
+from compress.passes.solve import quadratic, solve_rows
+from compress.passes.sweep import Factor, damped, factorize, sweep
+from compress.weights.decision import Decision
+from compress.weights.grid import Grid, Quantized, fit_matrix, quantize, to_quantized
 
 ActOrder = Literal["none", "static", "group"]
 # However many tokens: just enough damping to divide by the diagonal of H.

@@ -1,7 +1,7 @@
 """Key-value caches in 8 bits: int8 or float8, fitted to every token and head, or calibrated per head or tensor.
 
 What attentions keep of a token takes half the bytes that 16 bits take (per token: and four more for each head). Keys
-and values are rounded where they enter the cache, after the rotary embedding (`compress.cache`); nothing else changes.
+and values are rounded where they enter the cache, after the rotary embedding (`weights.caches`); nothing else changes.
 
     token   a scale for every token and head, fitted as it comes (dynamic): the most exact, needs no calibration data
     head    a scale for every key-value head, calibrated (static)
@@ -20,11 +20,12 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from compress.cache import CacheCodes, CacheGranularity, CacheScheme
-from compress.calibrators import Range, scale_and_zero_point
+from compress.calibration.calibrators import Range, scale_and_zero_point
+from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
-from compress.passes.base import PERCENTILE, Pass, Treats, calibrated_range, check_calibrator
-from compress.stats import StatisticFactory
+from compress.passes.base import Pass, Treats
+from compress.passes.quantize import PERCENTILE, calibrated_range, check_calibrator
+from compress.weights.caches import CacheCodes, CacheGranularity, CacheScheme
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ outputs=static).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.grid import quantize, working_dtype
-from compress.passes.base import Decision, QuantizeWeights, Site
+from compress.passes.base import Site
+from compress.passes.quantize import QuantizeWeights
+from compress.weights.decision import Decision
+from compress.weights.grid import quantize, working_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ key-value head), M sampled tokens.
 
     Y = (X diag(s)^-1) (diag(s) W^T)       s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)                         (eq. 4)
 
-diag(s)^-1 goes into what makes X (`compress.fold`), so the function of the model does not change; then weights and
-inputs are rounded to nearest. Paper -> code: alpha -> `alpha`; a smoothed layer -> a fold (`compress.graph`).
+diag(s)^-1 goes into what makes X (`model.folds`), so the function of the model does not change; then weights and
+inputs are rounded to nearest. Paper -> code: alpha -> `alpha`; a smoothed layer -> a fold (`compress.model.discovery`).
 
 Departs from the paper:
 - alpha is searched for each fold, on the error of the outputs of rounded inputs and weights; 1 (no scaling) is always
@@ -24,13 +24,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from compress.calibration.stats import MinMax, StatisticFactory, TokenSample
 from compress.errors import InputError
-from compress.fold import spread_scales
-from compress.grid import fake_quantize, scale_of_range
-from compress.passes.base import Decision, FoldSite, FoldThenRound, Reader, Scaling, Site
+from compress.model.folds import spread_scales
+from compress.passes.base import FoldSite, Reader, Scaling, Site
+from compress.passes.quantize import FoldThenRound
 from compress.passes.rtn import round_to_nearest
-from compress.scheme import ActivationCodes
-from compress.stats import MinMax, StatisticFactory, TokenSample
+from compress.weights.decision import Decision
+from compress.weights.grid import fake_quantize, scale_of_range
+from compress.weights.rounding import ActivationCodes
 
 # Strengths that are tried: from little to nearly all of the input's range.
 ALPHAS = tuple(a / 20 for a in range(6, 20))

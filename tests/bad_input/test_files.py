@@ -20,14 +20,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import compress
-from compress import shards
+from compress.checkpoint import shards
+from compress.checkpoint.journal import Journal
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import caches_of, layers_of
 from compress.errors import InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
-from compress.journal import Journal
-from compress.manifest import read_record
 from compress.recipe import load_recipe
-from compress.source import caches_of, find_source, layers_of
 
 pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 5000 + "]" * 5000

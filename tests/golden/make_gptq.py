@@ -1,7 +1,7 @@
 """Writes gptq.safetensors: a small layer and what the published GPTQ algorithm decides for it.
 
-The decisions come from `published_gptq` in tests/test_gptq.py, a transcription of arXiv 2210.17323 that shares no code
-with `compress`. Run from the repository root, by hand and only to change the stored settings:
+The decisions come from `published_gptq` in tests/passes/test_gptq.py, a transcription of arXiv 2210.17323 that
+shares no code with `compress`. Run from the repository root, by hand and only to change the stored settings:
 
     python tests/golden/make_gptq.py
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from test_gptq import GOLDEN, GOLDEN_SETTINGS, mean_square, published_gptq, realistic_layer
+for folder in ("support", "passes"):
+    sys.path.append(str(Path(__file__).parents[1] / folder))
+from test_gptq import GOLDEN_SETTINGS, STORED, mean_square, published_gptq, realistic_layer  # noqa: E402
 
 ROWS, COLUMNS, SEED = 6, 48, 7
 
@@ -33,8 +34,8 @@ def main() -> None:
         tensors[f"{setting}.scale"] = scale.half()
         if grid == "asymmetric":
             tensors[f"{setting}.zero_point"] = (zero - half).to(torch.int8)
-    save_file(tensors, GOLDEN)
-    print(f"{GOLDEN}: {GOLDEN.stat().st_size} bytes")
+    save_file(tensors, STORED)
+    print(f"{STORED}: {STORED.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What can be learned from data: sums, ranges, Hessians."""

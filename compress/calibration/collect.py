@@ -1,0 +1,153 @@
+"""The statistics of one site, whatever its layers are, and the decisions that come of them.
+
+A linear layer has one set of statistics. So has a convolution, of its patches [M, K], which are the rows that its
+weight [N, K] multiplies; a grouped one has a set for each group, and the pass that decides sees each group as a layer
+of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups. So do those of an
+output, which is computed from what arrives once the layer is decided.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.calibration.stats import Statistic, StatisticFactory
+from compress.comm import Comm
+from compress.model.calls import Arrival
+from compress.model.convolution import elements, patches_in_parts
+from compress.model.layers import Layer
+
+
+class Collector:
+    """Statistics for the layers of a site, of which `layer` is one, by name."""
+
+    def __init__(self, needs: Mapping[str, StatisticFactory], layer: Layer) -> None:
+        columns, device = layer.shape[1], layer.weight.device
+        self.geometry, self.channels, self.device = layer.geometry, layer.channels, device
+        made = {key: make(layer.channels, device) for key, make in needs.items()}
+        if self.geometry is None:
+            self.rows, self.parts = made, [dict[str, Statistic]()]
+            return
+        self.rows = {key: s for key, s in made.items() if getattr(s, "reads_elements", False)}
+        rest = {key: make for key, make in needs.items() if key not in self.rows}
+        groups = self.geometry.groups if rest else 1
+        self.parts = [{key: make(columns, device) for key, make in rest.items()} for _ in range(groups)]
+
+    def update(self, arrival: Arrival | None) -> None:
+        """Count a micro-batch; None is one that did not come by, which those that go by the order count, too."""
+        if arrival is None:
+            nothing = torch.empty(0, self.channels, device=self.device)
+            for statistic in self.rows.values():
+                statistic.update(nothing, nothing)
+            return
+        for statistic in self.rows.values():
+            statistic.update(arrival.x_MK, arrival.reference_MK)
+        if not self.parts[0]:
+            return
+        assert self.geometry is not None
+        assert arrival.samples is not None
+        found = patches_in_parts(arrival.samples, self.geometry)
+        if arrival.reference_samples is None:
+            for x_gMK in found:
+                self._count(x_gMK, None)
+            return
+        others = patches_in_parts(arrival.reference_samples, self.geometry)
+        for x_gMK, other_gMK in zip(found, others, strict=True):
+            self._count(x_gMK, other_gMK)
+
+    def _count(self, x_gMK: Tensor, reference_gMK: Tensor | None) -> None:
+        for group, statistics in enumerate(self.parts):
+            for statistic in statistics.values():
+                statistic.update(x_gMK[group], None if reference_gMK is None else reference_gMK[group])
+
+    def sync(self, comm: Comm) -> None:
+        """Combine with the other ranks."""
+        for statistics in (self.rows, *self.parts):
+            for statistic in statistics.values():
+                statistic.sync(comm)
+
+    def results(self) -> list[dict[str, Any]]:
+        """The finished statistics: one set, or one for each group of a grouped convolution."""
+        whole = {key: statistic.result() for key, statistic in self.rows.items()}
+        return [{**whole, **{key: s.result() for key, s in statistics.items()}} for statistics in self.parts]
+
+
+def collected(
+    needs: Mapping[str, StatisticFactory], layer: Layer, arrivals: Iterable[Arrival | None], comm: Comm
+) -> list[dict[str, Any]] | None:
+    """`Collector.results` over all micro-batches and ranks; None where no token came by. A collective.
+
+    Raises CompressError, on every rank, for a micro-batch that cannot enter the statistics.
+    """
+    collector = Collector(needs, layer)
+    problem, seen = None, 0
+    for arrival in arrivals:
+        problem = problem or _problem(layer, arrival)
+        if problem is None:
+            collector.update(arrival)
+            seen += 0 if arrival is None else len(arrival.x_MK)
+    comm.fail_together(problem)
+    collector.sync(comm)
+    total = comm.all_reduce(torch.tensor(seen, device=layer.weight.device))
+    return collector.results() if int(total) else None
+
+
+def collected_outputs(
+    needs: Mapping[str, StatisticFactory],
+    layers: Sequence[Layer],
+    arrivals: Iterable[Arrival | None],
+    entering: Callable[[nn.Module, Tensor], Tensor],
+    comm: Comm,
+) -> list[dict[str, Any]]:
+    """The finished statistics of what each layer of a site returns with its weight as it is now, over all micro-batches
+    and ranks. entering(layer, x): what it multiplies in place of x. A collective.
+
+    Raises CompressError, on every rank, where an output is not finite.
+    """
+    made = [{key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers]
+    problem = None
+    for arrival in arrivals:
+        for layer, statistics in zip(layers, made, strict=True):
+            y_MN = returned(layer, arrival, entering)
+            if not bool(torch.isfinite(y_MN).all()):
+                problem = problem or (
+                    f"the output of {layer.name} has non-finite values during calibration; the model overflows in this "
+                    "dtype"
+                )
+            for statistic in statistics.values():
+                statistic.update(y_MN, None)
+    comm.fail_together(problem)
+    for statistics in made:
+        for statistic in statistics.values():
+            statistic.sync(comm)
+    return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
+
+
+def returned(layer: Layer, arrival: Arrival | None, entering: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    """[M, N] what a layer makes of a micro-batch, bias included; of a convolution, rows of channels."""
+    if arrival is None:
+        return torch.empty(0, layer.shape[0], device=layer.weight.device)
+    x = arrival.x_MK if arrival.samples is None else arrival.samples
+    y = layer.module.forward(entering(layer.module, x))  # not called: its hooks belong to the forwards that wait
+    return y if layer.geometry is None else elements(y, layer.geometry)
+
+
+def _problem(layer: Layer, arrival: Arrival | None) -> str | None:
+    """Why a micro-batch cannot enter the statistics of a layer."""
+    if arrival is None:
+        return None
+    x, reference = arrival.x_MK, arrival.reference_MK
+    if x.shape[1] != layer.channels:
+        return f"a calibration batch gives {layer.name} {x.shape[1]} inputs; it has {layer.channels}"
+    if not bool(torch.isfinite(x).all()):
+        return (
+            f"the input of {layer.name} has non-finite values during calibration; the model overflows in this dtype or "
+            "its weights are damaged"
+        )
+    if reference is not None and reference.shape != x.shape:
+        return (
+            f"{layer.name} sees other tokens in the compressed model than in the original (routing); drift correction "
+            "cannot pair them: turn it off (drift=0) or ignore the layer"
+        )
+    return None

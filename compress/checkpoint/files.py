@@ -1,0 +1,68 @@
+"""Files that are whole or not there, JSON among them, and the hashes of what is in them."""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.reading import parse_json
+
+RECORD = "compress.json"
+INDEX = "model.safetensors.index.json"
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write or replace a file in one step: a reader finds the old content or the new one, never half of either.
+
+    The scratch file is created exclusively, under a name that nobody can foresee: nothing that lies beside `path`, a
+    planted link least of all, is written to. A link called `path` is replaced by the file. Raises OSError.
+    """
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fingerprint(parts: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON description."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def checksum(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's values."""
+    data = tensor.detach().cpu().contiguous().flatten()
+    # A single element counts as contiguous whatever its stride, and cannot be seen as bytes then.
+    data = data if data.numel() > 1 else data.clone(memory_format=torch.contiguous_format)
+    return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write or replace a JSON file in one step."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises CheckpointError in one line for anything that is not one."""
+    return parse_json(path)

@@ -1,0 +1,203 @@
+"""Where a model comes from: a directory, a hub id, or `demo`; checked before work starts."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from compress.checkpoint.configuration import Index, check_config
+from compress.checkpoint.files import INDEX, read_json
+from compress.errors import CheckpointError, InputError, first_line
+from compress.reading import special
+from compress.schema import fits
+
+DEMO = Path(__file__).parents[1] / "demo"
+SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
+WHOLE = "model.safetensors"
+SHOWN = 60  # characters of a name in a message
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint directory that has a readable configuration and all of its weight files.
+
+    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input.
+    """
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    weights: Mapping[str, Path]
+    trusted: bool = False
+
+    @cached_property
+    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files, read once."""
+        found = {}
+        for path in sorted(set(self.weights.values())):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    piece = file.get_slice(name)
+                    found[name] = (tuple(piece.get_shape()), piece.get_dtype())
+        return found
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        return self.config.get("quantization_config")
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in sorted(set(self.weights.values())):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(SAMPLES_PER_FILE):
+                    file.seek(size * i // SAMPLES_PER_FILE)
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def path_of(name: str, what: str) -> Path:
+    """A path that can be asked whether it exists. Raises InputError where the system refuses even that."""
+    path = Path(name)
+    try:
+        path.exists()
+    except OSError as error:
+        shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
+        raise InputError(f"{what} {shown!r} cannot be looked up: {error.strerror}") from None
+    return path
+
+
+def find_source(name: str, trust_remote_code: bool = False) -> Source:
+    """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint.
+
+    trust_remote_code: run the model's own Python code where it has some.
+    """
+    if not name.strip():
+        raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
+    path = DEMO if name == "demo" else path_of(name, "model")
+    kind = special(path)
+    if kind is None and not path.exists():
+        path = _download(name)
+    if not path.is_dir():
+        raise InputError(f"model {name!r} is {kind or 'a file'}; give the directory that holds its config.json")
+    _check_entries(path)
+    if not (path / "config.json").exists():
+        raise InputError(f"{path} holds no config.json; give a Hugging Face model directory, a hub id or 'demo'")
+    config = read_json(path / "config.json")
+    check_config(config, path / "config.json")
+    return Source(name, path, config, weight_files(path), trust_remote_code)
+
+
+def _check_entries(path: Path) -> None:
+    """Refuse a model directory in which something waits to be read that is no file: transformers opens what it finds
+    by names of its own."""
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        kind = special(entry)
+        if kind is not None and not entry.is_dir():
+            raise CheckpointError(f"{entry} is {kind}; a model directory holds regular files: move it away")
+
+
+def _download(name: str) -> Path:
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name.strip():
+        raise InputError(f"model {name!r} does not exist; give a directory, a hub id (owner/name) or 'demo'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
+        raise InputError(
+            f"model {name!r} is no local directory and cannot be had from the hub ({first_line(error)}); give a "
+            "directory, a hub id (owner/name) or 'demo'"
+        ) from None
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """{tensor name: file}, from headers alone; every file is complete."""
+    if (path / INDEX).exists():
+        index = read_json(path / INDEX)
+        fits(index, Index, path / INDEX)
+        weight_map = index["weight_map"]
+        if not weight_map:
+            raise CheckpointError(f"{path / INDEX} has an empty weight_map")
+        files = sorted({path / file for file in weight_map.values()})
+    else:
+        # What transformers reads; otherwise whatever there is.
+        files = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        weight_map = None
+    if not files:
+        raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
+    found: dict[str, Path] = {}
+    for file in files:
+        kind = special(file)
+        if kind is not None:
+            named = f"{path / INDEX} names {file.name}, which" if weight_map else f"{file}"
+            raise CheckpointError(f"{named} is {kind}; weights are in regular files")
+        if not file.exists():
+            raise CheckpointError(f"{path / INDEX} names {file.name}, which is missing; fetch the checkpoint again")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged or incomplete ({error}); fetch it again") from None
+    for name, holder in (weight_map or {}).items():
+        if name not in found:
+            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {holder} does not hold")
+    if not found:
+        raise CheckpointError(f"{files[0]} holds no tensor")
+    return found
+
+
+def needs_code(source: Source, what: str, code: str) -> InputError:
+    """The refusal of a model whose `what` is Python code of its own."""
+    return InputError(
+        f"the {what} of {source.name} is Python code of its own ({code}), which is not run; read it, and if you trust "
+        "it give --trust-remote-code (in Python trust_remote_code=True)"
+    )
+
+
+def own_code(config: Any) -> dict[str, str]:
+    """{Auto class of transformers: `module.Class` that comes with the model}, the `auto_map` of a configuration."""
+    auto_map = config.get("auto_map") if isinstance(config, Mapping) else None
+    found: dict[str, str] = {}
+    for kind, code in auto_map.items() if isinstance(auto_map, Mapping) else ():
+        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+        found |= {kind: names[-1]} if names else {}  # of a tokenizer: a slow and a fast one
+    return found
+
+
+def check_dense(source: Source) -> None:
+    """Raises InputError for a checkpoint that is quantized already."""
+    if source.quantization is not None:
+        raise InputError(
+            f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
+        )

@@ -1,0 +1,1 @@
+"""Arguments in, tables out."""

@@ -1,0 +1,189 @@
+"""What a person reads on standard output: tables of results, evaluations and layers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.table import Table
+
+from compress.api import Result
+from compress.checkpoint.record import RangeRecord
+from compress.checkpoint.source import find_source
+from compress.cli.terminal import console
+from compress.evaluation.calibration import interval, most_clipped, percent
+from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.routes import KernelRow
+from compress.evaluation.size import Row, Size, measure_size
+
+MIB = 2**20
+
+
+def number(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A figure, or a dash for one that there is not."""
+    return "-" if value is None else format(value / scale, form)
+
+
+def result(made: Result, model: str, output: str) -> None:
+    """A short table: what was compressed, at what loss, to what size. model, output: as a person named them."""
+    assert made.output is not None
+    before, after = measure_size(find_source(model)), measure_size(find_source(str(made.output)))
+    out = console()
+    table = Table(title=f"{model} -> {output}", title_justify="left")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
+    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    if made.record.coverage is not None:
+        out.print(f"compressed: {made.record.coverage}")
+    losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in made.record.layers if "rtn_loss" in r.figures]
+    out.print(table)
+    if losses:
+        own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
+        out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    if made.record.ranges:
+        out.print(clipped(made.record.ranges))
+    if made.record.caches:
+        out.print(f"keys and values of {len(made.record.caches)} attentions: {next(iter(made.record.caches.values()))}")
+    kinds: dict[str, int] = {}
+    for reason in made.record.left_alone.values():
+        kinds[reason] = kinds.get(reason, 0) + 1
+    alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
+    out.print(
+        f"{len(made.record.layers)} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}"
+    )
+    seen = made.verification
+    if seen is None:
+        out.print("not verified: run `compress verify` on the output")
+    elif seen["transformers"] == "compared" and seen.get("cache", "compared") != "compared":
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal; "
+            f"key-value cache {seen['cache']}"
+        )
+    elif seen["transformers"] == "compared":
+        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit, logits in transformers equal{how}"
+        )
+    else:
+        out.print(
+            f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
+        )
+
+
+def clipped(ranges: Sequence[RangeRecord]) -> str:
+    """How much of a tensor the calibrated ranges cut off at most, in a line."""
+    worst = most_clipped(ranges)
+    count = f"{len(ranges)} calibrated ranges"
+    if worst is None:
+        return f"{count}: what they clip was not counted (histograms=true counts it)"
+    unknown = sum(each.clipped is None for each in ranges)
+    rest = f"; not counted for {unknown} (histograms=true counts it)" if unknown else ""
+    if not worst.clipped:
+        return f"{count}: nothing is clipped{rest}"
+    return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
+
+
+def measured(value: float | None, error: float | None, form: str) -> str:
+    """A figure and its standard error, where there is one."""
+    return number(value, form) if error is None else f"{number(value, form)} ± {error:{form}}"
+
+
+def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
+    """One row per model, evaluated on the same text; the original first where there is one.
+
+    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality`).
+    """
+    last = rows[-1][1]
+    title = (
+        f"{last.text}: {last.tokens} tokens, {last.windows} windows of {last.length}, {last.dtype}; "
+        "± is the standard error over windows, paired but for perplexity"
+    )
+    table = Table(title=title, title_justify="left")
+    headings = ("model", "perplexity", "ln ratio", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    if reference is not None:
+        error = last.standard_errors.get("reference_perplexity")
+        original = [
+            measured(last.reference_perplexity, error, ".4f"),
+            *"-----",
+            number(last.reference_bytes, ".2f", MIB),
+            "-",
+        ]
+        table.add_row(reference, *original)
+    for name, e in rows:
+        table.add_row(
+            name,
+            measured(e.perplexity, e.standard_errors["perplexity"], ".4f"),
+            measured(e.log_perplexity_ratio, e.standard_errors.get("log_perplexity_ratio"), ".4f"),
+            measured(e.kl_mean, e.standard_errors.get("kl_mean"), ".5f"),
+            number(e.kl_median, ".5f"),
+            number(e.kl_p99, ".4f"),
+            number(e.same_top, ".2%"),
+            number(e.bytes, ".2f", MIB),
+            number(e.bits_per_weight, ".2f"),
+        )
+    console().print(table)
+
+
+def kernels(rows: Sequence[KernelRow], device: str) -> None:
+    """One row per compressed layer: its kernel for few, some and many tokens, and why not a faster one."""
+    table = Table(title=f"kernels on {device}, by tokens", title_justify="left")
+    for heading in ("layer", "shape", "scheme", *(f"{M}" for M in rows[0].kernels), "why not a faster one"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape))
+        table.add_row(row.name, shape, row.scheme, *row.kernels.values(), "; ".join(row.why_not))
+    console().print(table)
+
+
+def calibration(ranges: Sequence[RangeRecord]) -> None:
+    """One row per range that calibration fixed, the one that clips most in bold, and a sentence about all."""
+    table = Table()
+    for heading in ("tensor", "calibrator", "observed", "range", "clipped", "tokens"):
+        side: Literal["left", "right"] = "left" if heading in ("tensor", "calibrator") else "right"
+        table.add_column(heading, justify=side, overflow="fold")
+    worst = most_clipped(ranges)
+    for each in ranges:
+        name = ", ".join((each.tensor, *(_beside(each.tensor, other) for other in each.also)))
+        about = name if each.role == "input" else f"{each.role} of {name}"
+        several = f" ({each.ranges} ranges)" if each.ranges > 1 else ""
+        table.add_row(
+            about,
+            each.calibrator,
+            interval(each.lowest, each.highest),
+            interval(each.low, each.high) + several,
+            percent(each.clipped),
+            f"{each.tokens}",
+            style="bold" if each is worst and each.clipped else None,
+        )
+    out = console()
+    out.print(table)
+    out.print(clipped(ranges))
+
+
+def _beside(name: str, other: str) -> str:
+    """`other` without the path that it shares with `name`."""
+    return other.removeprefix(name[: name.rfind(".") + 1])
+
+
+def inspection(rows: Sequence[Row], size: Size) -> None:
+    """One row per layer, and a sentence about the whole."""
+    table = Table()
+    for heading in ("layer", "shape", "scheme", "bits/weight", "bytes", "remark"):
+        side: Literal["left", "right"] = "right" if heading in ("bits/weight", "bytes") else "left"
+        table.add_column(heading, justify=side, overflow="fold" if heading in ("layer", "remark") else "ellipsis")
+    for row in rows:
+        shape = " x ".join(map(str, row.shape))
+        table.add_row(row.name, shape, row.scheme, f"{row.bits:.2f}", f"{row.bytes}", row.remark)
+    out = console()
+    out.print(table)
+    whole = f"{size.parameters} parameters, {size.bytes / MIB:.2f} MiB of weight files"
+    if size.compressed_weights:
+        out.print(
+            f"{whole}, {size.bits_per_parameter:.2f} bits per parameter; {size.compressed_weights} of them compressed "
+            f"to {size.bits_per_weight:.2f} bits each"
+        )
+    else:
+        out.print(f"{whole}, not compressed")
+    if size.cache is not None:
+        out.print(f"keys and values: {size.cache}")

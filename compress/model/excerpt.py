@@ -1,0 +1,72 @@
+"""A micro-batch made cheap and exact enough to probe a block with: a few tokens of it, in float32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from compress.model.calls import Call
+
+TOKENS = 16  # enough for every channel to be seen with both signs, at next to no cost
+
+
+def short_call(call: Call) -> Call:
+    """One sample and a few tokens of a call; the call itself where there is nothing to cut.
+
+    Cut by shape: in every tensor the dimensions that are as long as the batch or as its samples. That guess can be
+    wrong (the call then fails), but it need not be right: whatever runs will do for probing.
+    """
+    tensors = [t for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor) and t.ndim > 0]
+    if not tensors:
+        return call
+    lead = tensors[0] if call.key is None else call.hidden
+    samples = lead.shape[0]
+    # A whole model is given token ids [B, T], a block hidden states [B, T, C]; in anything else only samples are cut.
+    has_tokens = lead.ndim == 3 if call.key is not None else lead.ndim == 2 and not lead.is_floating_point()
+    length = lead.shape[1] if has_tokens else 1
+    if samples * length <= TOKENS:
+        return call
+    kept, start = slice(0, max(1, TOKENS // max(1, length))), 0
+    if has_tokens and call.tokens is not None:
+        row = int(call.tokens.sum(1).argmax())  # the sample with the least padding, from its first real token on
+        kept, start = slice(row, row + 1), min(int(call.tokens[row].int().argmax()), max(0, length - TOKENS))
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        result = value[kept] if value.ndim > 1 and samples > 1 and value.shape[0] == samples else value
+        if length > TOKENS:
+            dims = [1] if value is lead else range(1 if value.ndim > 1 else 0, value.ndim)
+            for dim in dims:
+                if value.shape[dim] == length:
+                    result = result.narrow(dim, start, TOKENS)
+        return result
+
+    args, kwargs = tree_map(cut, (call.args, dict(call.kwargs)))
+    return replace(call, args=args, kwargs=kwargs, tokens=None)
+
+
+@contextmanager
+def in_float32(block: nn.Module, call: Call) -> Iterator[Call]:
+    """The block's half-precision parameters and buffers, and the call, in float32; as they were afterwards.
+
+    Powers of two are exact in every dtype, but float16 has no room for large ones.
+    """
+
+    def widened(value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < torch.float32.itemsize
+        return value.float() if narrow else value
+
+    before = [(t, t.data) for t in (*block.parameters(), *block.buffers())]
+    try:
+        for tensor, value in before:
+            tensor.data = widened(value)
+        args, kwargs = tree_map(widened, (call.args, dict(call.kwargs)))
+        yield replace(call, args=args, kwargs=kwargs)
+    finally:
+        for tensor, value in before:
+            tensor.data = value

@@ -1,0 +1,267 @@
+"""Find what to compress in any model: the lists of blocks, the layers inside them, and what is left alone and why.
+
+Nothing here knows an architecture by name. A *stack* is an outermost `ModuleList` whose elements all hold linear
+layers (decoder layers, encoder layers), or convolutions in a model where no list is of linear layers; a model without
+one is a stack of one block, itself.
+
+Convolutions are layers like others in a model that has no stack of linear layers. In a model that has one they are
+small, at its edge or between its linear layers, and are treated only where that is asked for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
+from transformers.pytorch_utils import Conv1D
+
+from compress.errors import InputError
+from compress.model.convolution import Geometry, geometry_of, is_convolution
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear map of a model, with its weight seen as [N, K] whatever way it is stored.
+
+    Of a convolution, K counts the inputs of one output: those of a group, times the kernel.
+    """
+
+    name: str
+    module: nn.Module
+
+    @property
+    def transposed(self) -> bool:
+        """GPT-2's Conv1D stores [K, N]."""
+        return isinstance(self.module, Conv1D)
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """How a convolution reads its input; None for a plain linear layer."""
+        return geometry_of(self.module) if is_convolution(self.module) else None
+
+    @property
+    def channels(self) -> int:
+        """Of the input: K, or those of all groups of a convolution."""
+        geometry = self.geometry
+        return self.shape[1] if geometry is None else geometry.groups * self.parameter.shape[1]
+
+    @property
+    def has_format(self) -> bool:
+        """Whether compressed-tensors can hold it as codes; the others are stored dense."""
+        return not self.transposed and self.geometry is None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, K], a view (of a convolution in channels-last format a copy: not to be written to)."""
+        return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K); also right while the parameter is sharded."""
+        first, second = self.parameter.shape[0], self.parameter.shape[1:].numel()
+        return (second, first) if self.transposed else (first, second)
+
+    def stored(self, weight_NK: Tensor) -> Tensor:
+        """An [N, K] tensor in the orientation in which the module stores its weight."""
+        return weight_NK.t().contiguous() if self.transposed else weight_NK.reshape(self.parameter.shape)
+
+
+@dataclass(frozen=True)
+class Table(Layer):
+    """A token embedding [vocabulary, width] as a layer, or an output head with a weight of its own. shared: the other
+    modules that have the same weight (a tied head)."""
+
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that run one after the other: the list that holds them (None: the model itself is the only block)."""
+
+    name: str
+    container: nn.ModuleList | None
+    blocks: tuple[tuple[str, nn.Module], ...]
+
+
+def is_linear(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    weight = module._parameters.get("weight")  # not the attribute, which torch.nn.utils may compute
+    return weight is None or isinstance(weight, UninitializedParameter) or weight.ndim == 2
+
+
+def is_layer(module: nn.Module) -> bool:
+    return is_linear(module) or is_convolution(module)
+
+
+def is_read_uncalled(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is read by the module around it, which never calls the layer: torch has a class
+    for those of its MultiheadAttention."""
+    return isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the weight of a layer cannot be compressed, and what to do about it; None where it can."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return (
+            "computes its weight from other tensors (weight_norm, spectral_norm, pruning); make it permanent: "
+            "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, remove_spectral_norm or "
+            "prune.remove"
+        )
+    if isinstance(weight, UninitializedParameter):
+        return "has a weight without a shape; run the model once"
+    if weight.dtype not in FLOATS:
+        return f"has weights of {weight.dtype}; allowed: {', '.join(map(str, FLOATS))}"
+    return None if weight.numel() else f"has an empty weight, {list(weight.shape)}"
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raises InputError for a parameter or buffer that no run can work with, whether or not it is to be compressed."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter):
+            continue  # `obstacle`, where it is to be compressed
+        problem = None
+        if tensor.is_meta:
+            problem = "has no values (it is on the meta device); load the model's weights first"
+        elif isinstance(tensor, nn.Parameter) and tensor.layout is not torch.strided:
+            problem = f"is sparse ({tensor.layout}); make it dense (to_dense)"
+        elif tensor.is_inference():
+            problem = "was made under torch.inference_mode and cannot be changed; make or load the model outside of it"
+        if problem is not None:
+            raise InputError(f"{name} {problem}")
+
+
+def layers_of(block: nn.Module, block_name: str, convolutions: bool = False) -> list[Layer]:
+    """The linear layers of a block (and its convolutions), under their full names, in registration order."""
+    prefix = f"{block_name}." if block_name else ""
+    wanted = is_layer if convolutions else is_linear
+    return [Layer(prefix + name, module) for name, module in block.named_modules() if wanted(module)]
+
+
+def treats_convolutions(model: nn.Module) -> bool:
+    """Whether convolutions are layers of this model without being asked for: no stack of it is of linear layers."""
+    return not any(_candidates(model, "", is_linear))
+
+
+def _candidates(
+    module: nn.Module, name: str, is_layer: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.ModuleList]]:
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        holds_blocks = (
+            isinstance(child, nn.ModuleList)
+            and len(child) > 0
+            and all(not is_layer(element) and any(is_layer(m) for m in element.modules()) for element in child)
+        )
+        if holds_blocks:
+            assert isinstance(child, nn.ModuleList)
+            yield full, child
+        else:
+            yield from _candidates(child, full, is_layer)
+
+
+def find_stacks(model: nn.Module, convolutions: bool | None = None) -> list[Stack]:
+    """The stacks of a model in registration order (an encoder before its decoder). Raises InputError if no layer.
+
+    convolutions: whether they are layers; None: where no stack is of linear layers.
+    """
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    if not any(is_layer(module) if convolutions else is_linear(module) for module in model.modules()):
+        what = "linear layer or convolution" if convolutions else "linear layer"
+        raise InputError(f"{type(model).__name__} has no {what} to compress")
+    found = list(_candidates(model, "", is_linear))
+    if not found and convolutions:
+        found = list(_candidates(model, "", is_layer))
+    stacks = [
+        Stack(name, container, tuple((f"{name}.{i}", block) for i, block in enumerate(container)))
+        for name, container in found
+    ]
+    return stacks or [whole_model(model)]
+
+
+def whole_model(model: nn.Module) -> Stack:
+    """The model as one block."""
+    return Stack("", None, (("", model),))
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits from hidden states, which stays as it is."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def token_embedding(model: nn.Module) -> nn.Embedding | None:
+    """The table that turns token ids into hidden states."""
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        found = get() if callable(get) else None
+    except NotImplementedError:
+        return None
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def token_tables(model: nn.Module) -> list[Table]:
+    """The token embedding, then the output head where it is a linear layer with a weight of its own; nothing for a
+    model without a token embedding. Raises InputError for one whose weight is more than a table."""
+    embedding, head = token_embedding(model), output_head(model)
+    if embedding is None:
+        return []
+    tables = []
+    names = {module: name for name, module in model.named_modules()}
+    for module in (embedding, head):
+        weight = None if module is None or module not in names else module._parameters.get("weight")
+        if module is None or weight is None or (module is head and not isinstance(head, nn.Linear)):
+            continue
+        others = [(n, m) for m, n in names.items() if m is not module and m._parameters.get("weight") is weight]
+        if module is head and any(m is embedding for _, m in others):
+            continue
+        if odd := [(n, m) for n, m in others if not isinstance(m, nn.Linear | nn.Embedding)]:
+            raise InputError(
+                f"{odd[0][0]} ({type(odd[0][1]).__name__}) shares the weight of {names[module]} and is neither an "
+                "embedding nor a linear layer; leave the embeddings pass out"
+            )
+        if module is embedding and embedding.max_norm is not None:
+            raise InputError(f"{names[module]} renormalizes its rows (max_norm); leave the embeddings pass out")
+        tables.append(Table(names[module], module, tuple(n for n, _ in others)))
+    return tables
+
+
+def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[str, str]:
+    """{name: reason} of every weight matrix that no pass treats. convolutions: whether they are layers of this run."""
+    reasons: dict[str, str] = {}
+    head = output_head(model)
+    for name, module in model.named_modules():
+        if is_linear(module) and name not in treated:
+            reasons[name] = "output head" if module is head else "outside the blocks"
+        elif is_convolution(module):
+            if name not in treated:
+                reasons[name] = "outside the blocks" if convolutions else "convolution; convolutions=True includes it"
+        elif isinstance(module, nn.Embedding):
+            reasons[name] = "embedding"
+        elif not is_linear(module):
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim >= 2:
+                    full = f"{name}.{parameter_name}" if name else parameter_name
+                    # [1, T, C] are embeddings of positions; a transposed convolution is not a stack of matrices.
+                    fused = parameter.ndim == 3 and len(parameter) > 1 and not _is_torchs(module)
+                    kind = "fused experts" if fused else type(module).__name__
+                    reasons[full] = f"{kind}: not a linear layer"
+    return reasons
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module is of one of torch's own kinds."""
+    return any(k.__module__.startswith("torch.nn.") for k in type(module).__mro__ if k is not nn.Module)

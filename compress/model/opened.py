@@ -1,0 +1,52 @@
+"""A block whose parameters are plain full tensors for a while (`run.residency`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A block whose parameters are full working copies of those in `home`, which have the dtype the model stores."""
+
+    block: nn.Module
+    home: dict[str, Tensor]
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which the model stores each parameter."""
+        return {name: value.dtype for name, value in self.home.items()}
+
+    @cached_property
+    def _dtype_of(self) -> dict[int, torch.dtype]:
+        return {id(p): self.dtypes[name] for name, p in self.block.named_parameters() if name in self.dtypes}
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype in which the model stores a parameter of the block."""
+        return self._dtype_of[id(parameter)]
+
+    def value(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter in its stored dtype; what was there before, itself, where it was not edited."""
+        before = self.home[name]
+        if torch.equal(before.to(parameter.device, parameter.dtype), parameter.data):
+            return before  # not rounded through the compute dtype
+        return parameter.data.to(before.dtype)
+
+    def inside(self, module: nn.Module) -> "Opened":
+        """The same for a module inside the block."""
+        names = {id(parameter): name for name, parameter in self.block.named_parameters()}
+        return Opened(module, {name: self.home[names[id(p)]] for name, p in module.named_parameters()})
+
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""
+        # Not state_dict(): FSDP2 reshards in a hook of it.
+        for name, parameter in self.block.named_parameters():
+            if name in self.home:
+                yield name, self.value(name, parameter)
+        for prefix, module in self.block.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,104 @@
+"""What a sweep decides on a grid, and what can still be gained once it is over: scale refit and coordinate descent.
+
+Shapes: N outputs, K inputs, G groups, g columns of a group. W [N, K] is the weight, Q its codes' values, E = W - Q.
+Both lower tr(E H E^T), row by row, and never raise it: `refit_scales` moves one scale at a time to the minimum of the
+parabola that the loss is in it, `descend` one code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.passes.sweep import BLOCK
+from compress.weights.grid import Grid, decode, encode, fit, round_scale
+
+
+@dataclass
+class GridRule:
+    """Round each target to the grid; scales are fitted when a group begins, or given."""
+
+    grid: Grid
+    scale_dtype: torch.dtype
+    group: int
+    group_of: list[int]
+    importance_K: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    def begin(self, column: int, updated_gN: Tensor) -> None:
+        importance = self.importance_K[column : column + len(updated_gN)]
+        scale, zero_point = fit(updated_gN.t(), self.grid, self.scale_dtype, importance)
+        self.scale[self.group_of[column]] = scale
+        self.zero_point[self.group_of[column]] = zero_point
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        group = self.group_of[column]
+        scale, zero_point = self.scale[group], self.zero_point[group]
+        codes = encode(target_N, scale, zero_point, self.grid)
+        self.codes[column] = codes
+        return decode(codes, scale, zero_point, self.scale_dtype)
+
+
+class Polish:
+    """Refit and coordinate descent on the codes of a finished sweep, in sweep order. Updates the rule's tensors."""
+
+    def __init__(self, weight: Tensor, values: Tensor, rule: GridRule, hessian: Tensor) -> None:
+        self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
+        group_of = torch.tensor(rule.group_of, device=weight.device)
+        length = weight.shape[1] // len(rule.scale)
+        # Columns of each group, [G, length], in sweep order.
+        self.members = torch.argsort(group_of, stable=True).view(-1, length)
+
+    def loss(self) -> Tensor:
+        error = self.weight - self.values
+        return ((error @ self.hessian) * error).sum(1)
+
+    def refit_scales(self) -> None:
+        """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
+        rule = self.rule
+        gradient = (self.weight - self.values) @ self.hessian
+        for group, columns in enumerate(self.members):
+            steps = (rule.codes[columns] - rule.zero_point[group]).t()
+            curvature = ((steps @ self.hessian[columns][:, columns]) * steps).sum(1)
+            slope = (gradient[:, columns] * steps).sum(1)
+            old = rule.scale[group]
+            moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
+            valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
+            new = torch.where(valid, round_scale(moved, rule.scale_dtype), old)
+            values = decode(steps, new.unsqueeze(1), torch.zeros_like(new).unsqueeze(1), rule.scale_dtype)
+            change = values - self.values[:, columns]
+            # Rounding the scale may lose what the step gained: keep the old one there.
+            gain = 2 * (gradient[:, columns] * change).sum(1)
+            gain = gain - ((change @ self.hessian[columns][:, columns]) * change).sum(1)
+            change = torch.where((gain > 0).unsqueeze(1), change, torch.zeros_like(change))
+            rule.scale[group] = torch.where(gain > 0, new, old)
+            self.values[:, columns] += change
+            gradient -= change @ self.hessian[columns]
+
+    def descend(self) -> None:
+        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum.
+
+        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
+        """
+        rule, columns = self.rule, self.weight.shape[1]
+        gradient = (self.weight - self.values) @ self.hessian
+        for first in range(0, columns, BLOCK):
+            last = min(first + BLOCK, columns)
+            block = self.hessian[first:last, first:last].contiguous()
+            gradient_BN = gradient[:, first:last].t().contiguous()
+            values_BN = self.values[:, first:last].t().contiguous()
+            change_BN = torch.empty_like(values_BN)
+            for j in range(last - first):
+                target = values_BN[j] + gradient_BN[j] / block[j, j]
+                codes = rule.codes[first + j].clone()
+                value = rule.decide(first + j, target)
+                closer = (value - target).abs() < (values_BN[j] - target).abs()
+                rule.codes[first + j] = torch.where(closer, rule.codes[first + j], codes)
+                value = torch.where(closer, value, values_BN[j])
+                change_BN[j] = value - values_BN[j]
+                values_BN[j] = value
+                gradient_BN.addr_(block[j], change_BN[j], alpha=-1)
+            self.values[:, first:last] = values_BN.t()
+            gradient -= change_BN.t() @ self.hessian[first:last]

@@ -1,0 +1,51 @@
+"""Calibration batches that a model can run, and what is said about those that it cannot."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CompressError, InputError
+from compress.model.calls import Batch, Call
+
+
+class ChainBrokenError(Exception):
+    """The blocks of a stack do not simply hand the hidden state on."""
+
+
+class StopError(Exception):
+    """Leave the model: everything worth recording has been recorded."""
+
+
+def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
+    """Raises InputError for a batch that a model's forward has no arguments for, or not all that it needs."""
+    signature = inspect.signature(model.forward)
+    named = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for i, batch in enumerate(batches):
+        try:
+            signature.bind(**batch)
+        except TypeError as error:
+            raise InputError(
+                f"calibration batch {i + 1} has {', '.join(map(str, batch))} for the forward of "
+                f"{type(model).__name__}, which takes {', '.join(named)}: {error}"
+            ) from None
+
+
+@contextmanager
+def named_failure(batch: Batch, index: int) -> Iterator[None]:
+    """Within: what the model's own code raises about a calibration batch is one line, an InputError."""
+    try:
+        yield
+    except (CompressError, ChainBrokenError, StopError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))
+        held = (f"{k} {list(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for k, v in batch.items())
+        raise InputError(f"the model cannot run calibration batch {index + 1} ({', '.join(held)}): {said}") from error
+
+
+def running(call: Call, index: int) -> AbstractContextManager[None]:
+    """`named_failure` for a model that is one block: it gets what a person gave, not what the block before it made."""
+    return named_failure(call.kwargs, index) if call.key is None else nullcontext()

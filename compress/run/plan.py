@@ -1,0 +1,294 @@
+"""Which pass treats which layer, found and checked before any weight is touched."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from compress.checkpoint.coverage import Coverage, achieved
+from compress.errors import InputError
+from compress.model.attention import attentions
+from compress.model.layers import (
+    Layer,
+    Stack,
+    Table,
+    check_tensors,
+    find_stacks,
+    is_read_uncalled,
+    layers_of,
+    left_alone,
+    obstacle,
+    output_head,
+    token_tables,
+    treats_convolutions,
+    whole_model,
+)
+from compress.passes.base import Pass
+from compress.passes.kv_cache import KVCache
+from compress.passes.where import Only
+from compress.run.installed import RoundInput, RoundOutput
+from compress.runtime.caches import rounded_cache
+from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
+
+    passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
+    the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
+    notes: what the person should know about that.
+    """
+
+    stacks: tuple[Stack, ...]
+    layers: Mapping[str, tuple[Layer, ...]]
+    passes: tuple[Pass, ...]
+    ignored: Mapping[str, str]
+    convolutions: bool = False
+    embeddings: Pass | None = None
+    tables: tuple[Table, ...] = ()
+    kv: KVCache | None = None
+    recipe: tuple[Pass, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        return self.needing is not None
+
+    @property
+    def needing(self) -> Pass | None:
+        """The first pass that needs calibration data."""
+        everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
+        return next((p for p in everyone if p.calibrated), None)
+
+    @property
+    def treated(self) -> set[str]:
+        return {
+            layer.name
+            for layers in self.layers.values()
+            for layer in layers
+            if any(p.wants(layer.name) for p in self.passes)
+        }
+
+
+def plan(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+) -> Plan:
+    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
+
+    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
+    """
+    check_tensors(model)
+    kv = _cache_pass(model, passes)
+    calibrated = any(p.calibrated for p in passes)
+    for name, module in model.named_modules():
+        if rounded_cache(module) is not None:
+            raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
+        rounded = [
+            side
+            for side, hooks in (("input", module._forward_pre_hooks), ("output", module._forward_hooks))
+            if any(isinstance(hook, RoundInput | RoundOutput) for hook in hooks.values())
+        ]
+        if rounded:
+            raise InputError(
+                f"{name} rounds its {rounded[0]} already, from an earlier run on this model; give all passes to one "
+                "run, or load the model again"
+            )
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    stacks = find_stacks(model, convolutions)
+    if one_block or (len(stacks) > 1 and calibrated):
+        stacks = [whole_model(model)]
+    shared = shared_weights(model)
+    head = output_head(model)
+    ignored: dict[str, str] = {}
+    layers: dict[str, tuple[Layer, ...]] = {}
+    matched: set[str] = set()
+    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignore, ignored, matched)
+    tied = {name for table in tables for name in (table.name, *table.shared)}
+    for stack in stacks:
+        for block_name, block in stack.blocks:
+            kept = []
+            for layer in layers_of(block, block_name, convolutions):
+                if layer.name in tied:
+                    continue
+                hits = [p for p in ignore if fnmatchcase(layer.name, p)]
+                matched.update(hits)
+                if hits:
+                    ignored[layer.name] = f"ignored by {hits[0]!r}"
+                elif id(layer.module._parameters.get("weight")) in shared:
+                    ignored[layer.name] = "shares its weight with another module"
+                elif layer.module is not head:
+                    wanting = [p for p in passes if p.wants(layer.name)]
+                    if is_read_uncalled(layer.module) and any(p.calibrated or p.rounds_inputs for p in wanting):
+                        ignored[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
+                        continue
+                    kept.append(layer)
+                    if not any(p.treats == "layers" for p in wanting):
+                        ignored[layer.name] = "no pass asks for it"
+                    elif problem := obstacle(layer.module):
+                        raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
+            layers[block_name] = tuple(kept)
+    unmatched = [p for p in ignore if p not in matched]
+    if unmatched:
+        example = next((layer.name for found in layers.values() for layer in found), "")
+        raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
+    notes: list[str] = []
+    treated = {"layers": [layer for found in layers.values() for layer in found], "embeddings": tables, "caches": ()}
+    recipe = tuple(_fitted(p, [layer for layer in treated[p.treats] if p.wants(layer.name)], notes) for p in passes)
+    result = Plan(
+        tuple(stacks),
+        layers,
+        tuple(p for p in recipe if p.treats == "layers"),
+        ignored,
+        convolutions,
+        next((p for p in recipe if p.treats == "embeddings"), None),
+        tables,
+        kv,
+        recipe,
+        tuple(notes),
+    )
+    _check(result)
+    return result
+
+
+def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
+    """The pass with one group size for all its layers, where it left that open. Where no size suits them all it stays
+    open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into `notes`."""
+    widths = {layer.shape[1] for layer in layers}
+    found = p.fitted(widths) if widths else p
+    odd = next((layer for layer in layers if layer.shape[1] % DEFAULT_GROUP), None)
+    if found == p or odd is None:
+        return found
+    size = getattr(found.innermost, "group_size", None)
+    example = f"{odd.name} has {odd.shape[1]} inputs"
+    if size == -1 and len(widths) > 1:
+        notes.append(
+            f"no group size from {SMALLEST_GROUP} to {DEFAULT_GROUP} divides the inputs of all layers ({example}): "
+            "each has the largest for its own, or one scale per output channel; --group-size gives one for all"
+        )
+        return p
+    what = "one scale per output channel" if size == -1 else f"groups of {size}"
+    notes.append(f"{what} instead of groups of {DEFAULT_GROUP}: {example}; --group-size gives another")
+    return found
+
+
+def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
+    """The pass for key-value caches. Raises InputError where there is none to round, or it is not the last pass."""
+    found = [p for p in passes if p.treats == "caches"]
+    if not found:
+        return None
+    if len(found) > 1 or isinstance(found[0], Only):
+        raise InputError("one kv-cache pass rounds the caches of all attentions; give one, without `only` or `but`")
+    if passes[-1] is not found[0]:
+        raise InputError("kv-cache rounds what the compressed layers compute; put it last")
+    generates = getattr(model, "can_generate", None)
+    if generates is None or not generates() or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(model).__name__} has no key-value cache that kv-cache could round; it is for decoders that generate"
+        )
+    if not attentions(model):
+        raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
+    assert isinstance(found[0], KVCache)
+    return found[0]
+
+
+def _tables(
+    model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str], ignored: dict[str, str], matched: set[str]
+) -> tuple[Table, ...]:
+    """What the pass about embeddings treats; enters what it does not into `ignored`, ignore patterns into `matched`.
+
+    A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
+    """
+    if not passes:
+        return ()
+    if len(passes) > 1:
+        raise InputError(f"{len(passes)} passes are about the embeddings; give one")
+    (p,) = passes
+    found = token_tables(model)
+    if not found:
+        raise InputError(f"{type(model).__name__} has no token embedding; leave the embeddings pass out")
+    kept = []
+    for table in found:
+        hits = [pattern for pattern in ignore for n in (table.name, *table.shared) if fnmatchcase(n, pattern)]
+        matched.update(hits)
+        if hits:
+            ignored |= dict.fromkeys((table.name, *table.shared), f"ignored by {hits[0]!r}")
+        elif (table is found[0] or getattr(p.innermost, "head", True)) and p.wants(table.name):
+            kept.append(table)
+    if not kept:
+        raise InputError(
+            f"pass {p.innermost.name!r} is left without a table; the embedding is called {found[0].name!r}"
+        )
+    for table in kept:
+        if problem := obstacle(table.module):
+            raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
+    p.check({table.name: table.shape for table in kept})
+    return tuple(kept)
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Identities of the weights that several modules use."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared
+
+
+def _check(plan: Plan) -> None:
+    everything = [layer for layers in plan.layers.values() for layer in layers]
+    if not everything:
+        raise InputError("no layer is left to compress; ignore less")
+    quantized_by: dict[str, Pass] = {}
+    for p in plan.passes:
+        wanted = [layer for layer in everything if p.wants(layer.name)]
+        if not wanted:
+            named = f"pass {p.innermost.name!r}"
+            if isinstance(p, Only):
+                named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
+            raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
+        p.check({layer.name: layer.shape for layer in wanted})
+        _check_grouped(p, wanted)
+        for layer in wanted:
+            earlier = quantized_by.get(layer.name)
+            if earlier is not None and p.reads == "dense weight":
+                names = [q.innermost.name for q in (p, earlier)]
+                advice = "give them different layers (`only`, `but`)"
+                if p.writes != "quantized weight":
+                    advice = f"put {names[0]!r} first or {advice}"
+                raise InputError(
+                    f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
+                    f"quantized before it; {advice}"
+                )
+            if p.writes == "quantized weight":
+                quantized_by[layer.name] = p
+
+
+def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
+    """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
+    if not getattr(p.innermost, "per_tensor", False) or not set(p.needs()) - {"range"}:
+        return
+    for layer in layers:
+        if layer.geometry is not None and layer.geometry.groups > 1:
+            raise InputError(
+                f"{p.innermost.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
+                "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
+            )
+
+
+def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
+    """What a plan will compress; what is `stored` needs a format."""
+    treated = plan.treated
+    layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
+    dense = {layer.name for layer in layers if stored and not layer.has_format}
+    reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
+    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons)

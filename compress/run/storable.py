@@ -1,0 +1,84 @@
+"""What compressed-tensors cannot express is refused before the work; what readers should know is said after it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from compress.errors import InputError
+from compress.model.attention import attentions, has_cache_format, head_sizes
+from compress.run.plan import Plan
+from compress.weights.compressed_tensors import cache_entry, group_entry
+from compress.weights.scheme import Scheme
+
+
+def check_storable(plan: Plan) -> None:
+    """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
+    that are stored dense, where the checkpoint would not say so."""
+    for p in plan.passes:
+        if p.rounds_inputs and getattr(p.innermost, "per_channel_inputs", False):
+            raise InputError(
+                f"per_channel_inputs of {p.innermost.name} cannot be written: no format holds a scale per input "
+                "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
+            )
+    for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
+        for p in plan.passes:
+            if p.rounds_inputs and p.wants(layer.name):
+                raise InputError(
+                    f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
+                    f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
+                )
+
+
+def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
+    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
+    not round, or not so."""
+    if plan.kv is None:
+        return None
+    strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
+    if strange is not None:
+        raise InputError(
+            f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
+            "compressed-tensors do not round; leave kv-cache or the output out"
+        )
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    if not isinstance(getattr(text, "num_key_value_heads", None), int):
+        raise InputError(
+            f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
+            "compressed-tensors do not round a cache; leave kv-cache or the output out"
+        )
+    sizes = head_sizes(model) if plan.kv.scheme.dynamic else set()
+    if len(sizes) > 1:
+        raise InputError(
+            f"{type(model).__name__} has keys and values of {' and '.join(map(str, sorted(sizes)))} elements per head; "
+            "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
+        )
+    size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return cache_entry(plan.kv.scheme, size)
+
+
+def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
+    """How transformers and vLLM read a checkpoint of layers with these schemes, where it takes more than loading."""
+    odd = None
+    if any(scheme.needs_dequantizing() for scheme in schemes.values()):
+        odd = "asymmetric weights"
+    if any(schemes[table.name].needs_dequantizing(table=True) for table in plan.tables):
+        odd = "a packed embedding"
+    if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
+        rest = ", and this one leaves the key-value cache as it is" if plan.kv is not None else ""
+        yield (
+            f"{odd}: load in transformers with quantization_config=CompressedTensorsConfig(dequantize=True); the "
+            f"default load fails{rest}"
+        )
+    elif odd is not None:
+        yield (
+            f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
+            "dequantize=True reads all layers by one scheme); run it with compress.load"
+        )
+    if plan.kv is not None and (plan.kv.type == "int8" or plan.kv.granularity == "token"):
+        yield (
+            f"key-value cache {plan.kv.type} per {plan.kv.granularity}: compress and transformers round it so; vLLM "
+            "reads fp8 per tensor (or head) from checkpoints"
+        )

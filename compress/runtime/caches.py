@@ -1,0 +1,55 @@
+"""Attentions that keep codes: keys and values are encoded on their way into the cache and decoded on their way out.
+
+Codes go into whatever cache there is: it moves bytes and does not look at them. Without a cache keys and values are
+rounded all the same, so that a forward over a whole text computes what generation will.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.model.attention import CacheHook, cache_argument
+from compress.weights.caches import SIDES, CacheScheme, decode_states, encode_states
+from compress.weights.grid import straight_through
+
+
+class RoundCache(CacheHook):
+    """Keeps codes. Fixed scales are the attention's buffers k_scale and v_scale."""
+
+    def __init__(self, scheme: CacheScheme, argument: str, position: int) -> None:
+        super().__init__(argument, position)
+        self.scheme = scheme
+
+    def keep(
+        self, attention: nn.Module, cache: Any, keys: Tensor, values: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Encode, hand to the cache, decode what it returns. Gradients pass as if nothing were rounded."""
+        scales = [getattr(attention, f"{side}_scale", None) for side in SIDES]
+        if not self.scheme.dynamic:
+            for x, scale in zip((keys, values), scales, strict=True):
+                if scale is None or len(scale) not in (1, x.shape[1]):
+                    held = "none" if scale is None else f"{len(scale)}"
+                    raise CheckpointError(
+                        f"a {type(attention).__name__} fills its cache with {x.shape[1]} heads and the checkpoint has "
+                        f"{held} of their scales"
+                    )
+        stored = [encode_states(x, self.scheme, s) for x, s in zip((keys, values), scales, strict=True)]
+        if cache is not None:
+            stored = cache.update(*stored, *more, **named)
+        k, v = (decode_states(b, self.scheme, s, keys.dtype) for b, s in zip(stored, scales, strict=True))
+        return straight_through(keys, k), straight_through(values, v)
+
+
+def round_cache(attention: nn.Module, scheme: CacheScheme) -> RoundCache:
+    """From now on this attention keeps codes, by the scales that it holds."""
+    found = cache_argument(attention)
+    assert found is not None
+    hook = RoundCache(scheme, *found)
+    attention.register_forward_pre_hook(hook, with_kwargs=True)
+    return hook
+
+
+def rounded_cache(module: nn.Module) -> RoundCache | None:
+    """The hook by which an attention keeps codes; None where it does not."""
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, RoundCache)), None)

@@ -1,0 +1,199 @@
+"""Schemes in the words of compressed-tensors' `quantization_config`, in both directions."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from compress.errors import CheckpointError, InputError
+from compress.weights.caches import CacheGranularity, CacheScheme
+from compress.weights.grid import Granularity, Grid, NumberType
+from compress.weights.scheme import LAYOUTS, Scheme
+
+# How the numbers were found, not what they are.
+OF_THE_SEARCH = {"observer", "observer_kwargs"}
+# Orders in which columns were solved and then put back; `group` permutes the groups themselves.
+HARMLESS_ORDERS = (None, False, "weight", "static")
+
+
+def cache_entry(scheme: CacheScheme, head_size: int | None) -> dict[str, Any]:
+    """A scheme as `kv_cache_scheme` has it. head_size: D, for scales of tokens."""
+    strategy = {"tensor": "tensor", "head": "attn_head", "token": "group"}[scheme.granularity]
+    entry = {"num_bits": 8, "type": scheme.type, "symmetric": True, "dynamic": scheme.dynamic, "strategy": strategy}
+    return {**entry, "group_size": head_size} if scheme.dynamic else entry
+
+
+def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
+    """The scheme of a `kv_cache_scheme`. Raises CheckpointError for one that cannot be read."""
+    granularity: dict[tuple[str, bool], CacheGranularity] = {
+        ("tensor", False): "tensor",
+        ("attn_head", False): "head",
+        ("group", True): "token",
+    }
+    strategy, dynamic = entry.get("strategy") or "tensor", entry.get("dynamic", False)
+    number, kind = entry.get("num_bits", 8), entry.get("type", "int")
+    per = granularity.get((strategy, dynamic)) if isinstance(dynamic, bool) else None
+    if number != 8 or kind not in ("int", "float") or not entry.get("symmetric", True) or per is None:
+        raise CheckpointError(
+            f"the key-value cache is stored as {dict(entry)}, which cannot be read; readable: 8 bits, int or float, "
+            "symmetric, static per tensor or attn_head, or dynamic in groups of a head"
+        )
+    return CacheScheme(type=kind, granularity=per)
+
+
+def group_entry(scheme: Scheme) -> dict[str, Any]:
+    """A scheme as a `config_groups` entry has it, without its targets."""
+    return {
+        "format": scheme.layout,
+        "weights": _weights_entry(scheme.weights),
+        "input_activations": _activations_entry(scheme.inputs, scheme.dynamic),
+        "output_activations": _activations_entry(scheme.outputs, dynamic=False),
+    }
+
+
+def _activations_entry(grid: Grid | None, dynamic: bool) -> dict[str, Any] | None:
+    if grid is None:
+        return None
+    return {
+        "num_bits": grid.bits,
+        "type": grid.type,
+        "symmetric": grid.symmetric,
+        "dynamic": dynamic,
+        "strategy": "token" if dynamic else "tensor",
+    }
+
+
+def _weights_entry(grid: Grid) -> dict[str, Any]:
+    group = grid.granularity == "group"
+    one = grid.floating and grid.granularity == "tensor"
+    entry = {
+        "num_bits": grid.bits,
+        "type": grid.type,
+        "symmetric": grid.symmetric,
+        "dynamic": False,
+        "strategy": "group" if group else "tensor" if one else "channel",
+    }
+    return {**entry, "group_size": grid.group_size} if group else entry
+
+
+def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Scheme:
+    """The scheme of a `config_groups` entry. Raises CheckpointError, naming the layer, for one we cannot read."""
+    layout = group.get("format") or layout
+    if layout not in LAYOUTS:
+        raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
+    floating = (group.get("weights") or {}).get("type") == "float"
+    if layout == "float-quantized" or (layout == "naive-quantized" and floating):
+        return _float_scheme(group, layer)
+    weights = _weight_grid(group.get("weights") or {}, layer)
+    given, returned = group.get("input_activations"), group.get("output_activations")
+    if returned and (not given or LAYOUTS[layout] != "int-quantized"):
+        raise CheckpointError(
+            f"{layer} quantizes its output and is stored as {layout} with input {given}; readable: int8 or float8 "
+            "weights and inputs"
+        )
+    if given is None:
+        if LAYOUTS[layout] == "int-quantized" and weights.bits != 8:
+            raise CheckpointError(f"{layer} is stored as {layout} with {weights.bits} bits; readable: pack-quantized")
+        return Scheme(weights=weights, layout=LAYOUTS[layout])
+    inputs, dynamic = _activation_grid(given, layer, "input")
+    outputs = _activation_grid(returned, layer, "output")[0] if returned else None
+    if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
+        raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
+    if LAYOUTS[layout] == "pack-quantized" and not (dynamic and inputs.symmetric):
+        raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
+    return Scheme(weights=weights, inputs=inputs, outputs=outputs, dynamic=dynamic, layout=LAYOUTS[layout])
+
+
+def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
+    """Of float8 weights with a float8 input, and perhaps a float8 output."""
+    known = ("num_bits", "symmetric", "dynamic", "strategy")
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    outputs = group.get("output_activations") or None
+    dynamic = inputs.get("dynamic", False)
+    expected: Granularity = "token" if dynamic else "tensor"
+    per: Granularity = weights.get("strategy") or "tensor"
+    kinds = [
+        ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), "per channel or tensor"),
+        (
+            "input",
+            inputs,
+            (inputs.get("strategy") or expected) == expected and dynamic in (True, False),
+            "dynamic per token or static per tensor",
+        ),
+    ]
+    if outputs is not None:
+        fits = (outputs.get("strategy") or "tensor") == "tensor" and not outputs.get("dynamic")
+        kinds.append(("output", outputs, fits, "static per tensor"))
+    for what, entry, fits, readable in kinds:
+        if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
+            raise CheckpointError(
+                f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
+            )
+    return Scheme(
+        weights=Grid(bits=8, type="float", granularity=per),
+        inputs=Grid(bits=8, type="float", granularity=expected),
+        outputs=None if outputs is None else Grid(bits=8, type="float", granularity="tensor"),
+        dynamic=dynamic,
+        layout="float-quantized",
+    )
+
+
+def _odd(entry: Mapping[str, Any], known: Iterable[str], kind: NumberType = "int") -> bool:
+    """Whether an entry says something that is neither known nor empty."""
+    ignored = {*known, *OF_THE_SEARCH, "type", "actorder", "scale_dtype", "zp_dtype"}
+    return (
+        any(value not in (None, False, {}) for key, value in entry.items() if key not in ignored)
+        or entry.get("type", "int") != kind
+        or entry.get("actorder") not in HARMLESS_ORDERS
+    )
+
+
+def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
+    known = ("num_bits", "symmetric", "dynamic", "strategy", "group_size")
+    if _odd(entry, known) or entry.get("dynamic") or not entry.get("num_bits"):
+        raise CheckpointError(
+            f"{layer}: weights {dict(entry)} cannot be read; readable: integer, static, 2 to 8 bits, "
+            "per channel or group, columns in their own order"
+        )
+    strategy = entry.get("strategy") or ("group" if entry.get("group_size") else "channel")
+    if strategy not in ("group", "channel"):
+        raise CheckpointError(f"{layer}: weight strategy {strategy!r} cannot be read; readable: group, channel")
+    bits, symmetric = entry["num_bits"], entry.get("symmetric", True)
+    try:
+        if strategy == "channel":
+            return Grid(bits=bits, symmetric=symmetric)
+        return Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=entry.get("group_size"))
+    except InputError as error:
+        raise CheckpointError(f"{layer}: weights {dict(entry)} cannot be read: {error}") from None
+
+
+def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input", "output"]) -> tuple[Grid, bool]:
+    """(grid, dynamic): int8, per token when dynamic (an input only), per tensor when static."""
+    dynamic = entry.get("dynamic", False)
+    expected: Granularity = "token" if dynamic else "tensor"
+    strategy = entry.get("strategy") or expected
+    known = ("num_bits", "symmetric", "dynamic", "strategy")
+    fits = dynamic in (True, False) and (what == "input" or not dynamic)
+    if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or not fits:
+        readable = "dynamic per token or static per tensor" if what == "input" else "static per tensor"
+        raise CheckpointError(f"{layer}: {what} {dict(entry)} cannot be read; readable: int8, {readable}")
+    return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
+
+
+def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
+    """The scheme that a `quantization_config` gives a linear layer: the group that names it, or else one whose pattern
+    matches, or else one for all linears, as compressed-tensors decides."""
+    groups = list((quantization.get("config_groups") or {}).values())
+    for wanted in (lambda target: target == layer, lambda target: _matches(target, layer), "Linear".__eq__):
+        for group in groups:
+            if any(wanted(target) for target in group.get("targets") or ()):
+                return read_scheme(group, quantization.get("format"), layer)
+    raise CheckpointError(f"no config group of the quantization_config targets {layer}")
+
+
+def _matches(target: str, layer: str) -> bool:
+    if not target.startswith("re:"):
+        return False
+    try:
+        return re.match(target[3:], layer) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"the quantization_config targets {target!r}, which is no pattern ({error})") from None

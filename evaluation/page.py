@@ -1,0 +1,30 @@
+"""A page of plots that needs no network: what is drawn and plotly's script are inside it."""
+
+import html
+from importlib.util import find_spec
+from pathlib import Path
+
+from compress.checkpoint.files import write_whole
+from compress.errors import InputError
+
+STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
+
+
+def check_plotly() -> None:
+    """Raises InputError where plotly is not installed: before the work whose figures it is to show."""
+    if find_spec("plotly") is None:
+        raise InputError("--html needs plotly; install the report extra: pip install 'compress-models[report]'")
+
+
+def write_page(path: Path, heading: str, body: str, style: str = "") -> None:
+    """Write the page; it appears when it is complete. heading is plain text, body is HTML. Raises InputError where the
+    file cannot be written."""
+    title = html.escape(heading)
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}{style}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
+    )
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

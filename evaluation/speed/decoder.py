@@ -1,0 +1,98 @@
+"""Random Llamas of known shapes, made layer by layer: a compressed one never has a dense copy of the whole.
+
+Every variant of a shape has the same weights: a layer's numbers come from a generator seeded by its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compress.errors import InputError, one_of
+from compress.runtime.linear import QuantLinear
+
+DENSE = "dense"
+SCHEMES = (DENSE, "w4a16", "w8a16", "w4a8", "w8a8", "fp8")
+
+# name -> what differs from LlamaConfig's defaults. The two Llamas: the config.json of Meta-Llama-3-8B and -70B.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+        "max_position_embeddings": 2048,
+    },
+    "small": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "max_position_embeddings": 4096,
+    },
+    "llama-3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "llama-3-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+}
+
+
+def config_of(shape: str) -> LlamaConfig:
+    """The configuration of a shape. Raises InputError for a name that is not known."""
+    return LlamaConfig(**SHAPES[one_of("shape", shape, SHAPES)], tie_word_embeddings=False)
+
+
+def random_llama(config: LlamaConfig, scheme: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A Llama of random weights; the linear layers of its blocks rounded to a scheme, unless that is `dense`."""
+    if scheme not in SCHEMES:
+        raise InputError(f"scheme {scheme!r}; allowed: {', '.join(SCHEMES)}")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            weight = _random(name, module.weight.shape, module.in_features**-0.5, dtype, device)
+            if scheme == DENSE or ".layers." not in f".{name}":
+                module.weight = nn.Parameter(weight, requires_grad=False)
+            else:
+                with torch.device("meta"):
+                    shell = nn.Linear(module.in_features, module.out_features, bias=False)
+                shell.weight = nn.Parameter(weight, requires_grad=False)
+                model.set_submodule(name, QuantLinear.from_linear(shell, scheme))
+        elif isinstance(module, nn.Embedding):
+            module.weight = nn.Parameter(_random(name, module.weight.shape, 1.0, dtype, device), requires_grad=False)
+        elif name.endswith("norm"):
+            norm = cast(Any, module)
+            norm.weight = nn.Parameter(torch.ones(norm.weight.shape, dtype=dtype, device=device), requires_grad=False)
+        elif name.endswith("rotary_emb"):  # its buffers are computed when it is made
+            model.set_submodule(name, type(module)(config=config).to(device))
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not left, left
+    return cast(nn.Module, model.eval())
+
+
+def _random(name: str, shape: torch.Size, spread: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(crc32(name.encode()))
+    return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(spread)

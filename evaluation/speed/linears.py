@@ -1,0 +1,59 @@
+"""`compress bench`: the ceilings of this machine, then every product of every shape, one report."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from compress.evaluation.speed.options import LinearOptions
+from compress.evaluation.speed.report import Report
+from compress.kernels.measure import benchmark
+from compress.kernels.measure.ceilings import measure_ceilings
+from compress.kernels.triton import workspace
+from compress.progress import Reporter
+
+# (operator, bits, columns per scale; -1: one per output) of our candidates.
+TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8, -1))
+
+
+def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) -> None:
+    """Fill a report, keeping what there is after every shape and number of tokens."""
+    steps = 1 + options.tune + len(options.shapes) * len(options.tokens)
+    if options.device.type == "cuda":
+        workspace.prepare(options.device)
+    report.ceilings |= measure_ceilings(options.device, options.quick)
+    report.keep()
+    done = 1
+    reporter.step(done, steps, "ceilings")
+    if options.tune:
+        report.tuned += tune_products(options, reporter.note)
+        report.keep()
+        done += 1
+        reporter.step(done, steps, "")  # tuning takes longer than measuring
+        reporter.step(done, steps, "tuned")
+    for N, K in options.shapes:
+        products = benchmark.measure(
+            N, K, options.tokens, options.dtype, options.device, options.rounds, report.ceilings
+        )
+        for M, entries in zip(options.tokens, products, strict=True):
+            report.results += entries
+            report.failures += [
+                f"{e['candidate']} {N}x{K} M={M}: {e['skipped']}, {e['error_over_tolerance']:.3g} times what is allowed"
+                for e in entries
+                if e["ours"] and e.get("skipped") == benchmark.WRONG
+            ]
+            report.keep()
+            done += 1
+            reporter.step(done, steps, f"{N}x{K} M={M}")
+
+
+def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
+    from compress.kernels.tuning.tune import Problem, tune
+
+    problems = [
+        Problem(op, M, N, K, bits, group, dtype=options.dtype)
+        for N, K in options.shapes
+        for M in options.tokens
+        for op, bits, group in TUNED
+    ]
+    return [asdict(entry) for entry in tune(problems, options.device, say=say)]

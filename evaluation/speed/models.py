@@ -1,0 +1,247 @@
+"""`compress bench MODEL`: prefill and decode of a whole model, dense and compressed, checked before they are timed.
+
+A result is one variant at one batch size:
+
+    weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
+    layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
+    prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
+    share               of what is possible, `kernels.roofline`: weights and cache moved once, the products of the
+                        blocks' linear layers computed; attention and the head's products are left out
+
+On a GPU one variant is made, measured and dropped after the other. On a CPU all are kept and take turns round by
+round, as in `kernels.timing`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.source import find_source
+from compress.errors import CompressError, InputError
+from compress.evaluation.speed import check, decoder, dense, memory
+from compress.evaluation.speed.generation import Generation
+from compress.evaluation.speed.options import ModelOptions, default_schemes
+from compress.evaluation.speed.report import Report
+from compress.kernels.measure.ceilings import measure_ceilings
+from compress.kernels.measure.roofline import INT8, Cost, achieved
+from compress.kernels.measure.timing import summary
+from compress.kernels.triton import workspace
+from compress.progress import Reporter
+from compress.runtime.assembly import compressed_layers, fuse
+from compress.runtime.linear import QuantLinear
+from compress.runtime.loading import load
+
+Build = Callable[[], nn.Module]
+# Tokens over which logits are compared.
+COMPARED = 32
+STORED = "compressed"
+
+
+def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> None:
+    """Fill a report, keeping what there is after every variant."""
+    variants = list(find_variants(options, report.notes))
+    report.settings["variants"] = [name for name, _ in variants]
+    steps = 1 + len(variants)
+    if options.device.type == "cuda":
+        workspace.prepare(options.device)
+    report.ceilings |= measure_ceilings(options.device, options.quick)
+    reporter.step(1, steps, "ceilings")
+    waiting: list[tuple[dict[str, Any], Generation]] = []
+    for done, (name, build) in enumerate(variants, 2):
+        entries = [{"variant": name, "batch": batch} for batch in options.batches]
+        report.results += entries
+        try:
+            waiting += measure_variant(entries, build, options, report)
+        except CompressError:
+            raise
+        except Exception as reason:  # noqa: BLE001 - a kernel may fail in any way; the other variants are still of use
+            _leave_out(entries, reason, report)
+        report.keep()
+        reporter.step(done, steps, name)
+    time_rounds(waiting, options.rounds)
+    for entry in report.results:
+        explain(entry, options, report)
+
+
+def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report) -> None:
+    """Say of the entries that have no figures yet why they will not have any; all but a lack of memory is a failure."""
+    line = next(iter(str(reason).splitlines()), "")
+    for entry in entries:
+        if "decode" not in entry and "skipped" not in entry:
+            if isinstance(reason, torch.OutOfMemoryError):
+                entry["skipped"] = f"out of memory: {line}"
+                continue
+            entry["skipped"] = f"{type(reason).__name__}: {line}"
+            report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {entry['skipped']}")
+
+
+def measure_variant(
+    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
+) -> list[tuple[dict[str, Any], Generation]]:
+    """Make and check one variant, and on a GPU time it. Returns what is still to be timed."""
+    prepared = prepare(entries, build, options, report)
+    if options.device.type == "cpu":
+        return list(prepared)
+    for entry, generation in prepared:
+        with memory.watched_memory(options.device, None) as timing:
+            generation.capture()
+            time_rounds([(entry, generation)], options.rounds)
+        entry["peak_bytes"] = max(entry["peak_bytes"], timing.bytes or 0)
+    return []
+
+
+def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str, Build]]:
+    """(name, how to make it) of everything that is measured, the dense model first. Raises InputError."""
+    room = options.prompt + options.new
+    if options.model in decoder.SHAPES:
+        if options.trust_remote_code:
+            raise InputError(f"--trust-remote-code is for a checkpoint; {options.model} is a shape: drop it")
+        config = decoder.config_of(options.model)
+        _check_room(room, config.max_position_embeddings)
+        for scheme in options.schemes or default_schemes():
+            yield scheme, _of_shape(options, scheme, notes)
+        return
+    known = ", ".join(decoder.SHAPES)
+    if options.schemes is not None:
+        raise InputError(f"--schemes is for a shape ({known}); a checkpoint runs as it is stored")
+    try:
+        source = find_source(options.model, options.trust_remote_code)
+    except InputError as error:
+        raise InputError(f"{error}; or a shape: {known}") from None
+    if source.quantization is None:
+        raise InputError(f"{options.model} is not compressed; give a compressed checkpoint or a shape: {known}")
+    _check_room(room, source.config.get("max_position_embeddings"))
+    yield decoder.DENSE, _of_checkpoint(options, decoder.DENSE, notes)
+    yield STORED, _of_checkpoint(options, STORED, notes)
+
+
+def _check_room(room: int, context: int | None) -> None:
+    if context is not None and room > context:
+        raise InputError(f"--prompt and --new make {room} tokens; the model holds {context}")
+
+
+def _of_shape(options: ModelOptions, scheme: str, notes: list[str]) -> Build:
+    def build() -> nn.Module:
+        model = decoder.random_llama(decoder.config_of(options.model), scheme, options.dtype, options.device)
+        return _fused(model, options.device, notes)
+
+    return build
+
+
+def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> Build:
+    def build() -> nn.Module:
+        trusted = options.trust_remote_code
+        model = load(options.model, options.dtype, options.device, fuse=False, trust_remote_code=trusted)
+        if not getattr(model, "can_generate", lambda: False)():
+            raise InputError(f"{type(model).__name__} does not generate text; give a decoder")
+        if variant == decoder.DENSE:
+            dense.densify(model)
+        return _fused(model, options.device, notes)
+
+    return build
+
+
+def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Module:
+    """Layers that read one tensor multiplied together, where `compress.load` does it: on a GPU."""
+    if device.type != "cuda":
+        return model
+    if next(compressed_layers(model), None) is None:
+        dense.fuse_dense(model)
+    else:
+        notes += fuse(model)
+    return model
+
+
+def prepare(
+    entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
+) -> Iterator[tuple[dict[str, Any], Generation]]:
+    """Make one variant, note its memory, check it at every batch size. What is right is yielded, ready to be timed."""
+    device = options.device
+    base = memory.settled_bytes(device)
+    with memory.watched_memory(device, base) as building:
+        model: Any = build()
+    schemes = sorted({str(layer.scheme) for _, layer in compressed_layers(model)})
+    for entry in entries:
+        entry |= {"layers": sum(1 for _ in compressed_layers(model)), "schemes": schemes}
+        entry |= {"fused_groups": dense.fused_groups(model), "weights_bytes": memory.held_bytes(model)}
+        entry |= {"linear_weights": _linear_weights(model), "arithmetic": _arithmetic(model, options.dtype)}
+        entry |= {"build_peak_bytes": building.bytes, "read_bytes": memory.read_bytes(model)}
+    for entry in entries:
+        generation = Generation(model, entry["batch"], options.prompt, options.new)
+        memory.settled_bytes(device)
+        with memory.watched_memory(device, base) as running:
+            generation.start()
+            generation.step()
+        entry |= {"peak_bytes": running.bytes, "cache_bytes": generation.cache_bytes()}
+        if entry["layers"]:
+            wrong = check_variant(entry, generation)
+            if wrong:
+                entry["skipped"] = f"wrong: {wrong}"
+                report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {wrong}")
+                continue
+        yield entry, generation
+
+
+def _linear_weights(model: Any) -> int:
+    """Weights of the linear layers that every token passes: all but the head."""
+    head = model.get_output_embeddings()
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear | QuantLinear) and m is not head)
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def _arithmetic(model: nn.Module, dtype: torch.dtype) -> str:
+    """What most of a model multiplies in, as the ceilings call it."""
+    rounded = [layer.scheme.inputs is not None for _, layer in compressed_layers(model)]
+    return INT8 if rounded and all(rounded) else str(dtype).removeprefix("torch.")
+
+
+def check_variant(entry: dict[str, Any], generation: Generation) -> str:
+    """Add the errors of a compressed model to its entry. Returns what is wrong with it, in a line, or nothing."""
+    model = generation.model
+    with check.watched_layers(model) as errors:
+        generation.start()
+        generation.step()
+    worst = max(errors, key=errors.__getitem__)
+    blocks = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    allowed = check.logits_allowed(model, blocks, next(model.parameters()).dtype)
+    error = check.logits_error(model, generation.prompt[:1, :COMPARED])
+    entry |= {"layer_error": errors[worst], "worst_layer": worst, "logits_error": error, "logits_allowed": allowed}
+    if not errors[worst] <= 1:
+        return f"{worst} is off by {errors[worst]:.3g} times what is allowed"
+    if not error <= allowed:
+        return f"logits are off by {error:.3g} of their size, {allowed:.3g} is allowed"
+    return ""
+
+
+def time_rounds(ready: list[tuple[dict[str, Any], Generation]], rounds: int) -> None:
+    """Time generations in turns, and add the times to their entries."""
+    times: list[list[tuple[float, float]]] = [[] for _ in ready]
+    for _, generation in ready:
+        generation.round()
+    for _ in range(rounds):
+        for (_, generation), found in zip(ready, times, strict=True):
+            found.append(generation.round())
+    for (entry, generation), found in zip(ready, times, strict=True):
+        entry |= {"launch": generation.launch, "why_eager": generation.why_eager}
+        for i, part in enumerate(("prefill", "decode")):
+            entry[part] = summary([pair[i] for pair in found], generation.device)
+
+
+def explain(entry: dict[str, Any], options: ModelOptions, report: Report) -> None:
+    """Add to a timed entry its tokens per second, its ratio to dense, and its share of what is possible."""
+    if "decode" not in entry:
+        return
+    batch = entry["batch"]
+    same = (e for e in report.results if e["variant"] == decoder.DENSE and e["batch"] == batch and "decode" in e)
+    baseline = next(same, None)
+    for part, tokens in (("prefill", batch * options.prompt), ("decode", batch)):
+        figures = entry[part]
+        figures["tokens_per_s"] = tokens / figures["time_ms"] * 1e3
+        if baseline is not None and entry is not baseline:
+            figures["speedup_over"] = {decoder.DENSE: baseline[part]["time_ms"] / figures["time_ms"]}
+        need = Cost(
+            entry["read_bytes"] + entry["cache_bytes"], 2 * entry["linear_weights"] * tokens, entry["arithmetic"]
+        )
+        figures |= achieved(need, figures["time_ms"], report.ceilings)

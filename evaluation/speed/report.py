@@ -1,0 +1,92 @@
+"""What a benchmark found, as it grows, and the file that it becomes.
+
+    {"format": 1, "what": "linears" | "model", "complete": true,
+     "command", "date", "commit", "modified", "device", "device_type", "threads", "load", "versions", "cuda",
+     "settings": {..., "rounds": n, "quoted": "median" | "minimum"},
+     "ceilings": {name: {"unit", "per_s", "time_ms", "median_ms", "min_ms", "rounds"} | {"unit", "skipped": why}},
+     "tuned": [...], "notes": [...], "failures": [...],
+     "results": [{...} with figures, or with "skipped": why]}
+
+Results are in `kernels.benchmark.measure` (linears) and `bench.models` (model). While the work goes on they are in
+FILE.partial, which becomes FILE at the end: FILE is never half a report.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from compress.checkpoint.files import write_whole
+from compress.errors import InputError
+from compress.kernels.measure.provenance import provenance
+
+FORMAT = 1
+# Load average up to which a CPU counts as idle.
+IDLE = 0.5
+
+
+@dataclass
+class Report:
+    """Grows while work goes on; `file` is where it is to be."""
+
+    what: Literal["linears", "model"]
+    device: torch.device
+    settings: dict[str, Any]
+    file: Path | None = None
+    ceilings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuned: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        self.facts = provenance(self.device)
+        load = self.facts["load"]
+        if self.device.type == "cpu" and load is not None and load > IDLE:
+            self.notes.append(f"the machine was busy (load {load:.1f}) when this began: do not quote these figures")
+        self.settings["quoted"] = "median" if self.device.type == "cuda" else "minimum"
+
+    def content(self) -> dict[str, Any]:
+        """What the file holds."""
+        names = ("settings", "ceilings", "tuned", "notes", "failures", "results")
+        head = {"format": FORMAT, "what": self.what, "complete": self.complete}
+        whole = head | self.facts | {name: getattr(self, name) for name in names}
+        found = _finite(whole)
+        assert isinstance(found, dict)
+        return found
+
+    def keep(self) -> None:
+        """Write what there is so far beside the file."""
+        if self.file is not None:
+            _write(self._partial(), json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
+
+    def finish(self) -> None:
+        """The file is complete."""
+        self.complete = True
+        self.keep()
+        if self.file is not None:
+            self._partial().replace(self.file)
+
+    def _partial(self) -> Path:
+        assert self.file is not None
+        return self.file.with_name(self.file.name + ".partial")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,131 @@
+"""A report as a person reads it: tables and sentences for the terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from compress.evaluation.speed.report import Report
+
+MIB = 2**20
+UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
+
+
+def tables(report: Report) -> list[Table | str]:
+    """What is to be printed, from top to bottom."""
+    shown: list[Table | str] = [_ceilings(report)]
+    if report.tuned:
+        shown.append(f"tuned: {len(report.tuned)} entries of the table of this user")
+    shown += [_linears(report)] if report.what == "linears" else [_models(report)]
+    shown += [f"not measured: {line}" for line in skipped(report.results)]
+    shown += [f"note: {line}" for line in dict.fromkeys(report.notes)]
+    return shown
+
+
+def skipped(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for every candidate or variant without figures, and why; where it holds for several, they share it."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in results:
+        if "skipped" in entry:
+            where = f"{entry['N']}x{entry['K']} M={entry['M']}" if "N" in entry else f"batch {entry['batch']}"
+            reasons.setdefault((entry.get("candidate") or entry["variant"], entry["skipped"]), []).append(where)
+    return [f"{name} ({', '.join(places)}): {reason}" for (name, reason), places in reasons.items()]
+
+
+def rate(per_s: float, unit: str, integers: bool = False) -> str:
+    """A rate in the unit that people use for it."""
+    name, size = UNITS[unit]
+    return f"{per_s / size:.4g} {name.replace('TFLOP', 'TOP') if integers else name}"
+
+
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in left:
+        table.add_column(heading, no_wrap=True)
+    for heading in right:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _ceilings(report: Report) -> str:
+    threads = f", {report.facts['threads']} threads" if report.device.type == "cpu" else ""
+    reached = [
+        f"{name} {entry.get('skipped') or rate(entry['per_s'], entry['unit'], 'int' in name)}"
+        for name, entry in report.ceilings.items()
+    ]
+    return f"ceilings of {report.facts['device']}{threads}: {', '.join(reached)}"
+
+
+def _linears(report: Report) -> Table:
+    quoted = report.settings["quoted"]
+    title = f"linear layers, {report.settings['dtype']}, {quoted} of {report.settings['rounds']} rounds"
+    rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
+    others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
+    headings = ("time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
+    table = _table(title, ("outputs x inputs", "M", "candidate", "bound"), headings)
+    before: tuple[int, ...] = ()
+    for entry in report.results:
+        product = (entry["N"], entry["K"], entry["M"])
+        shape = (f"{entry['N']} x {entry['K']}", f"{entry['M']}") if product != before else ("", "")
+        if before and product != before:
+            table.add_section()
+        before = product
+        if "time_ms" not in entry:
+            table.add_row(*shape, entry["candidate"], "not measured")
+            continue
+        name = entry["candidate"] + (" (eager)" if entry.get("launch") == "eager" else "")
+        reached = rate(entry["operations_per_s"], "op/s", entry["arithmetic"] == "int8")
+        if entry["bound"] == "memory":
+            reached = rate(entry["bytes_per_s"], "B/s")
+        ratios = [_ratio(entry["speedup_over"].get(other)) for other in others]
+        table.add_row(
+            *(*shape, name, entry["bound"] or "-", f"{entry['time_ms'] * 1e3:.1f}", reached),
+            *(_percent(entry["share"]), *ratios),
+        )
+    return table
+
+
+def _models(report: Report) -> Table:
+    s = report.settings
+    title = (
+        f"{s['model']}, {s['dtype']}, prompt of {s['prompt']}, {s['new']} new tokens, "
+        f"{s['quoted']} of {s['rounds']} rounds"
+    )
+    speeds = ("prefill tok/s", "vs dense", "share", "decode tok/s", "vs dense", "share")
+    left = ("variant", "batch", "layer error", "logits error", "decode")
+    table = _table(title, left, (*speeds, "weights MiB", "peak MiB"))
+    for entry in report.results:
+        head = (entry["variant"], f"{entry['batch']}")
+        errors = ("reference", "reference")
+        if entry.get("layers") != 0:
+            errors = (
+                _error(entry.get("layer_error"), 1.0),
+                _error(entry.get("logits_error"), entry.get("logits_allowed")),
+            )
+        sizes = [_mib(entry.get("weights_bytes")), _mib(entry.get("peak_bytes"))]
+        if "decode" not in entry:
+            table.add_row(*head, *errors, "not measured", *"------", *sizes)
+            continue
+        rates = []
+        for part in ("prefill", "decode"):
+            figures = entry[part]
+            rates += [f"{figures['tokens_per_s']:.1f}", _ratio(figures.get("speedup_over", {}).get("dense"))]
+            rates.append(_percent(figures["share"]))
+        table.add_row(*head, *errors, entry["launch"], *rates, *sizes)
+    return table
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _mib(value: int | None) -> str:
+    return "-" if value is None else f"{value / MIB:.1f}"
+
+
+def _error(value: float | None, allowed: float | None) -> str:
+    return "-" if value is None or allowed is None else f"{value:.2g} of {allowed:.2g}"

@@ -1,0 +1,160 @@
+"""The CPU products of `cpu_gemm.cpp` on tensors, and which of its loops runs for given sizes.
+
+Both loops read the words that every device reads (`pack.Planar`), or plain int8. The crossovers were measured with
+`kernels.benchmark` on a processor with AVX-512: rows are read front to back until the arithmetic of that loop costs
+more than unpacking a slab.
+"""
+
+import ctypes
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu import build as cpu
+from compress.kernels.pack import PLANE, Planar
+
+Operation = Literal["weight_only", "int8_activation", "w8a8"]
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4}
+ROWS_UP_TO_AVX2: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
+# 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
+MAX_INT8_COLUMNS = 2**16
+# Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
+INPUT_GROUP_STEP = 128
+POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "out")
+SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group")
+CHOICES = ("x_type", "scale_type", "bias_type", "bits", "planar", "symmetric", "by_rows", "threads")
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of cpu_gemm.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        *((name, ctypes.c_int32) for name in CHOICES),
+    )
+
+
+def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
+    """Reasons why the loops cannot take a weight of these sizes; empty when they can."""
+    reasons = []
+    if group_size != -1 and group_size % PLANE:
+        reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
+    if operation != "weight_only" and K >= MAX_INT8_COLUMNS:
+        reasons.append(f"{K} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
+    return reasons
+
+
+def why_not(operation: Operation, x: Tensor, scale: Tensor, group_size: int = -1) -> list[str]:
+    """Reasons why x cannot be multiplied here by a weight with these scales; empty when it can."""
+    if x.device.type != "cpu":
+        return [f"the device is {x.device.type}, not cpu"]
+    reasons = why_not_sizes(operation, x.shape[-1], group_size)
+    for name, tensor in (("x is", x), ("scales are", scale)):
+        if tensor.dtype not in TYPES:
+            reasons.append(f"{name} {tensor.dtype}; allowed: float32, float16, bfloat16")
+    return reasons or [*cpu.why_not()]
+
+
+def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1) -> str:
+    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, slabs, torch, reference."""
+    if why_not_sizes(operation, K, group_size) or cpu.why_not():
+        return "reference" if operation == "int8_activation" else "torch"
+    return "rows" if _by_rows(operation, M) else "slabs"
+
+
+def _by_rows(operation: Operation, M: int) -> bool:
+    limits = ROWS_UP_TO_AVX2 if cpu.library().instructions() == b"avx2" else ROWS_UP_TO
+    return limits[operation] >= M
+
+
+def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Arguments:
+    M, K = x_MK.shape
+    filled = Arguments(x=x_MK.data_ptr(), weight=weight.data_ptr(), scale=scale.data_ptr(), M=M, N=len(weight), K=K)
+    filled.row_bytes = weight.shape[1] * weight.element_size()
+    filled.x_type, filled.scale_type = TYPES[x_MK.dtype], TYPES[scale.dtype]
+    if bias is not None:
+        filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
+    filled.G = scale.shape[0] if scale.dim() == 2 else 1
+    filled.group = filled.input_group = -1
+    filled.by_rows = _by_rows(operation, M)
+    filled.threads = torch.get_num_threads()
+    return filled
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    if bias is None:
+        return None
+    return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
+
+
+def _call(name: Literal["weight_only", "int8_activation"], filled: Arguments, x_MK: Tensor) -> Tensor:
+    out_MN = x_MK.new_empty(filled.M, filled.N)
+    filled.out = out_MN.data_ptr()
+    if getattr(cpu.library(), name)(ctypes.byref(filled)):
+        raise MemoryError(f"no memory to pack {filled.M} tokens of {filled.K} columns")
+    return out_MN
+
+
+def _planar(operation: Operation, x_MK: Tensor, weight: Planar, bias: Tensor | None, input_group: int) -> Tensor:
+    # What is made contiguous here must live until the call returns.
+    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    words, scale = weight.words.contiguous(), weight.scale.contiguous()
+    zero = None if weight.zero is None else weight.zero.contiguous()
+    filled = _filled(operation, x_MK, words, scale, bias)
+    filled.zero = None if zero is None else zero.data_ptr()
+    filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
+    filled.planar = filled.symmetric = True
+    return _call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
+
+
+def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None) -> Tensor:
+    """[M, N] = x weight^T + bias, in the dtype of x."""
+    return _planar("weight_only", x_MK, weight, bias, -1)
+
+
+def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
+    """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
+    return _planar("int8_activation", x_MK, weight, bias, input_group)
+
+
+def w8a8(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    scale_N: Tensor,
+    row_sum_N: Tensor | None,
+    bias_N: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    symmetric: bool,
+) -> Tensor:
+    """[M, N] with x rounded to int8, from a weight that is plain int8; bit for bit `reference.w8a8`."""
+    x_MK, weight_NK, scale_N, bias_N = x_MK.contiguous(), weight_NK.contiguous(), scale_N.contiguous(), _bias(bias_N)
+    filled = _filled("w8a8", x_MK, weight_NK, scale_N, bias_N)
+    filled.bits, filled.planar, filled.symmetric = 8, False, symmetric
+    given = {"input_scale": (input_scale, torch.float32), "input_zero": (input_zero, torch.int32)}
+    given["row_sum"] = (row_sum_N, torch.int32)
+    kept = {name: tensor.to(dtype).contiguous() for name, (tensor, dtype) in given.items() if tensor is not None}
+    for name, tensor in kept.items():
+        setattr(filled, name, tensor.data_ptr())
+    return _call("int8_activation", filled, x_MK)
+
+
+def quantize_tokens(
+    x_MK: Tensor, symmetric: bool = True, input_group: int = -1
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes int8 [M, K], scale fp32 [M, blocks], zero int32 [M] or None, bit for bit `reference.quantize_tokens`."""
+    M, K = x_MK.shape
+    x_MK = x_MK.contiguous()
+    codes_MK = torch.empty(M, K, dtype=torch.int8)
+    scale = torch.empty(M, 1 if input_group == -1 else -(-K // input_group))
+    zero_M = torch.empty(M, dtype=torch.int32)
+    filled = Arguments(x=x_MK.data_ptr(), M=M, K=K, input_group=input_group, x_type=TYPES[x_MK.dtype])
+    filled.symmetric, filled.threads = symmetric, torch.get_num_threads()
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes_MK, scale, zero_M))
+    cpu.library().quantize_tokens(ctypes.byref(filled), *pointers)
+    return codes_MK, scale, None if symmetric else zero_M

@@ -1,0 +1,192 @@
+"""How fast the low-bit linears are, against what one would use without them and against other libraries.
+
+Every candidate is first held to the product of its dequantized weights; one that is wrong is not timed, and one that
+cannot run is listed with the reason. Weights are rotated over enough copies that none is still in the cache when its
+turn comes. How the calls are timed: `timing`. What the times are held against: `ceilings`, `roofline`.
+`compress bench` runs this.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels import ops, pack, reference
+from compress.kernels.measure.roofline import WEIGHTS, achieved, cost
+from compress.kernels.measure.timing import Call, time_cpu, time_gpu
+
+# Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
+GPU_SHAPES = (
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (10240, 8192),
+    (8192, 8192),
+    (57344, 8192),
+    (8192, 28672),
+)
+CPU_SHAPES = ((2048, 2048), (4096, 4096))
+GPU_TOKENS = (1, 8, 16, 64, 256, 2048, 8192)
+CPU_TOKENS = (1, 8, 64, 512)
+GROUP = 128
+# More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
+CACHE_BYTES = 128 * 2**20
+MAX_COPIES = 64
+# What the candidates of other libraries are called; all others are ours.
+THEIRS = ("torch.", "gemlite")
+WRONG = "wrong result"
+
+
+class Operands:
+    """One quantized weight in the layouts of every candidate, and the values it stands for."""
+
+    def __init__(self, N: int, K: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        g = torch.Generator(device=device).manual_seed(seed)
+        self.codes = torch.randint(-8, 8, (N, K), generator=g, device=device, dtype=torch.int8)
+        self.scale = (torch.rand(N, K // GROUP, generator=g, device=device) * 0.01 + 0.005).to(dtype)
+        self.int4 = pack.to_planar(self.codes, self.scale, None, 4, dtype)
+        self.codes8 = torch.randint(-128, 128, (N, K), generator=g, device=device, dtype=torch.int8)
+        self.scale8 = torch.rand(N, 1, generator=g, device=device) * 1e-3 + 1e-3
+        self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
+        self.row_sum = reference.row_sums(self.codes8)
+        self.dense = reference.dequantize(self.codes, self.scale)
+
+
+def int4pack(weight: Operands, x: Tensor) -> Call:
+    """torch's own 4-bit product: value = (code - 8) scale + zero, here with zero 0."""
+    unsigned = (weight.codes + 8).to(torch.int32)
+    scales = torch.stack([weight.scale.t(), torch.zeros_like(weight.scale.t())], -1).contiguous()
+    if x.is_cuda:
+        inner = 8
+        packed = torch.ops.aten._convert_weight_to_int4pack(
+            (unsigned[:, ::2] << 4 | unsigned[:, 1::2]).to(torch.uint8), inner
+        )
+        return lambda: torch.ops.aten._weight_int4pack_mm(x, packed, GROUP, scales)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 2)
+    return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales)
+
+
+def dense_fp32(weight: Operands, x: Tensor) -> Call:
+    """What a model in fp32 runs: twice the memory of half precision, and no instructions for it."""
+    given, dense = x.float(), weight.dense.float()
+    return lambda: torch.nn.functional.linear(given, dense)
+
+
+def gemlite(weight: Operands, x: Tensor) -> Call:
+    """GemLite's Triton product, where the package is installed."""
+    core = import_module("gemlite.core")
+    dtype = {torch.float16: core.DType.FP16, torch.bfloat16: core.DType.BF16}[x.dtype]
+    N, K = weight.codes.shape
+    layer = core.GemLiteLinear(
+        4, group_size=GROUP, in_features=K, out_features=N, input_dtype=dtype, output_dtype=dtype
+    )
+    layer.pack((weight.codes + 8).to(torch.uint8), weight.scale.view(-1, 1), torch.full_like(weight.scale, 8), None)
+    return lambda: layer(x)
+
+
+def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
+    """name -> (builder of a call on one weight, which product it computes: a kind of `roofline.WEIGHTS`)."""
+    codes, _, _ = reference.quantize_tokens(x)
+    return {
+        "dense": (lambda w: lambda: torch.nn.functional.linear(x, w.dense), "dense"),
+        **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "dense fp32")}),
+        "w4a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int4[:3], None, 4, w.int4.group_size), "w4"),
+        "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
+        "w4a8": (
+            lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
+            "w4a8",
+        ),
+        "w8a8": (
+            lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
+            "w8a8",
+        ),
+        "torch._weight_int4pack_mm": (lambda w: int4pack(w, x), "w4"),
+        "torch._int_mm": (lambda w: lambda: torch.ops.aten._int_mm(codes, w.codes8.t()), "int32"),
+        "gemlite w4a16": (lambda w: gemlite(w, x), "w4"),
+    }
+
+
+def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
+    """Largest distance from the true product over what is tolerated: above 1 is a wrong kernel."""
+    rows = slice(0, min(len(x), 64))
+    values = weight.dense if kind in ("dense", "dense fp32", "w4") else weight.codes8.double() * weight.scale8
+    if kind == "w8":
+        values = weight.codes8.double() * weight.scale8.to(x.dtype).double()
+    given = x[rows].double()
+    if kind == "w4a8":
+        values = weight.codes * weight.scale.double().repeat_interleave(GROUP, 1)
+    if kind in ("w4a8", "w8a8", "int32"):
+        codes, scale, _ = reference.quantize_tokens(x[rows])
+        given = codes.double() * scale.double()[:, None]
+        if kind == "int32":
+            given, values = codes.double(), weight.codes8.double()
+    truth = given @ values.double().t()
+    allowed = reference.tolerance(given, values.double(), truth, x.dtype)
+    if kind in ("dense", "dense fp32", "w4", "w8"):
+        allowed += reference.weight_rounding(given, values.double(), x.dtype)
+    return ((out[rows].double() - truth).abs() / allowed).max().item()
+
+
+def measure(
+    N: int,
+    K: int,
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    ceilings: Mapping[str, Mapping[str, Any]],
+) -> Iterator[list[dict[str, Any]]]:
+    """For each M of `tokens` one entry per candidate: its times and what they mean, or the reason for their lack."""
+    count = min(MAX_COPIES, max(2, -(-CACHE_BYTES // (N * K // 2))))
+    first = Operands(N, K, dtype, device, 0)
+    weights = [first, *(deepcopy(first) for _ in range(count - 1))]
+    for M in tokens:
+        x = torch.randn(M, K, generator=torch.Generator(device=device).manual_seed(M), device=device).to(dtype)
+        calls: dict[str, list[Call]] = {}
+        timed: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        for name, (build, kind) in candidates(x).items():
+            entries[name] = {"candidate": name, "kind": kind, "N": N, "K": K, "M": M}
+            entries[name] |= {
+                "dtype": str(dtype).removeprefix("torch."),
+                "ours": not name.startswith(("dense", *THEIRS)),
+            }
+            try:
+                built = [build(weight) for weight in weights]
+                worst = error_of(built[0](), x, first, kind)
+                if worst <= 1 and device.type == "cuda":
+                    timed[name] = time_gpu(built, rounds)
+            except Exception as reason:  # noqa: BLE001 - a library may refuse a shape, or be missing, in any way
+                entries[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
+                continue
+            entries[name]["error_over_tolerance"] = worst
+            if not worst <= 1:
+                entries[name]["skipped"] = WRONG
+            elif device.type == "cpu":
+                calls[name] = built
+        compare(entries, timed or time_cpu(calls, rounds), ceilings, x.element_size())
+        yield list(entries.values())
+
+
+def compare(
+    entries: dict[str, dict[str, Any]],
+    timed: Mapping[str, Mapping[str, Any]],
+    ceilings: Mapping[str, Mapping[str, Any]],
+    width: int,
+) -> None:
+    """Add to the entries of one product their times, their share of what is possible, and their ratios.
+
+    speedup_over: to the dense product and, for ours, to every other library's product of weights as wide.
+    """
+    for name, times in timed.items():
+        entry = entries[name]
+        need = cost(entry["kind"], entry["M"], entry["N"], entry["K"], width, entry["dtype"], GROUP)
+        entry |= {**times, **achieved(need, times["time_ms"], ceilings)}
+        bits = WEIGHTS[entry["kind"]][0]
+        rivals = [o for o in timed if entry["ours"] and o.startswith(THEIRS) and WEIGHTS[entries[o]["kind"]][0] == bits]
+        others = [other for other in ("dense", *rivals) if other in timed and other != name]
+        entry["speedup_over"] = {other: timed[other]["time_ms"] / times["time_ms"] for other in others}

@@ -1,0 +1,67 @@
+"""What a figure needs beside it to be quoted: the command, the commit, the versions, the machine."""
+
+import os
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.kernels.cpu import build as cpu
+
+PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a time needs beside it. load: processes that wanted a processor in the last minute, where the system says
+    so."""
+    return {
+        **origin(device),
+        "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """What any figure needs beside it. `commit` is None outside of a checkout, the version of a package that is not
+    installed is None too."""
+    tracked = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    return {
+        "command": shlex.join(["compress", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD") if tracked else None,
+        "modified": bool(_git("status", "--porcelain", "--untracked-files=no")) if tracked else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "versions": {name: _installed(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+    }
+
+
+def cpu_name() -> str:
+    """The model of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the checkout that holds this file."""
+    words = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,271 @@
+"""The weight-only GEMM, out = x (codes - zero)^T scale + bias, over planar words of 4 or 8 bits (w4a16, w8a16).
+
+Computed as out^T = W x^T: the weights are the left operand, which Hopper's matrix instruction takes from registers,
+so that unpacked weights never go back through shared memory, and a tile of 16 tokens still fills the instruction
+(m64n16k16). One step of the main loop is one block of words (see `pack`): 16 / bits planes of 32 columns each, every
+plane multiplied by its own slice of x.
+
+    scale    on the sums where tokens are few: BLOCK_M multiply-adds per row and group, on exact integer products;
+             on the weights where they are many: one multiply per weight, rounded as `Quantized.dequantize` rounds it.
+             One scale per channel is applied once, after the loop.
+    split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile. Each writes fp32 partial
+             sums, and the last to arrive (counted per tile) adds them in a fixed order: the result does not depend on
+             timing. It also returns the counter to 0, so nothing has to be cleared between calls.
+    scales   of the next step are loaded while this one multiplies: they are too narrow for the asynchronous copies
+             that bring words and activations, and their latency would be paid in every step.
+    tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
+             zeros of x times padding, scaled like the last group.
+
+Given up: a layout of words by tile, tensor memory accelerator loads. Thousands of tokens: `dequantize_gemm`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.triton import workspace
+from compress.kernels.triton.int8_gemm import power8, unpack8
+from compress.kernels.triton.unpack import power4, raise4, unpack4
+from compress.kernels.tuning.choose import device_of, fused
+from compress.kernels.tuning.table import Shape
+
+INTERPRET = triton.knobs.runtime.interpret
+# Inline assembly, or the portable path that computes the same bits; the interpreter has no assembly.
+ASSEMBLY = not INTERPRET
+TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@triton.constexpr_function
+def power(bits: int, plane: int, dtype: tl.dtype) -> float:
+    """What unpacking adds to the codes of a plane."""
+    return power4(plane, dtype) if bits == 4 else power8(dtype)
+
+
+@triton.jit
+def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
+    """What COUNT consecutive groups of a block hold for rows n: a tuple of COUNT tensors. Past the end: the last."""
+    STEP: tl.constexpr = BLOCK_K // COUNT
+    last = (K - 1) // GROUP
+    ptrs = ptr + n
+    inside = n < N
+    column = block * BLOCK_K
+    a = tl.load(ptrs + min(column // GROUP, last) * N, mask=inside, other=0)
+    if COUNT == 1:
+        return (a,)
+    else:  # noqa: RET505  Triton 3.6 compiles what follows a constexpr return, unless it is an else
+        b = tl.load(ptrs + min((column + STEP) // GROUP, last) * N, mask=inside, other=0)
+        if COUNT == 2:
+            return a, b
+        else:  # noqa: RET505
+            c = tl.load(ptrs + min((column + 2 * STEP) // GROUP, last) * N, mask=inside, other=0)
+            d = tl.load(ptrs + min((column + 3 * STEP) // GROUP, last) * N, mask=inside, other=0)
+            return a, b, c, d
+
+
+@triton.jit
+def finish(
+    acc,
+    m,
+    n,
+    out_ptr,
+    bias_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Store the tile acc^T [BLOCK_N, BLOCK_M] of a grid (N tiles, M tiles, SPLIT_K); the last of its SPLIT_K programs
+    adds them all in a fixed order."""
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    inside = (m[None, :] < M) & (n[:, None] < N)
+    if SPLIT_K > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        TILE: tl.constexpr = BLOCK_N * BLOCK_M
+        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
+        tl.store(tile_ptrs + tl.program_id(2) * TILE, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for part in range(SPLIT_K):
+                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def partials(out_MN: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """What `finish` needs to split K: fp32 partial sums and zeroed counters; any tensor where nothing is split."""
+    if shape.split_k == 1:
+        return out_MN, out_MN
+    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    assert tiles <= workspace.SLICE
+    elements = tiles * shape.split_k * shape.block_n * shape.block_m
+    partial = torch.empty(elements, dtype=torch.float32, device=out_MN.device)
+    return partial, workspace.counters(out_MN.device)
+
+
+# Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
+@triton.jit(do_not_specialize=["M", "blocks_per_split"])
+def planar_kernel(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    blocks_per_split,
+    BITS: tl.constexpr,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DT: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """x [M, K], words [N, W] int16, scale and zero [G, N], bias [N], out [M, N] contiguous.
+
+    GROUP: columns per scale, 32, 64 or a multiple of 128; -1 for one scale per channel. Grid: (N tiles, M tiles,
+    SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is wrong.
+    """
+    PLANES: tl.constexpr = 16 // BITS
+    BLOCK_K: tl.constexpr = PLANES * PLANE
+    MIDDLE: tl.constexpr = 2 ** (BITS - 1)
+    PLANES_PER_SCALE: tl.constexpr = min(GROUP // PLANE, PLANES)
+    tile_n = tl.program_id(0)
+    tile_m = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, PLANE)
+    m_read = tl.where(m < M, m, 0).to(tl.int64)
+    n_read = tl.where(n < N, n, 0).to(tl.int64)
+    first = split * blocks_per_split
+    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if GROUP == -1:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+        if HAS_ZERO:
+            zero = tl.load(zero_ptr + n, mask=n < N, other=0)
+    else:
+        GROUPS: tl.constexpr = PLANES // PLANES_PER_SCALE
+        next_scales = load_groups(scale_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
+        if HAS_ZERO:
+            next_zeros = load_groups(zero_ptr, first, n, N, K, BLOCK_K, GROUP, GROUPS)
+    for block in range(first, last):
+        words = tl.load(words_ptrs, eviction_policy="evict_first")
+        if GROUP != -1:
+            scales = next_scales
+            next_scales = load_groups(scale_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
+            if HAS_ZERO:
+                zeros = next_zeros
+                next_zeros = load_groups(zero_ptr, block + 1, n, N, K, BLOCK_K, GROUP, GROUPS)
+        weights = unpack4(words, DT, ASM) if BITS == 4 else unpack8(words, DT, ASM)
+        for plane in tl.static_range(PLANES):
+            if EVEN_K:
+                x = tl.load(x_ptrs + plane * PLANE).to(DT)
+            else:
+                inside = (block * BLOCK_K + plane * PLANE + k)[:, None] < K
+                x = tl.load(x_ptrs + plane * PLANE, mask=inside, other=0.0).to(DT)
+            if GROUP != -1:
+                scale = scales[plane // PLANES_PER_SCALE]
+                if HAS_ZERO:
+                    zero = zeros[plane // PLANES_PER_SCALE]
+            if HAS_ZERO:
+                raised = raise4(zero, plane, DT, ASM) if BITS == 4 else zero.to(DT) + power8(DT)
+                weight = weights[plane] - raised[:, None]
+            else:
+                weight = weights[plane] - (MIDDLE + power(BITS, plane, DT))
+            if GROUP == -1:
+                acc = tl.dot(weight, x, acc)
+            elif SCALE_SUMS:
+                if plane % PLANES_PER_SCALE == 0:
+                    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                sums = tl.dot(weight, x, sums)
+                if (plane + 1) % PLANES_PER_SCALE == 0:
+                    acc += sums * scale[:, None].to(tl.float32)
+            else:
+                acc = tl.dot(weight * scale[:, None].to(DT), x, acc)
+        x_ptrs += BLOCK_K
+        words_ptrs += PLANE
+    if GROUP == -1:
+        acc *= scale[:, None].to(tl.float32)
+    finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
+
+
+def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
+    """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
+
+    x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype. What is refused, and why, is
+    `ops.why_not_planar`'s; here it is asserted.
+    """
+    (M, K), N = x_MK.shape, weight.words.shape[0]
+    assert x_MK.stride(-1) == 1
+    assert weight.words.shape[1] == planar_words(K, weight.bits)
+    assert weight.scale.dtype == x_MK.dtype
+    assert weight.scale.is_contiguous()
+    out_MN = torch.empty(M, N, dtype=x_MK.dtype, device=x_MK.device)
+    if M == 0 or N == 0:
+        return out_MN
+    if shape is None:
+        shape = fused(M, N, K, weight.bits, weight.group_size, device_of(x_MK.device))
+    grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
+    partial, counters = partials(out_MN, shape)
+    block = planar_block(weight.bits)
+    planar_kernel[grid](
+        x_MK,
+        weight.words,
+        weight.scale,
+        weight.zero,
+        bias_N,
+        out_MN,
+        partial,
+        counters,
+        M,
+        N,
+        K,
+        x_MK.stride(0),
+        weight.words.stride(0),
+        triton.cdiv(triton.cdiv(K, block), shape.split_k),
+        BITS=weight.bits,
+        PLANE=PLANE,
+        GROUP=weight.group_size,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        SPLIT_K=shape.split_k,
+        DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
+        HAS_ZERO=weight.zero is not None,
+        HAS_BIAS=bias_N is not None,
+        SCALE_SUMS=shape.scales_sums(weight.group_size),
+        EVEN_K=K % block == 0,
+        ASM=ASSEMBLY,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        enable_fp_fusion=True,
+    )
+    return out_MN

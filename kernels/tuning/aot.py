@@ -1,0 +1,254 @@
+"""What the shipped configurations compile to, for GPUs that are not there (`compiled`), against what there is time for.
+
+So a machine without a GPU can refuse a kernel that spills, does not fit, misses the matrix instruction or spends more
+instructions per weight than memory bandwidth leaves room for. Needs a process in which Triton does not interpret.
+
+    python -m compress.kernels.tuning.aot --quick    every kernel, every tile of the small product
+    python -m compress.kernels.tuning.aot            a selection of the shipped configurations, one JSON line each
+    python -m compress.kernels.tuning.aot --all      every one of them
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import triton.language as tl
+
+from compress.kernels.pack import PLANE, planar_block
+from compress.kernels.pack24 import BLOCK
+from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
+from compress.kernels.triton.int8_gemm import w8a8_kernel
+from compress.kernels.triton.int8_quantize import (
+    ROW_BLOCK,
+    ROW_WARPS,
+    STATIC_BLOCK,
+    STATIC_WARPS,
+    quantize_static_kernel,
+    quantize_tokens_kernel,
+)
+from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
+from compress.kernels.triton.planar_gemm import planar_kernel
+from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
+from compress.kernels.tuning.compiled import AMPERE, HOPPER, Cost, compile_for, cost
+
+# Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
+# issues 4 x 32 thread instructions per clock. Not measured on a GPU.
+BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
+ISSUED_PER_CLOCK = 128
+DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
+# Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
+SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
+
+
+def instruction_budget(bits_per_weight: float) -> float:
+    """Thread instructions per weight that an H200 can issue while the weight arrives from memory."""
+    return ISSUED_PER_CLOCK * bits_per_weight / 8 / BYTES_PER_CLOCK
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled configuration: what it is, what it takes, and thread instructions per weight against the budget."""
+
+    name: str
+    arch: int
+    cost: Cost
+    per_weight: float
+    budget: float
+
+
+def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096) -> Report:
+    """Compile the weight-only kernel as it would run for these sizes."""
+    shape = fused(M, N, K, bits, group, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": shape.scales_sums(group),
+        "EVEN_K": True,
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    compiled = compile_for(planar_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages)
+    read = cost(compiled)
+    per_weight = read.per_element(shape.num_warps, shape.block_n * planar_block(bits))
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+
+
+def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
+    """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
+    shape = fused24(M, N, K // BLOCK, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": scales_sums(shape, group, zero),
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm")
+    read = cost(compile_for(sparse24_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * BLOCK), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
+
+
+def w8a8(arch: int, M: int) -> Report:
+    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for M tokens."""
+    shape = fused_w8a8(M, arch >= HOPPER)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm"), "i32")
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
+    constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True)
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
+    return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
+
+
+def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:
+    """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
+    are counted per weight of a tile that takes one step: only to be compared with themselves."""
+    types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
+    types |= {"weight_desc": f"tensordesc<i8[{block_n}, {W8A8_BLOCK_K}]>", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("M", "N", "K", "stride_sm"), "i32") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32")
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": W8A8_BLOCK_K, "BAND": BAND}
+    constants |= {"HAS_ZERO": zero, "HAS_BIAS": True}
+    warps = 8
+    read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
+    per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
+    name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
+    return Report(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
+
+
+def quantize_rows(arch: int, symmetric: bool) -> Report:
+    """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": ROW_BLOCK, "SYMMETRIC": symmetric}
+    read = cost(compile_for(quantize_tokens_kernel, arch, types, constants, ("K", "stride_xm"), ROW_WARPS))
+    per_element = round(read.per_element(ROW_WARPS, ROW_BLOCK), 2)
+    name = f"quantize tokens {'symmetric' if symmetric else 'asymmetric'}"
+    return Report(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def quantize_fixed(arch: int) -> Report:
+    """Compile the static quantization; the program has no loop, so all of its instructions are counted."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": STATIC_BLOCK, "HAS_ZERO": True}
+    read = cost(compile_for(quantize_static_kernel, arch, types, constants, ("K", "stride_xm"), STATIC_WARPS))
+    per_element = round(read.per_element(STATIC_WARPS, STATIC_BLOCK), 2)
+    return Report("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
+    """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
+    types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
+    types |= {"words_ptr": "*i16", "scale_ptr": f"*{dtype}", "zero_ptr": "*u8", "out_ptr": f"*{dtype}"}
+    constants = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "BLOCK_N": BLOCK_ROWS, "HAS_ZERO": True}
+    aligned = ("N", "K", "stride_wn", "stride_on")
+    read = cost(compile_for(dequantize_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
+    per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
+    name = f"dequantize w{bits} {dtype} group {group}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2))
+
+
+def selection() -> Iterator[Report]:
+    """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
+    for M, N in SIZES:
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
+    for M in (1, 64):
+        yield weight_only(HOPPER, 4, 128, False, "fp16", M, 4096)
+    for M, group, zero in ((1, 32, True), (4096, 32, True), (1, 64, False), (1, -1, False)):
+        yield weight_only(HOPPER, 4, group, zero, "bf16", M, 4096)
+    for M in (1, 4096):
+        yield weight_only(HOPPER, 8, 128, True, "bf16", M, 4096)
+    yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
+    for M in (1, 64):
+        yield weight_only(AMPERE, 4, 128, True, "bf16", M, 4096)
+    yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
+    for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
+        yield sparse24(HOPPER, group, zero, "bf16", M)
+    for M in (1, 64):
+        yield sparse24(AMPERE, 128, True, "bf16", M)
+    for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
+        yield w8a8(arch, M)
+    yield w8a8_persistent(64, 256, 4, True)
+    yield w8a8_persistent(128, 128, 4, True)
+    yield quantize_rows(HOPPER, False)
+    yield quantize_fixed(HOPPER)
+    for group in (128, 96):
+        yield dequantize(HOPPER, 4, group, "bf16")
+
+
+def quick() -> Iterator[Report]:
+    """Every kernel on both architectures, every tile of the small product once; half of the selection's time."""
+    for M, N in SIZES:
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
+    yield weight_only(HOPPER, 4, 128, False, "fp16", 1, 4096)
+    yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
+    yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
+    yield weight_only(AMPERE, 4, 128, True, "bf16", 64, 4096)
+    for arch, zero in ((HOPPER, False), (AMPERE, True)):
+        yield sparse24(arch, 128, zero, "bf16", 1)
+        yield w8a8(arch, 4096)
+    yield w8a8_persistent(128, 128, 4, True)
+    yield quantize_rows(HOPPER, False)
+    yield quantize_fixed(HOPPER)
+    yield dequantize(HOPPER, 4, 96, "bf16")
+
+
+def everything() -> Iterator[Report]:
+    """The product of all shapes and variants, on both architectures."""
+    for arch, bits, group, zero, dtype, (M, N) in itertools.product(
+        (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
+    ):
+        yield weight_only(arch, bits, group, zero, dtype, M, N)
+    for arch, group, zero, dtype, M in itertools.product(
+        (HOPPER, AMPERE), (32, 64, 128, 256, -1), (False, True), DTYPES, (1, 32, 64)
+    ):
+        yield sparse24(arch, group, zero, dtype, M)
+    for arch in (HOPPER, AMPERE):
+        for M in (1, 32, 64, 128, 4096):
+            yield w8a8(arch, M)
+        for symmetric in (False, True):
+            yield quantize_rows(arch, symmetric)
+        yield quantize_fixed(arch)
+        for bits, group, dtype in itertools.product((4, 8), (16, 32, 128, -1), DTYPES):
+            yield dequantize(arch, bits, group, dtype)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Compile the kernels without a GPU and report what they take.")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--all", action="store_true", help="every configuration, not only the selection")
+    chosen.add_argument("--quick", action="store_true", help="less than the selection")
+    given = parser.parse_args()
+    for report in everything() if given.all else quick() if given.quick else selection():
+        print(json.dumps(asdict(report)), flush=True)

@@ -1,0 +1,120 @@
+"""Which compiled configuration runs a product of given sizes. Pure functions of sizes and device, so that graphs can
+be captured: what was measured to be fastest (`table`), or else what is derived here.
+
+Derived: the tiles are those whose compiled loops do not spill and take the fewest instructions per weight (`aot`), the
+splits fill the processors twice; neither has been tuned by measurement on a GPU. Before Hopper the matrix instruction
+takes activations through registers too, and large tiles spill.
+
+From DEQUANTIZE_TOKENS tokens on, a weight is dequantized block by block and multiplied by cuBLAS. Writing and reading
+it costs 4.5 bytes per 4-bit weight whatever M is, 413 / M of the time of the product at 4.3 TB/s and 790 TFLOP/s
+(assumed of an H200): a fifth at 2048 tokens, a loss that is known, against a fused kernel whose share of cuBLAS's
+speed is not. Below, the fused kernel has to reach less than that to be the better one.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from compress.kernels.pack import planar_block
+from compress.kernels.pack24 import BLOCK
+from compress.kernels.triton import workspace
+from compress.kernels.tuning import table
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, Shape
+
+# Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
+PROCESSORS = 132
+SPLIT_LIMIT = 8
+BLOCKS_PER_SPLIT = 4
+# Columns of one step of the int8 product.
+W8A8_BLOCK_K = 128
+DEQUANTIZE_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a choice depends on: names to look up, the most specific first; streaming multiprocessors; capability."""
+
+    names: tuple[str, ...] = ()
+    processors: int = PROCESSORS
+    hopper: bool = True
+
+
+def choose(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Choice:
+    """How the weight-only product of [M, K] and [N, K] runs."""
+    found = table.lookup("weight_only", device.names, bits, group_size, M, N, K)
+    if found is not None and (found == DEQUANTIZE or _counted(found, M, N)):
+        return found
+    if M >= DEQUANTIZE_TOKENS:
+        return DEQUANTIZE
+    return fused(M, N, K, bits, group_size, device)
+
+
+def choose_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
+    """The configuration of the int8 product of [M, K] and [N, K]."""
+    found = table.lookup("w8a8", device.names, 8, -1, M, N, K)
+    return found if isinstance(found, Shape) else fused_w8a8(M, device.hopper)
+
+
+def choose24(M: int, N: int, K: int, group_size: int, device: Device) -> Shape:
+    """The configuration of the product of [M, K] and a 2:4 weight [N, K] of 4 bits."""
+    found = table.lookup("sparse24", device.names, 4, group_size, M, N, K)
+    if isinstance(found, Shape) and _counted(found, M, N):
+        return found
+    return fused24(M, N, _cdiv(K, BLOCK), device)
+
+
+def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:
+    """The derived configuration of the weight-only kernel."""
+    if M > 64:
+        if not device.hopper:
+            return Shape(64, 256, num_warps=8, num_stages=3)
+        wide = _cdiv(M, 128) * _cdiv(N, 256)
+        if wide >= device.processors or group_size == 32:
+            return Shape(128, 256, num_warps=8, num_stages=3)
+        return Shape(128, 128, num_stages=3)
+    split = splits(_cdiv(N, 128), _cdiv(K, planar_block(bits)), device.processors)
+    return Shape(max(16, table.bucket(M)), 128, split_k=split)
+
+
+def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
+    """The derived configuration of the 2:4 kernel for `blocks` steps of 512 columns, made for few tokens."""
+    block_m = min(64 if device.hopper else 32, max(16, table.bucket(M)))
+    tiles = _cdiv(M, block_m) * _cdiv(N, 128)
+    return Shape(block_m, 128, split_k=splits(tiles, blocks, device.processors, 1), num_stages=2)
+
+
+def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPLIT) -> int:
+    """Programs per tile: they fill the processors twice, each with at least `least` steps to do."""
+    split = SPLIT_LIMIT if tiles <= workspace.SLICE else 1
+    while split > 1 and (split * tiles > 2 * processors or split * least > blocks):
+        split //= 2
+    return split
+
+
+def fused_w8a8(M: int, hopper: bool = True) -> Shape:
+    """The derived configuration of the int8 kernel for M tokens."""
+    if M <= 64:
+        return Shape(max(16, table.bucket(M)), 128)
+    if M <= 256 or not hopper:
+        return Shape(128, 128, num_warps=8, num_stages=3)
+    return Shape(256, 128, num_warps=8, num_stages=3)
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """What is known of a device; an H200 that nothing was measured on under the interpreter."""
+    if device.type != "cuda":
+        return Device()
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return Device((properties.name, capability), properties.multi_processor_count, properties.major >= 9)
+
+
+def _counted(shape: Shape, M: int, N: int) -> bool:
+    """Whether there are counters for all tiles that are split."""
+    return shape.split_k == 1 or _cdiv(M, shape.block_m) * _cdiv(N, shape.block_n) <= workspace.SLICE
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

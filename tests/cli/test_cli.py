@@ -1,0 +1,649 @@
+"""The command line as a person meets it: what is printed where, what is left on disk. What it refuses: `bad_input`.
+
+Work that fails: exit code 1, one line after the progress, finished blocks kept. Most commands run inside this process
+(`commands.command`).
+"""
+
+import hashlib
+import json
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLAIN_GPTQ, Desk, Outcome, command, configured, half, last_line
+from places import SHARED
+from safetensors.torch import load_file, save_file
+
+import compress
+from compress import api
+from compress.checkpoint import source
+from compress.cli import progress
+
+FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
+COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
+
+
+# --- what exists is not lost ---------------------------------------------------------------------------------------
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """The files of a result that hold no time and no command line."""
+    return {name: data for name, data in tree(directory).items() if name != "compress.json"}
+
+
+def test_an_output_that_exists_is_kept_without_overwrite_and_replaced_with_it(desk: Desk) -> None:
+    assert desk.rtn(desk.model).code == 0
+    before = tree(desk.output)
+    outcome = desk.rtn(desk.model, "--scheme", "w3a16")
+    assert outcome.code == 2
+    assert "output exists" in last_line(outcome)
+    assert "--overwrite" in last_line(outcome)
+    assert tree(desk.output) == before
+    assert desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite").code == 0
+    rows = {row["name"]: row["scheme"] for row in command("inspect", desk.output, "--json", "-").json()["layers"]}
+    assert rows["model.layers.0.mlp.up_proj"].startswith("w3a16")
+    assert [*rows][:3] == ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"]
+    assert sorted(p.name for p in desk.here.iterdir()) == ["output"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "model"])
+def test_an_output_of_somebody_else_is_never_overwritten(desk: Desk, kind: str) -> None:
+    if kind == "file":
+        desk.output.write_text("mine")
+    elif kind == "directory":
+        desk.output.mkdir()
+        (desk.output / "thesis.tex").write_text("mine")
+    else:
+        shutil.copytree(desk.model, desk.output)
+    before = desk.output.read_bytes() if kind == "file" else tree(desk.output)
+    outcome = desk.rtn(desk.model, "--overwrite")
+    assert outcome.code == 2
+    assert "not a checkpoint of this tool" in last_line(outcome)
+    assert (desk.output.read_bytes() if kind == "file" else tree(desk.output)) == before
+
+
+def test_a_directory_in_the_way_of_a_working_directory_is_kept(desk: Desk) -> None:
+    assert desk.rtn(desk.model).code == 0
+    before = tree(desk.output)
+    for name, content in {"thesis.tex": "mine", "progress.json": '{"identity": "", "blocks": {}}'}.items():
+        other = desk.here / "output.partial"
+        other.mkdir()
+        (other / name).write_text(content)
+        outcome = desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite")
+        assert outcome.code == 2
+        assert "output.partial" in last_line(outcome)
+        assert "move" in last_line(outcome)
+        assert tree(other) == {name: content.encode()}
+        assert tree(desk.output) == before
+        shutil.rmtree(other)
+
+
+def test_overwriting_takes_nothing_but_what_a_run_wrote(desk: Desk) -> None:
+    """A former result that a person kept beside the output, and a file of a person's inside it."""
+    assert desk.rtn(desk.model).code == 0
+    kept = Path(shutil.copytree(desk.output, desk.here / "output.replaced"))
+    before = tree(kept)
+    assert desk.rtn(desk.model, "--scheme", "w3a16", "--overwrite").code == 0
+    assert tree(kept) == before
+    (desk.output / "thesis.tex").write_text("mine")
+    before = tree(desk.output)
+    outcome = desk.rtn(desk.model, "--overwrite")
+    assert outcome.code == 2
+    assert "holds thesis.tex, which no run wrote; move it" in last_line(outcome)
+    assert tree(desk.output) == before
+    shutil.rmtree(desk.output)
+    desk.output.mkdir()
+    (desk.output / "compress.json").write_text('{"layers": []}')
+    outcome = desk.rtn(desk.model, "--overwrite")
+    assert "not a checkpoint of this tool" in last_line(outcome)
+    assert (desk.output / "compress.json").exists()
+
+
+# --- work that fails -----------------------------------------------------------------------------------------------
+
+
+def damaged(desk: Desk, tensor: str, value: float) -> Path:
+    def edit(path: Path) -> None:
+        tensors = load_file(path)
+        tensors[tensor][0] = value
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return desk.copy(model__safetensors=edit)
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_weight_that_is_not_a_number_stops_the_run_at_its_layer(desk: Desk, method: str) -> None:
+    model = damaged(desk, "model.layers.1.mlp.up_proj.weight", float("nan"))
+    outcome = desk.rtn(model) if method == "rtn" else desk.gptq(desk.tokens, *FAST, model=model)
+    assert outcome.code == 1
+    assert "model.layers.1.mlp.up_proj has non-finite weights" in last_line(outcome)
+    assert not desk.output.exists()
+
+
+def test_activations_that_are_not_numbers_stop_the_run_at_their_layer(desk: Desk) -> None:
+    model = damaged(desk, "model.embed_tokens.weight", float("inf"))
+    outcome = desk.gptq(desk.ids(torch.zeros(2, 9, dtype=torch.int64)), *FAST, model=model)
+    assert outcome.code == 1
+    assert "the input of model.layers.0.self_attn.q_proj has non-finite values" in last_line(outcome)
+    assert not desk.output.exists()
+    # Nothing was finished: nothing is in the way of the next try.
+    assert desk.gptq(desk.tokens, *FAST).code == 0
+
+
+@pytest.mark.parametrize("role", ["model", "reference"])
+def test_logits_that_are_not_numbers_are_no_figures(desk: Desk, role: str) -> None:
+    other = damaged(desk, "model.norm.weight", float("nan"))
+    model, reference = (other, desk.model) if role == "model" else (desk.model, other)
+    outcome = command("evaluate", model, "--reference", reference, "--text", desk.tokens)
+    assert outcome.code == 1
+    assert f"the {role} gives logits that are not finite" in last_line(outcome)
+
+
+def test_a_defect_is_one_line_and_its_traceback_is_there_on_request(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the roof\nis on fire")
+
+    monkeypatch.setattr(compress, "quantize", broken)
+    outcome = desk.rtn(desk.model)
+    assert outcome.code == 1
+    assert "unexpected RuntimeError: the roof is on fire (set COMPRESS_TRACEBACK=1" in last_line(outcome)
+    monkeypatch.setenv("COMPRESS_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="the roof"):
+        desk.rtn(desk.model)
+
+
+def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_something(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def stopped_after(blocks: int) -> Callable[..., None]:
+        return lambda _, done, total, what: stopped() if what and done == blocks else None
+
+    partial = desk.output.with_name("output.partial")
+    for blocks, kept in ((1, "1 finished block is"), (2, "2 finished blocks are")):
+        with monkeypatch.context() as patch:
+            patch.setattr(progress.Lines, "step", stopped_after(blocks))
+            outcome = desk.rtn(desk.model)
+        assert outcome.code == 130
+        assert outcome.err == f"compress: stopped; {kept} kept in {partial}: run again with --resume\n"
+        shutil.rmtree(partial)
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Lines, "step", stopped)
+        assert desk.rtn(desk.model) == Outcome(130, "", "compress: stopped\n")
+    assert not partial.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "_verify", stopped)
+        outcome = desk.rtn(desk.model, "--verify")
+    assert outcome.code == 130
+    assert last_line(outcome) == f"compress: stopped; 2 finished blocks are kept in {partial}: run again with --resume"
+    assert not desk.output.exists()  # it has its name when it is verified
+    assert desk.rtn(desk.model, "--resume").code == 0
+    monkeypatch.setattr(source, "weight_files", stopped)
+    for words in (["evaluate", desk.model, "--text", "demo"], ["inspect", desk.model], ["bench", desk.model]):
+        assert command(*words) == Outcome(130, "", "compress: stopped\n")
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterable[None]:
+    """A full disk, as far as one file can tell: writing beyond `size` bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# The first block takes 2 bits a weight, the second 8: a limit between the two stops the run in the second.
+TWO_SIZES = """
+passes:
+- gptq: {scheme: w2a16, group_size: 32, drift: 0.0, clip: false, refit: 0, sweeps: 0}
+  only: ["model.layers.0.*"]
+- gptq: {scheme: w8a16, group_size: 32, drift: 0.0, clip: false, refit: 0, sweeps: 0}
+  only: ["model.layers.1.*"]
+"""
+BETWEEN = 24_000
+
+
+def test_a_full_disk_keeps_the_finished_blocks_and_resume_ends_in_the_same_files(desk: Desk) -> None:
+    recipe = desk.file("recipe.yaml", TWO_SIZES)
+    words = ["quantize", desk.model, "--recipe", recipe, "--calibration", desk.tokens, "--no-verify"]
+    words = [*map(str, words), "--output", str(desk.output)]
+    with files_of_at_most(BETWEEN):
+        done = command(*words)
+    assert done.code == 1, done.err
+    line = last_line(done)
+    assert "cannot write" in line
+    assert "block-00001.safetensors" in line
+    assert "--resume" in line
+    assert not desk.output.exists()
+    partial = desk.here / "output.partial"
+    assert list(json.loads((partial / "progress.json").read_text())["blocks"]) == ["model.layers.0"]
+
+    resumed = command(*words, "--resume")
+    assert resumed.code == 0, resumed
+    words[-1] = str(desk.here / "uninterrupted")
+    assert command(*words).code == 0
+    assert weights(desk.output) == weights(desk.here / "uninterrupted")
+    assert not partial.exists()
+
+
+def test_a_full_disk_at_the_end_keeps_the_blocks(desk: Desk) -> None:
+    with files_of_at_most(100_000):  # blocks are small; embedding and head together are not
+        outcome = desk.rtn(desk.model)
+    assert outcome.code == 1
+    assert "cannot write rest.safetensors" in last_line(outcome)
+    assert not desk.output.exists()
+    resumed = desk.rtn(desk.model, "--resume")
+    assert resumed.code == 0
+    assert desk.rtn(desk.model, "--output", desk.here / "again").code == 0
+    assert weights(desk.output) == weights(desk.here / "again")
+
+
+@pytest.fixture
+def stopped(desk: Desk) -> Desk:
+    """A run that has finished both blocks and nothing else."""
+    with files_of_at_most(100_000):
+        assert desk.rtn(desk.model).code == 1
+    return desk
+
+
+def test_an_unfinished_run_is_neither_dropped_nor_mixed_with_another(stopped: Desk) -> None:
+    partial = stopped.here / "output.partial"
+    before = tree(partial)
+    outcome = stopped.rtn(stopped.model)
+    assert outcome.code == 2
+    assert "unfinished run; go on with --resume or drop it with --overwrite" in last_line(outcome)
+    outcome = stopped.rtn(stopped.model, "--resume", "--scheme", "w3a16")
+    assert outcome.code == 2
+    assert "of another run (model, recipe, calibration data or version differ)" in last_line(outcome)
+    assert tree(partial) == before
+    assert stopped.rtn(stopped.model, "--scheme", "w3a16", "--overwrite").code == 0
+    assert not partial.exists()
+
+
+def test_a_damaged_block_of_an_unfinished_run_is_refused(stopped: Desk) -> None:
+    half(stopped.here / "output.partial" / "blocks" / "block-00000.safetensors")
+    outcome = stopped.rtn(stopped.model, "--resume")
+    assert outcome.code == 2
+    assert "block-00000.safetensors of the unfinished run cannot be read" in last_line(outcome)
+    assert "--overwrite" in last_line(outcome)
+
+
+def test_resume_with_nothing_to_go_on_with_says_so(desk: Desk) -> None:
+    outcome = desk.rtn(desk.model, "--resume")
+    assert outcome.code == 0
+    assert "note: " in outcome.err
+    assert "no finished block of an earlier run for output: started from the beginning" in outcome.err
+    assert any("no finished block" in note for note in json.loads((desk.output / "compress.json").read_text())["notes"])
+
+
+# --- what is printed where -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_mentions_every_option(name: str) -> None:
+    from compress.cli.main import cli
+
+    outcome = command(name, "--help")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert cli.commands[name].help.splitlines()[0][:40] in " ".join(outcome.out.split())
+    for parameter in cli.commands[name].params:
+        for word in parameter.opts if parameter.param_type_name == "option" else [parameter.make_metavar(None)]:
+            assert word in outcome.out
+
+
+def test_help_of_the_whole_names_every_command_with_its_sentence() -> None:
+    outcome = command("--help")
+    assert outcome.code == 0
+    for name in COMMANDS:
+        line = next(li for li in outcome.out.splitlines() if re.match(rf"  {name}\s", li))
+        assert not line.endswith("..."), line
+
+
+def test_version_is_that_of_the_package() -> None:
+    assert command("--version").out == f"compress, version {compress.__version__}\n"
+
+
+def test_methods_lists_every_method_in_a_line() -> None:
+    from compress.recipe import PASSES
+
+    lines = command("methods").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(PASSES)
+
+
+def test_methods_gptq_shows_source_and_every_option_with_its_default() -> None:
+    from dataclasses import fields
+
+    out = command("methods", "gptq").out
+    assert "arXiv 2210.17323" in out
+    defaults = out.split("Defaults: ")[1]
+    for option in fields(compress.GPTQ):
+        assert f"{option.name}={option.default}" in defaults
+        assert re.search(rf"\b{option.name}\b", out.split("Defaults: ")[0])
+
+
+def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
+    from compress.recipe import BUILT_IN
+
+    lines = command("recipes").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BUILT_IN)
+    assert all(30 < len(line) < 140 for line in lines)
+    for name, path in BUILT_IN.items():
+        assert command("recipes", name).out == path.read_text(encoding="utf-8")
+
+
+def test_a_built_in_recipe_runs_by_its_name_and_with_another_group_size(desk: Desk) -> None:
+    words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens, "--no-verify"]
+    named = command(*words, "--output", desk.here / "named")
+    assert named.code == 0, named
+    other = command(*words, "--group-size", 16, "--output", desk.here / "other")
+    assert other.code == 0, other
+    assert other.err.startswith("note: --group-size 16 instead of what recipe 'w4a16-mixed' gives gptq\n")
+    for output, size in (("named", 32), ("other", 16)):  # 32: the largest that divides 64 and 96
+        record = json.loads((desk.here / output / "compress.json").read_text())
+        found = {"attn" in layer["name"]: layer["group_size"] for layer in record["layers"]}
+        assert found == {True: None, False: size}
+    refused = desk.recipe("passes: [rtn: {group_size: -1}]", "--group-size", 16)
+    assert refused.code == 2
+    assert "no pass of the recipe has groups, so group size 16 has no say" in refused.err.splitlines()[-1]
+
+
+def test_a_method_without_statistics_takes_calibration_data_and_says_that_it_reads_none(desk: Desk) -> None:
+    more = ["--samples", 3, "--length", 9, "--batch-size", 2]
+    for method, given in (("rtn", ["--calibration", "no/such.txt", *more]), ("rtn", [])):
+        outcome = desk.rtn(desk.model, "--method", method, *given, "--output", desk.here / f"{len(given)}")
+        assert outcome.code == 0, outcome
+        assert outcome.err.startswith("note: no pass uses calibration data: what is given stays unread\n") == bool(
+            given
+        )
+    assert weights(desk.here / "8") == weights(desk.here / "0")
+
+
+def test_json_on_standard_output_is_all_there_is(desk: Desk, llama_w4: Path) -> None:
+    for arguments in (
+        ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens],
+        ["inspect", llama_w4],
+        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
+    ):
+        outcome = command(*arguments, "--json", "-")
+        assert outcome.code == 0
+        assert isinstance(json.loads(outcome.out), dict)  # fails for a word before or after
+
+
+def test_json_in_a_file_leaves_the_table_on_standard_output(desk: Desk) -> None:
+    target = desk.here / "figures.json"
+    outcome = command("evaluate", desk.model, "--text", desk.tokens, "--json", target)
+    assert outcome.code == 0
+    assert "perplexity" in outcome.out
+    assert json.loads(target.read_text())["tokens"] == 6 * 15
+
+
+def test_evaluate_names_its_figures(desk: Desk, llama_w4: Path) -> None:
+    figures = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", "-").json()
+    names = (
+        "perplexity reference_perplexity log_perplexity_ratio kl_mean kl_median kl_p99 same_top standard_errors "
+        "token_standard_errors tokens windows bytes reference_bytes bits_per_weight length bits_per_parameter dtype "
+        "text text_sha256 model reference recipe protocol command date commit modified device device_type threads "
+        "versions cuda"
+    )
+    assert set(figures) == set(names.split())
+    # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
+    assert all(value is not None for name, value in figures.items() if name not in ("commit", "modified", "cuda"))
+    assert figures["bytes"] < figures["reference_bytes"]
+
+
+def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> None:
+    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", desk.here / "f")
+    figures = json.loads((desk.here / "f").read_text())
+    record = json.loads((llama_w4 / "compress.json").read_text())
+    assert (figures["model"], figures["reference"]) == (str(llama_w4), str(desk.model))
+    assert figures["recipe"] == record["identity"]["recipe"]
+    assert figures["text"] == str(desk.tokens)
+    ids = torch.load(desk.tokens, weights_only=True)
+    assert figures["text_sha256"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    assert figures["command"].startswith(f"compress evaluate {llama_w4} --reference ")
+    assert figures["versions"]["compress"] == compress.__version__
+    assert figures["versions"]["torch"] == torch.__version__
+    errors = figures["standard_errors"]
+    for name, form in (("perplexity", ".4f"), ("log_perplexity_ratio", ".4f"), ("kl_mean", ".5f")):
+        assert f"{figures[name]:{form}} ± {errors[name]:{form}}" in table.out
+    plain = command("evaluate", desk.model, "--text", desk.tokens, "--json", "-").json()
+    assert plain["recipe"] is plain["reference"] is plain["log_perplexity_ratio"] is None
+    assert set(plain["standard_errors"]) == {"perplexity"}
+
+
+def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
+    for arguments in (
+        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
+        ["evaluate", llama_w4, "--text", desk.tokens],
+        ["inspect", llama_w4],
+    ):
+        assert command(*arguments, "--quiet") == Outcome(0, "", "")
+
+
+def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
+    outcome = desk.gptq(desk.tokens, *FAST)
+    lines = outcome.err.splitlines()
+    assert lines[0] == "quantize: 0/2"
+    assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, \d+ s left", lines[1])
+    assert lines[2:] == ["quantize: 2/2 model.layers.1"]
+    assert "\x1b" not in outcome.err + outcome.out
+    assert "quantize: " not in outcome.out
+
+
+def test_quantize_says_what_it_did(desk: Desk) -> None:
+    outcome = desk.gptq(desk.tokens, *FAST, "--ignore", "*.down_proj")
+    assert "12 layers compressed" in outcome.out
+    assert "1 embedding, 2 ignored by '*.down_proj', 1 output head" in outcome.out
+    assert "against" in outcome.out  # the loss of plain rounding
+    assert "not verified: run `compress verify`" in outcome.out
+
+
+def test_fewer_samples_than_asked_for_are_said_before_the_work(desk: Desk) -> None:
+    outcome = desk.gptq(desk.tokens, *FAST, "--samples", 9)
+    assert outcome.code == 0
+    assert "6 samples of 16 tokens, fewer than the 9 asked for" in outcome.err.splitlines()[0]
+    record = json.loads((desk.output / "compress.json").read_text())
+    assert any("fewer than the 9 asked for" in note for note in record["notes"])
+    assert record["calibration"]["samples"] == 6
+
+
+def test_weights_that_the_model_does_not_use_are_said(desk: Desk) -> None:
+    outcome = desk.rtn(desk.copy(config__json=configured(num_hidden_layers=1)))
+    assert outcome.code == 0
+    assert "note: 9 tensors of " in outcome.err
+    assert "like model.layers.1.input_layernorm.weight" in outcome.err
+
+
+def test_settings_are_read_as_people_write_them(desk: Desk) -> None:
+    words = ["--set", "damp=1e-2", "--set", "act-order=static", "--set", "clip=False", "--set", "drift=0"]
+    assert desk.gptq(desk.tokens, *words, "--set", "refit=0", "--set", "sweeps=0").code == 0
+    step = json.loads((desk.output / "compress.json").read_text())["identity"]["recipe"]["passes"][0]["gptq"]
+    assert (step["damp"], step["act_order"], step["clip"], step["drift"]) == (0.01, "static", False, 0.0)
+
+
+# --- the other commands --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["llama", "llama_w4"])
+def test_generate_prints_text_that_starts_with_the_prompt(request: pytest.FixtureRequest, which: str) -> None:
+    model = request.getfixturevalue(which)
+    outcome = command("generate", model, "--prompt", "Once upon a time", "--tokens", 5)
+    assert outcome.code == 0
+    assert outcome.out.startswith("Once upon a time")
+    assert len(outcome.out.strip()) > len("Once upon a time")
+    assert outcome.err == ""
+    again = command("generate", model, "--prompt", "Once upon a time", "--tokens", 5)
+    assert again == outcome
+
+
+def test_generate_says_the_same_compressed_and_dequantized(tmp_path: Path) -> None:
+    compress.quantize("demo", compress.RTN(scheme="w4a16"), output=tmp_path / "out", verify=False)
+    words = ["--prompt", "def read(path):", "--tokens", 24]
+    compressed = command("generate", tmp_path / "out", *words)
+    dense = command("generate", tmp_path / "out", *words, "--dequantize")
+    assert compressed.code == 0, compressed.err
+    assert compressed.out == dense.out
+    rounded = command("generate", tmp_path / "out", *words, "--int8-activations")
+    assert rounded.code == 0
+    assert rounded.out.startswith("def read(path):")
+    both = command("generate", tmp_path / "out", *words, "--dequantize", "--int8-activations")
+    assert both.code == 2
+    assert "do not apply" in both.err
+
+
+def test_inspect_says_which_kernel_each_layer_gets(
+    llama_w4: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = command("inspect", llama_w4, "--kernels", "--json", "-", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    found = outcome.json()
+    assert found["device"] == "cpu"
+    assert len(found["layers"]) == 12
+    for layer in found["layers"]:
+        assert set(layer["kernels"]) == {"1", "16", "512"}
+        assert all(kernel.startswith(("cpu", "torch")) for kernel in layer["kernels"].values())
+    monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda: ("no C++ compiler",))
+    without = command("inspect", llama_w4, "--kernels", "--device", "cpu")
+    assert "torch" in without.out
+    assert "no C++" in without.out
+    dense = command("inspect", llama, "--kernels")
+    assert dense.code == 2
+    assert "is not compressed" in dense.err
+    alone = command("inspect", llama, "--device", "cpu")
+    assert alone.code == 2
+    assert "--kernels" in alone.err
+
+
+def test_generate_samples_by_its_seed(llama: Path) -> None:
+    def sample(seed: int) -> str:
+        words = ["--prompt", "Once", "--tokens", 12, "--temperature", 1, "--seed", seed]
+        return command("generate", llama, *words).out
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_inspect_of_a_dense_checkpoint_lists_every_tensor(llama: Path) -> None:
+    found = command("inspect", llama, "--json", "-").json()
+    rows = {row["name"]: row for row in found["layers"]}
+    assert set(rows) == set(load_file(llama / "model.safetensors"))
+    assert rows["model.layers.0.mlp.down_proj.weight"] == {
+        "name": "model.layers.0.mlp.down_proj.weight",
+        "shape": [64, 96],
+        "scheme": "f16",
+        "bits": 16.0,
+        "bytes": 64 * 96 * 2,
+        "remark": "",
+    }
+    assert found["size"]["compressed_weights"] == 0
+    assert "not compressed" in command("inspect", llama).out
+
+
+def test_inspect_of_a_compressed_checkpoint_says_why_layers_were_left_alone(llama_w4: Path) -> None:
+    found = command("inspect", llama_w4, "--json", "-").json()
+    rows = {row["name"]: row for row in found["layers"]}
+    packed = rows["model.layers.0.self_attn.q_proj"]
+    assert packed["scheme"] == "w4a16 g32 symmetric"
+    assert packed["bytes"] == 64 * 64 // 2 + 64 * 2 * 2 + 16  # codes, scales, shape
+    assert packed["remark"].startswith("rtn")
+    assert rows["model.layers.1.mlp.down_proj.weight"]["remark"] == "ignored by '*.down_proj'"
+    assert rows["lm_head.weight"]["remark"] == "output head"
+    assert rows["model.embed_tokens.weight"]["remark"] == "embedding"
+    table = command("inspect", llama_w4).out
+    assert "ignored by '*.down_proj'" in table
+    assert "…" not in table  # nothing is cut where nobody can widen the window
+
+
+# --- through a real process ----------------------------------------------------------------------------------------
+
+
+def process(*arguments: object) -> Outcome:
+    words = [sys.executable, "-m", "compress", *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: Desk) -> None:
+    pytest.importorskip("compressed_tensors", reason="transformers reads packed weights with it")
+    words = ["--method", "rtn", "--group-size", 32, "--output", desk.output, "--json", "-"]
+    outcome = process("quantize", desk.model, *words)
+    assert outcome.code == 0, outcome
+    record = json.loads(outcome.out)
+    assert record["verification"]["layers"] == 14
+    assert record["verification"]["transformers"] == "compared"
+    assert record["verification"]["logits_max_difference"] == 0.0
+    assert all(line.startswith(("quantize: ", "note: verifying")) for line in outcome.err.splitlines()), outcome.err
+
+
+def test_several_processes_without_fsdp_are_refused(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    outcome = desk.rtn(desk.model)
+    assert outcome.code == 2
+    assert "several processes were started; add --fsdp" in last_line(outcome)
+    assert not desk.output.exists()
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the trained models beside the project")
+def test_a_trained_model_loses_less_by_gptq_than_by_rounding(tmp_path: Path) -> None:
+    model, tokens = SHARED / "models" / "babyllama-105", SHARED / "tokens"
+    kl = {}
+    for method in ("rtn", "gptq"):
+        words = ["--calibration", tokens / "babyllama-105.calib.pt", "--samples", 16, *FAST] if method == "gptq" else []
+        output = tmp_path / method
+        words += ["--method", method, "--scheme", "w3a16", "--group-size", 32, "--output", output, "--no-verify"]
+        assert command("quantize", model, *words).code == 0
+        words = ["--reference", model, "--text", tokens / "babyllama-105.eval.pt", "--samples", 8, "--json", "-"]
+        kl[method] = command("evaluate", output, *words).json()["kl_mean"]
+    assert kl["gptq"] < 0.7 * kl["rtn"]
+
+
+@pytest.mark.slow
+def test_the_demo_compares_rounding_with_gptq(tmp_path: Path) -> None:
+    outcome = command("demo", "--output", tmp_path)
+    assert outcome.code == 0
+    assert "RTN w3a16 g128" in outcome.out
+    assert "GPTQ w3a16 g128" in outcome.out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo-w3a16-gptq", "demo-w3a16-rtn"]
+    assert "exists" in last_line(command("demo", "--output", tmp_path))
+    assert command("demo", "--output", tmp_path, "--overwrite", "--quiet").out == ""
+
+
+@pytest.mark.parametrize(
+    "cli",
+    ["import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", "def main():\n    raise KeyboardInterrupt\n"],
+    ids=["importing", "before any command"],
+)
+def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -> None:
+    package = tmp_path / "compress"
+    package.mkdir()
+    shutil.copy(Path(compress.__file__).with_name("__main__.py"), package)
+    (package / "__init__.py").touch()
+    (package / "cli").mkdir()
+    (package / "cli" / "main.py").write_text(cli)
+    words = [sys.executable, "-m", "compress", "--help"]
+    # Whoever started these tests in the background has them ignore interrupts, and with them what they start.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(
+        words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False, preexec_fn=listening
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: stopped\n")

@@ -1,0 +1,99 @@
+"""The time that is left: from the steps themselves, not from what was before them."""
+
+import io
+
+import pytest
+from commands import Outcome, StopAfterOne, command, make_llama
+from models import tokens
+from rich.console import Console
+from rich.progress import Progress
+
+import compress
+from compress.cli import progress
+from compress.cli.progress import Bar, Lines, TimeLeft
+from compress.run import pipeline
+
+STEPS = [(0, ""), (0, ""), (1, "a"), (2, "b"), (2, ""), (3, "c"), (4, "d")]
+TIMES = [0, 50, 60, 75, 75, 76, 77]  # start-up until 50; what is after b takes a second each
+LEFT = [None, None, 30, 25, None, 1, 0]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_lines_say_the_time_that_steps_like_these_take(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines("work")
+    for clock.now, (done, what) in zip(TIMES, STEPS, strict=True):
+        lines.step(done, 4, what)
+    assert capsys.readouterr().err.splitlines() == [
+        "work: 0/4",
+        "work: 1/4 a, 30 s left",
+        "work: 2/4 b, 25 s left",
+        "work: 3/4 c, 1 s left",
+        "work: 4/4 d",
+    ]
+
+
+def test_a_bar_counts_down_however_long_a_step_takes(clock: Clock) -> None:
+    shown = Progress(console=Console(file=io.StringIO()))
+    bar, column = Bar("work", shown), TimeLeft()
+    for clock.now, left, (done, what) in zip(TIMES, LEFT, STEPS, strict=True):
+        bar.step(done, 4, what)
+        words = "-:--:--" if left is None else f"0:00:{left:02}"
+        assert str(column.render(shown.tasks[0])) == words, what
+        if left:
+            clock.now += 1
+            assert str(column.render(shown.tasks[0])) == f"0:00:{left - 1:02}"
+
+
+def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) -> None:
+    """The first forward takes a minute, a block ten seconds, an embedding and a block of an earlier run none."""
+
+    def taking(seconds, function):
+        def slowly(*arguments, **options):
+            clock.now += seconds
+            return function(*arguments, **options)
+
+        return slowly
+
+    monkeypatch.setattr(pipeline, "capture", taking(60, pipeline.capture))
+    monkeypatch.setattr(pipeline, "suspended_forward", taking(10, pipeline.suspended_forward))
+    options = {"calibration": tokens(4), "verify": False, "output": tmp_path / "out"}
+    passes = [compress.Embeddings(scheme="w4a16", group_size=16), compress.GPTQ(group_size=16)]
+
+    class StopInTheEnd(StopAfterOne):
+        def step(self, done: int, total: int, what: str) -> None:
+            super().step(done - 3, total, what)
+
+    model = make_llama(num_hidden_layers=4)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(model, passes, reporter=StopInTheEnd(), **options)
+    model = make_llama(num_hidden_layers=4)
+    compress.quantize(model, passes, reporter=Lines("run"), resume=True, **options)
+    said = [line.removeprefix("run: ") for line in capsys.readouterr().err.splitlines() if line.startswith("run: ")]
+    assert said == [
+        "0/6",
+        "1/6 model.embed_tokens",
+        "2/6 lm_head",
+        "3/6 model.layers.0",
+        "4/6 model.layers.1",
+        "5/6 model.layers.2, 10 s left",
+        "6/6 model.layers.3",
+    ]
+
+
+def test_verifying_shows_no_bars_of_other_libraries(llama_w4) -> None:
+    assert command("verify", llama_w4) == Outcome(0, "12 layers bit for bit; transformers compared\n", "")

@@ -1,0 +1,145 @@
+"""Whatever a name holds, brackets, emoji or control characters: it is shown as it is; the terminal obeys nothing."""
+
+import io
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLAIN_GPTQ, Outcome, command
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+
+from compress.checkpoint.record import RangeRecord
+from compress.cli import tables as show
+from compress.cli.progress import Lines, reporting
+from compress.cli.terminal import PlainConsole, console, visible
+from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.routes import KernelRow
+from compress.evaluation.size import Row, Size
+from compress.evaluation.speed.report import Report
+from compress.evaluation.speed.table import tables
+
+# Closes a tag that nobody opened, opens one, an emoji; a terminal's title, a new line, backwards from here, not UTF-8.
+NASTY = "a[/red][bold]:smile:\x1b]0;owned\x07\r\n\u202e\x9b1m\udcff"
+SHOWN = r"a[/red][bold]:smile:\x1b]0;owned\x07\r\n\u202e\x9b1m\udcff"
+
+
+def unwrapped(text: str) -> str:
+    return "".join(text.split())
+
+
+def check(text: str, shown: str = SHOWN) -> None:
+    assert unwrapped(shown) in unwrapped(text), text
+    assert all(line.isprintable() for line in text.split("\n")), text
+
+
+def test_what_is_printed_stays_and_everything_else_is_written_out() -> None:
+    assert visible("naïve [x] 模型 🙂") == "naïve [x] 模型 🙂"
+    assert visible(NASTY) == SHOWN
+
+
+def evaluation() -> Evaluation:
+    figures = dict.fromkeys((f.name for f in fields(Evaluation)), 1.0)
+    errors = dict.fromkeys(("standard_errors", "token_standard_errors"), dict.fromkeys(figures, 0.5))
+    return Evaluation(**{**figures, **errors, "text": NASTY, "text_sha256": NASTY, "dtype": "float32"})
+
+
+def ranges() -> list[RangeRecord]:
+    return [RangeRecord(NASTY, "input", NASTY, 0.0, 1.0, 0.0, 1.0, 0.5, 1, also=[NASTY])]
+
+
+def bench() -> Report:
+    report = Report("model", torch.device("cpu"), {"model": NASTY, "dtype": "", "prompt": 1, "new": 1, "rounds": 1})
+    report.results.append({"variant": NASTY, "batch": 1, "skipped": NASTY})
+    report.notes[:] = [NASTY]
+    report.facts["device"] = NASTY
+    return report
+
+
+SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
+# Every table and the sentences around it: what prints it, and how often the name is in it.
+PRINTED = {
+    "evaluations": (lambda: show.evaluations([(NASTY, evaluation())], NASTY), 3),
+    "kernels": (lambda: show.kernels([KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,))], NASTY), 5),
+    "calibration": (lambda: show.calibration(ranges()), 4),
+    "inspection": (lambda: show.inspection([Row(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
+    "bench": (lambda: [console().print(part) for part in tables(bench())], 6),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_table_shows_names_as_they_are(
+    name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compress.cli.terminal.WIDTH", 1000)  # nothing is cut or wrapped
+    act, times = PRINTED[name]
+    act()
+    out = capsys.readouterr().out
+    check(out)
+    assert out.count(SHOWN) >= times, out
+
+
+def test_titles_and_cells_are_text_wherever_they_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    table = Table(NASTY, title=NASTY, caption=NASTY)
+    table.add_row(NASTY)
+    PlainConsole(file=out, width=500).print(table, NASTY)
+    check(out.getvalue())
+    assert out.getvalue().count(SHOWN) == 5
+
+
+def test_progress_and_notes_show_names_as_they_are(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = Lines("quantize")
+    lines.step(1, 2, NASTY)
+    lines.note(NASTY)
+    err = capsys.readouterr().err
+    check(err)
+    assert err.count(SHOWN) == 2
+    out = io.StringIO()
+    terminal = PlainConsole(file=out, force_terminal=True, width=500)
+    monkeypatch.setattr("compress.cli.progress.console", lambda stderr: terminal)
+    with reporting("quantize", quiet=False) as reporter:
+        reporter.step(1, 2, NASTY)
+        reporter.note(NASTY)
+    assert f"note: {SHOWN}" in out.getvalue()
+    assert f"quantize {SHOWN}" in out.getvalue()
+    assert "\x1b]0" not in out.getvalue()  # rich's own escapes are others
+
+
+def test_commands_show_names_of_files_and_tensors_as_they_are(
+    llama: Path, token_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = NASTY.replace("\udcff", "")
+    shown = SHOWN.replace(r"\udcff", "")
+
+    def run(*words: object, code: int = 0) -> Outcome:
+        outcome = command(*words)
+        assert outcome.code == code, outcome
+        for text in (outcome.out, outcome.err):
+            assert all(line.isprintable() for line in text.split("\n")), outcome
+        return outcome
+
+    model, tokens, out = Path(name), f"{name}.pt", f"o{name}"
+    shutil.copytree(llama, model)
+    shutil.copyfile(token_file, tokens)
+    weights = load_file(llama / "model.safetensors")
+    save_file({**weights, f"evil{name}": torch.zeros(1)}, model / "model.safetensors", {"format": "pt"})
+    plain = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
+    words = ["--group-size", 32, *plain, "--calibration", tokens, "--samples", 9, "--output", out, "--no-verify"]
+    made = run("quantize", model, *words)
+    check(made.out, f"{shown} -> o{shown}")
+    check(made.err, f"like evil{shown}")
+    check(run("inspect", model).out, f"evil{shown}")
+    check(run("evaluate", out, "--reference", model, "--text", tokens).out, f"{shown}.pt: 90 tokens")
+    check(run("inspect", out).out, "lm_head.weight")
+    (model / "config.json").write_text(json.dumps({"model_type": name}))
+    check(run("inspect", model, "--kernels", code=2).err, shown.replace(r"\r\n", " "))
+    check(run("generate", model, "--prompt", "a", code=2).err, shown.replace(r"\r\n", " "))
+    check(run("methods", "gptq", name, code=2).err, shown)
+    check(run(f"--{name}", code=2).err, shown)

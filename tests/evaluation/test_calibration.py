@@ -1,0 +1,344 @@
+"""What calibration fixed, as it is recorded, kept over an interruption, and shown as a table, JSON and a page."""
+
+import json
+import shutil
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from commands import StopAfterOne, command, save
+from models import build, tokens
+from vision import calibration as images
+from vision import net
+
+import compress
+from compress.calibration.calibrators import calibrator
+from compress.checkpoint.record import HistogramRecord, RangeRecord, range_record
+from compress.cli import tables as show
+from compress.errors import CheckpointError, InputError
+from compress.evaluation import calibration, page
+from compress.weights.grid import Grid
+
+STATIC = {"scheme": "w8a8", "activations": "static", "histograms": True}
+SITES = [
+    ("self_attn.q_proj", ["self_attn.k_proj", "self_attn.v_proj"]),
+    ("self_attn.o_proj", []),
+    ("mlp.gate_proj", ["mlp.up_proj"]),
+    ("mlp.down_proj", []),
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A tiny Llama with static inputs by percentile, its histograms kept."""
+    folder = tmp_path_factory.mktemp("ranges")
+    save(build("llama"), folder / "in")
+    method = compress.RTN(**STATIC, calibrator="percentile", percentile=99.0)
+    compress.quantize(folder / "in", method, calibration=tokens(), output=folder / "out", verify=False)
+    return folder / "out"
+
+
+@pytest.fixture
+def plotly(monkeypatch) -> None:
+    """A stand-in for the script of plotly, which is an extra."""
+    monkeypatch.setattr(page, "find_spec", lambda _: True)
+    monkeypatch.setattr(calibration, "import_module", lambda _: SimpleNamespace(get_plotlyjs=lambda: "/* plotly */"))
+
+
+class Parts(HTMLParser):
+    """The text of a page, what it refers to, and the contents of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.links, self.sources, self.ids, self.texts, self.scripts = [], [], [], [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.links += [found["href"]] if "href" in found else []
+        self.sources += [found["src"]] if "src" in found else []
+        self.ids += [found["id"]] if "id" in found else []
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open[-1:] == ["script"] else self.texts).append(data)
+
+
+# --- what is recorded ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["minmax", "moving-average", "percentile"])
+def test_the_record_counts_what_every_layer_of_the_result_is_given(name):
+    model = build("llama")
+    record = compress.quantize(model, compress.RTN(**STATIC, calibrator=name), calibration=tokens()).record
+    full = [(f"model.layers.{i}.{a}", [f"model.layers.{i}.{b}" for b in also]) for i in (0, 1) for a, also in SITES]
+    assert [(found.tensor, found.also) for found in record.ranges] == full
+    seen = {}
+    for layer in record.layers:
+        module = model.get_submodule(layer.name)
+        keep = lambda _, args, name=layer.name: seen.update({name: args[0].numpy()})  # noqa: E731
+        module.register_forward_pre_hook(keep, prepend=True)  # before the hook that rounds
+    with torch.no_grad():
+        model(input_ids=tokens())
+    figures = {layer.name: layer.figures for layer in record.layers}
+    for found in record.ranges:
+        assert (found.role, found.calibrator, found.tokens, found.ranges) == ("input", name, tokens().numel(), 1)
+        for layer in (found.tensor, *found.also):
+            x, edges = seen[layer].ravel(), np.array(found.histogram.edges)
+            assert (x.min(), x.max()) == (np.float32(found.lowest), np.float32(found.highest))
+            for side, values in ((found.histogram.negative, -x[x < 0]), (found.histogram.rest, x[x >= 0])):
+                assert side == np.bincount(np.searchsorted(edges, values.astype(np.float64), side="right") - 1).tolist()
+            assert figures[layer]["input_low"] == found.low
+            assert figures[layer]["input_high"] == found.high
+            assert figures[layer]["input_clipped"] == found.clipped
+            clipped = np.mean((x < found.low) | (x > found.high))
+            assert found.clipped == pytest.approx(clipped, abs=2e-3)
+
+
+def test_without_histograms_the_same_is_chosen_and_less_is_kept(tmp_path):
+    models, found = [], []
+    for histograms in (True, False):
+        models.append(build("llama"))
+        method = compress.RTN(**{**STATIC, "histograms": histograms}, calibrator="moving-average")
+        found.append(compress.quantize(models[-1], method, calibration=tokens()).record.ranges)
+    for one, other in zip(*found, strict=True):
+        assert other.histogram is None
+        assert other.clipped is None
+        assert (one.low, one.high, one.tokens) == (other.low, other.high, other.tokens)
+    for one, other in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_every_element_of_an_image_is_counted_once():
+    record = compress.quantize(model := net(), compress.RTN(**STATIC), calibration=images()).record
+    stem = next(found for found in record.ranges if found.tensor == "stem")
+    x = torch.cat([batch["x"] for batch in images()])
+    assert sum(stem.histogram.negative) == int((x < 0).sum())
+    assert sum(stem.histogram.rest) == int((x >= 0).sum())
+    named = [name for name, _ in model.named_modules()]
+    order = [named.index(found.tensor) for found in record.ranges]
+    assert order == sorted(order)
+
+
+def test_ranges_are_in_the_order_of_the_model_whatever_the_order_of_the_passes():
+    passes = [compress.only(compress.RTN(**STATIC), pattern) for pattern in ("*.mlp.*", "*.self_attn.*")]
+    record = compress.quantize(build("llama"), passes, calibration=tokens()).record
+    names = [f"model.layers.{i}.{site}" for i in (0, 1) for site, _ in SITES]
+    assert [found.tensor for found in record.ranges] == names
+
+
+def test_a_stopped_run_keeps_its_ranges(tmp_path):
+    method = compress.GPTQ(**STATIC, calibrator="mse")
+    arguments = {"calibration": tokens(), "verify": False}
+    whole = compress.quantize(build("llama"), method, output=tmp_path / "whole", **arguments).record
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=StopAfterOne(), **arguments)
+    resumed = compress.quantize(build("llama"), method, output=tmp_path / "out", resume=True, **arguments).record
+    assert len(whole.ranges) == 8
+    assert resumed.ranges == whole.ranges
+    kept = [json.loads((tmp_path / name / "compress.json").read_text())["ranges"] for name in ("whole", "out")]
+    assert kept[0] == kept[1] == [asdict(found) for found in whole.ranges]
+    assert calibration.calibrated_ranges(str(tmp_path / "out")) == whole.ranges
+
+
+def test_ranges_of_channels_are_recorded_as_their_outermost():
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0, 0.1])
+    grid = Grid(bits=8, granularity="channel", symmetric=False)
+    statistic = calibrator("percentile", grid, percentile=90.0, keep_histogram=True)(3, torch.device("cpu"))
+    statistic.update(x, None)
+    found = statistic.result()
+    noted = range_record(found, "block.attention", "keys")
+    assert (noted.ranges, noted.low, noted.high) == (3, found.lo[1].item(), found.hi[1].item())
+    assert noted.clipped == pytest.approx(((x < found.lo) | (x > found.hi)).float().mean().item())
+    assert sum(noted.histogram.negative) + sum(noted.histogram.rest) == x.numel()
+    assert noted.histogram.edges[-1] > x.abs().max()
+
+
+# --- what is shown -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_layer_and_says_what_is_clipped_most(written):
+    outcome = command("inspect", written, "--calibration")
+    assert outcome.code == 0, outcome.err
+    assert "model.layers.0.self_attn.q_proj, k_proj, v_proj" in outcome.out
+    assert all(f"model.layers.1.{site}" in outcome.out for site, _ in SITES)
+    ranges = calibration.calibrated_ranges(str(written))
+    worst = max(ranges, key=lambda found: found.clipped)
+    line = f"8 calibrated ranges: at most {100 * worst.clipped:.3g}% is clipped (input of {worst.tensor})"
+    assert outcome.out.splitlines()[-1] == line
+    assert "…" not in outcome.out
+    assert command("inspect", written, "--calibration", "--quiet").out == ""
+
+
+def test_json_holds_the_record_and_the_edges_of_the_bins(written):
+    found = command("inspect", written, "--calibration", "--json", "-").json()
+    kept = json.loads((written / "compress.json").read_text())["ranges"]
+    for shown, noted in zip(found["ranges"], kept, strict=True):
+        edges = shown["histogram"].pop("edges")
+        assert shown == noted
+        assert len(edges) == max(len(noted["histogram"]["negative"]), len(noted["histogram"]["rest"])) + 1
+        assert edges[1] == noted["histogram"]["width"]
+
+
+def test_the_page_holds_every_layer_and_every_count_and_needs_no_network(written, plotly, tmp_path):
+    outcome = command("inspect", written, "--calibration", "--html", tmp_path / "ranges.html")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in tmp_path.iterdir()] == ["ranges.html"]
+    parts = Parts((tmp_path / "ranges.html").read_text(encoding="utf-8"))
+    assert parts.open == []
+    assert parts.sources == []
+    assert all(link.startswith("#") and link[1:] in parts.ids for link in parts.links)
+    ranges = calibration.calibrated_ranges(str(written))
+    assert len(parts.links) == len(ranges)
+    for found in ranges:
+        for name in (found.tensor, *found.also):
+            assert parts.texts.count(name) == 2  # in the table and at its plot
+    figures = json.loads(parts.scripts[0])
+    for i, found in enumerate(ranges):
+        counts = [n for trace in figures[str(i)]["data"] for n in trace["customdata"]]
+        assert sum(counts) == sum(found.histogram.negative) + sum(found.histogram.rest)
+        drawn = {(shape["line"]["dash"], shape["x0"]) for shape in figures[str(i)]["layout"]["shapes"]}
+        assert drawn == {("dot", found.lowest), ("dot", found.highest), ("solid", found.low), ("solid", found.high)}
+
+
+def test_names_from_a_checkpoint_stay_text(written, plotly, tmp_path):
+    name = "</script><script>alert(1)</script>&[bold]"
+    record = json.loads((written / "compress.json").read_text())
+    for found in record["ranges"]:
+        found["tensor"] = found["calibrator"] = found["role"] = name
+    hostile = Path(shutil.copytree(written, tmp_path / "out"))
+    (hostile / "compress.json").write_text(json.dumps(record))
+    outcome = command("inspect", hostile, "--calibration", "--html", tmp_path / "page.html")
+    assert outcome.code == 0, outcome.err
+    assert "[bold]" in outcome.out
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "alert(1)</script>" not in text
+    assert len(Parts(text).scripts) == 3
+
+
+def test_a_page_without_histograms_says_so(tmp_path, plotly):
+    ranges = [RangeRecord("a.0.b", "input", "minmax", -1.0, 1.0, -1.0, 0.5, 0.0, 7)]
+    calibration.write_ranges("OUT", ranges, tmp_path / "page.html")
+    parts = Parts((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert (parts.scripts, parts.links) == ([], [])
+    assert calibration.NO_HISTOGRAMS in parts.texts
+
+
+def test_a_plot_puts_its_bars_where_the_values_are():
+    histogram = HistogramRecord(0.5, [0, 3], [4, 0, *[0] * 14, 6])
+    record = RangeRecord("a", "input", "mse", -0.5, 0.5, -0.9, 8.5, 0.1, 13, histogram=histogram)
+    inside, beyond = calibration.figure(record)["data"]
+    assert (inside["x"], inside["width"], inside["y"], inside["customdata"]) == ([0.25], [0.5], [4.0], [4])
+    assert (beyond["x"], beyond["width"], beyond["y"]) == ([-0.75, 8.25], [0.5, 0.5], [3.0, 6.0])
+    wide = RangeRecord("a", "input", "mse", 0, 9, 0, 17, 0.1, 8, histogram=HistogramRecord(0.5, [], [0] * 32 + [8]))
+    (_, beyond) = calibration.figure(wide)["data"]
+    assert (beyond["x"], beyond["width"], beyond["y"]) == ([16.5], [1.0], [4.0])  # 8 values in two bins of the finest
+
+
+def test_plotly_knows_every_property_of_a_plot(written, tmp_path):
+    go = pytest.importorskip("plotly.graph_objects")
+    for found in calibration.calibrated_ranges(str(written)):
+        go.Figure(calibration.figure(found))
+    calibration.write_ranges("OUT", calibration.calibrated_ranges(str(written)), tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Plotly.newPlot(entry.target" in text
+    assert "<script src" not in text
+
+
+def test_blocks_are_told_by_the_first_number():
+    names = ("model.layers.13.mlp.up_proj", "layers.2", "conv1", "layer1.0.conv2.3")
+    assert [calibration.block_of(name) for name in names] == ["model.layers.13", "layers.2", "", "layer1.0"]
+
+
+def test_ranges_that_nobody_counted_are_said():
+    ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
+    assert show.clipped(ranges[:2]) == (
+        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (histograms=true counts it)"
+    )
+    assert show.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
+
+
+def test_quantize_says_how_much_is_clipped_at_most(tmp_path):
+    source = save(build("llama"), tmp_path / "in")
+    torch.save(tokens(), tmp_path / "ids.pt")
+    words = ["--scheme", "w8a8", "--calibration", tmp_path / "ids.pt", "--no-verify", "--method", "smoothquant"]
+    lines = {}
+    for name, more in (("minmax", ()), ("percentile", ("--set", "percentile=99")), ("moving-average", ())):
+        options = ["--activations", "static", "--calibrator", name, *more, "--output", tmp_path / name]
+        lines[name] = command("quantize", source, *words, *options).out
+    assert "8 calibrated ranges: nothing is clipped" in lines["minmax"]
+    assert "8 calibrated ranges: at most 0." in lines["percentile"]
+    assert "8 calibrated ranges: what they clip was not counted" in lines["moving-average"]
+    assert "calibrated ranges" not in command("quantize", source, *words, "--output", tmp_path / "dynamic").out
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--html", "{here}/page.html"], "--html is for --calibration"),
+        (["--calibration", "--kernels"], "two reports; ask for one"),
+        (["--calibration", "--device", "cpu"], "--device is for --kernels"),
+        (["--calibration", "--html", "-"], "--html '-'; give a file"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(words, message, written, tmp_path):
+    outcome = command("inspect", written, *(word.format(here=tmp_path) for word in words))
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert message in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_without_plotly_is_refused(written, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "find_spec", lambda _: None)
+    outcome = command("inspect", written, "--calibration", "--html", tmp_path / "page.html")
+    assert outcome.code == 2
+    assert "--html needs plotly; install the report extra" in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, written, tmp_path):
+    with pytest.raises(InputError, match=r"holds no compress\.json: give a directory that `compress quantize` wrote"):
+        calibration.calibrated_ranges(str(llama))
+    with pytest.raises(InputError, match=r"has no calibrated ranges.*activations=static"):
+        calibration.calibrated_ranges(str(llama_w4))
+    assert command("inspect", llama_w4, "--calibration").err.count("\n") == 1
+    damaged = Path(shutil.copytree(written, tmp_path / "out"))
+    for text in ("[]", '{"ranges": [{"tensor": "a"}]}', '{"ranges": 3}', '{"ranges": [{"histogram": null}]}'):
+        (damaged / "compress.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"compress\.json: .* (is|must)"):
+            calibration.calibrated_ranges(str(damaged))
+
+
+def test_outputs_and_caches_are_reported_beside_inputs():
+    """Of each, where it fixes a range; outputs also of layers whose inputs are fitted to every token."""
+    model = build("llama")
+    dynamic = compress.RTN(scheme="w8a8", outputs="static", histograms=True)
+    cache = compress.KVCache(granularity="head", histograms=True)
+    ranges = compress.quantize(model, [dynamic, cache], calibration=tokens()).record.ranges
+    first = [(r.tensor.removeprefix("model.layers.0."), r.role) for r in ranges[: len(ranges) // 2]]
+    layers = [name for site, also in SITES for name in (site, *also)]
+    assert sorted(first) == sorted(
+        [("self_attn", "keys"), ("self_attn", "values"), *((name, "output") for name in layers)]
+    )
+    count = tokens().numel()
+    channels = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32, "gate_proj": 64, "up_proj": 64, "down_proj": 32}
+    for each in ranges:
+        counted = sum(each.histogram.negative) + sum(each.histogram.rest)
+        assert counted == count * channels.get(each.tensor.rpartition(".")[2], 2 * 8)
+        assert each.tokens == count
+    static = compress.RTN(scheme="w8a8", activations="static", outputs="static")
+    roles = [r.role for r in compress.quantize(build("llama"), static, calibration=tokens()).record.ranges]
+    assert roles.count("input") == 2 * len(SITES)
+    assert roles.count("output") == 2 * len(layers)

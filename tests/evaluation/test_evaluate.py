@@ -1,0 +1,337 @@
+"""Every figure of `evaluate` against a plain computation that shares no code with it."""
+
+import json
+import math
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import CONTEXT, HIDDEN, INTERMEDIATE, VOCABULARY, make_llama, save
+from places import SHARED
+from scipy.stats import entropy, sem
+from torch.nn import functional
+
+import compress
+from compress.checkpoint.source import find_source
+from compress.errors import InputError
+from compress.evaluation import quality
+from compress.evaluation.size import measure_size
+
+ROWS, LENGTH = 6, 16
+QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
+LAYERS = 2 * 6
+
+
+def plain_logits(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Logits row by row, float32, of a checkpoint."""
+    model = compress.load(path, torch.float32, dequantize=True)
+    with torch.no_grad():
+        return torch.cat([model(input_ids=row.unsqueeze(0)).logits for row in ids])
+
+
+@pytest.fixture(scope="module")
+def ids(token_file: Path) -> torch.Tensor:
+    return torch.load(token_file, weights_only=True)
+
+
+def plain_kl(expected: torch.Tensor, found: torch.Tensor) -> np.ndarray:
+    """KL(expected || found) per predicted token, by scipy in float64."""
+    p, q = (torch.softmax(x[:, :-1].double(), -1).flatten(0, 1).numpy() for x in (expected, found))
+    return entropy(p, q, axis=-1)
+
+
+def test_perplexity_is_exp_of_the_mean_cross_entropy_of_every_token_but_each_rows_first(
+    llama: Path, token_file: Path, ids: torch.Tensor
+) -> None:
+    found = compress.evaluate(llama, text=str(token_file))
+    logits = plain_logits(llama, ids)
+    loss = functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY).double(), ids[:, 1:].reshape(-1))
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-6)
+    assert (found.tokens, found.length, found.dtype) == (ROWS * (LENGTH - 1), LENGTH, "float32")
+    assert found.kl_mean is found.kl_median is found.kl_p99 is found.same_top is found.reference_perplexity is None
+
+
+def test_rows_of_a_token_file_are_read_each_from_its_own_start(llama: Path, ids: torch.Tensor) -> None:
+    together = compress.evaluate(llama, text=ids)
+    alone = [compress.evaluate(llama, text=row.unsqueeze(0)) for row in ids]
+    mean = sum(math.log(e.perplexity) for e in alone) / len(alone)
+    assert math.log(together.perplexity) == pytest.approx(mean, rel=1e-6)
+    shuffled = compress.evaluate(llama, text=ids.flip(0))
+    assert shuffled.perplexity == pytest.approx(together.perplexity, rel=1e-6)
+    assert compress.evaluate(llama, text=ids.view(3, -1)).perplexity != pytest.approx(together.perplexity, rel=1e-4)
+
+
+def test_kl_and_same_top_are_scipys(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama_w4, reference=llama, text=ids)
+    expected, ours = plain_logits(llama, ids), plain_logits(llama_w4, ids)
+    kl = plain_kl(expected, ours)
+    assert kl.mean() > 1e-4  # far above what float32 can hide
+    assert found.kl_mean == pytest.approx(kl.mean(), rel=1e-3)
+    assert found.kl_median == pytest.approx(np.median(kl), rel=1e-3)
+    assert found.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-3)
+    same = (expected[:, :-1].argmax(-1) == ours[:, :-1].argmax(-1)).float().mean()
+    assert 0.5 < same < 1
+    assert found.same_top == pytest.approx(float(same))
+    loss = functional.cross_entropy(expected[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+    assert found.reference_perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_kl_is_of_the_original_against_the_model_and_not_the_other_way_round(
+    llama: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    sharper = make_llama()
+    with torch.no_grad():
+        sharper.lm_head.weight *= 3
+    other = save(sharper.half(), tmp_path / "other")
+    expected, ours = plain_logits(llama, ids), plain_logits(other, ids)
+    forward, backward = plain_kl(expected, ours).mean(), plain_kl(ours, expected).mean()
+    assert abs(forward - backward) > 0.05 * forward
+    assert compress.evaluate(other, reference=llama, text=ids).kl_mean == pytest.approx(forward, rel=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [90, 91])
+def test_median_and_p99_interpolate_between_the_nearest_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Two models over two words whose KL at token i is made to be i / 100 (in any order)."""
+    model, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
+    goal = order.double() / 100
+
+    def logits_of(which: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        # Reference: all weight on word 0, so KL = -log q(word 0).
+        log_q = -goal if which is model else torch.zeros(tokens, dtype=torch.float64)
+        rest = torch.log(-torch.expm1(log_q)).clamp(min=-1e4)
+        return torch.stack([log_q, rest], -1).unsqueeze(0)
+
+    monkeypatch.setattr(quality, "logits_of", logits_of)
+    found = quality.measure(model, torch.zeros(1, tokens + 1, dtype=torch.int64), 2, reference)
+    assert found.tokens == tokens
+    assert found.kl_mean == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
+    assert found.kl_median == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
+    assert found.kl_p99 == pytest.approx(0.99 * (tokens - 1) / 100, rel=1e-9)
+    # Word 0 stays on top while q(word 0) > 1/2, that is KL < log 2.
+    assert found.same_top == sum(i / 100 < math.log(2) for i in range(tokens)) / tokens
+
+
+# --- standard errors -----------------------------------------------------------------------------------------------
+
+
+def plain_surprisal(logits: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
+    """-log p of every predicted token, [rows, tokens]."""
+    loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2).double(), ids[:, 1:], reduction="none")
+    return loss.numpy()
+
+
+def test_standard_errors_are_those_of_the_stored_tokens(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama_w4, reference=llama, text=ids)
+    expected, ours = plain_logits(llama, ids), plain_logits(llama_w4, ids)
+    nll, original = plain_surprisal(ours, ids), plain_surprisal(expected, ids)
+    same = (expected[:, :-1].argmax(-1) == ours[:, :-1].argmax(-1)).double().numpy()
+    values = {
+        "log_perplexity_ratio": nll - original,
+        "kl_mean": plain_kl(expected, ours).reshape(ROWS, LENGTH - 1),
+        "same_top": same,
+    }
+    assert found.log_perplexity_ratio == pytest.approx(math.log(found.perplexity / found.reference_perplexity))
+    assert (found.windows, found.length) == (ROWS, LENGTH)
+    for errors, rows in (
+        (found.standard_errors, lambda x: x.mean(1)),
+        (found.token_standard_errors, lambda x: x.ravel()),
+    ):
+        assert set(errors) == {"perplexity", "reference_perplexity", *values}
+        for name, each in values.items():
+            assert errors[name] == pytest.approx(sem(rows(each)), rel=2e-3), name
+        # Delta method: d exp(m) = exp(m) dm.
+        assert errors["perplexity"] == pytest.approx(found.perplexity * sem(rows(nll)), rel=1e-4)
+        assert errors["reference_perplexity"] == pytest.approx(
+            found.reference_perplexity * sem(rows(original)), rel=1e-4
+        )
+        assert errors["log_perplexity_ratio"] < errors["perplexity"] / found.perplexity / 2  # paired
+
+
+def test_one_window_has_no_error_over_windows(llama: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama, text=ids[:1])
+    assert found.standard_errors == {"perplexity": None}
+    assert found.token_standard_errors["perplexity"] > 0
+    shortest = compress.evaluate(llama, text=ids[:1, :2])
+    assert shortest.standard_errors == shortest.token_standard_errors == {"perplexity": None}
+
+
+def test_errors_over_windows_are_the_spread_of_repeated_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts whose windows are easy or hard as a whole: tokens of one window resemble each other."""
+    windows, length, repeats = 24, 32, 150
+    random = torch.Generator().manual_seed(0)
+    drawn: list[torch.Tensor] = []
+
+    def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        log_p = -drawn[-1]
+        return torch.stack([log_p, torch.log(-torch.expm1(log_p))], -1)
+
+    monkeypatch.setattr(quality, "logits_of", logits_of)
+    ids, model = torch.zeros(windows, length + 1, dtype=torch.int64), torch.nn.Linear(1, 1)
+    found = []
+    for _ in range(repeats):
+        hard = torch.rand(windows, 1, generator=random, dtype=torch.float64)
+        drawn.append(0.5 + hard + torch.rand(windows, length, generator=random, dtype=torch.float64))
+        found.append(quality.measure(model, ids, 2))
+    spread = float(np.std([f.perplexity for f in found], ddof=1))
+    mean = {
+        kind: float(np.mean([getattr(f, kind)["perplexity"] for f in found])) for kind in ("errors", "token_errors")
+    }
+    # The spread of 150 draws is known to 1 / sqrt(2 * 149) = 6 %.
+    assert mean["errors"] == pytest.approx(spread, rel=0.2)
+    assert mean["token_errors"] < 0.4 * spread
+
+
+def test_no_distribution_outlives_its_batch(
+    llama: Path, llama_w4: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    plain = functional.log_softmax
+
+    def noted(*arguments: object, **more: object) -> torch.Tensor:
+        alive = sum(ref() is not None for ref in made)
+        assert alive <= 2, "those of the batch before, until they are replaced"
+        made.append(weakref.ref(out := plain(*arguments, **more)))
+        return out
+
+    monkeypatch.setattr(quality, "LOGIT_VALUES", LENGTH * VOCABULARY)
+    monkeypatch.setattr(functional, "log_softmax", noted)
+    compress.evaluate(llama_w4, reference=llama, text=ids)
+    assert len(made) == 2 * ROWS
+
+
+def test_a_model_against_itself_differs_in_nothing(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    for model in (llama, llama_w4):
+        found = compress.evaluate(model, reference=model, text=ids)
+        assert (found.kl_mean, found.kl_median, found.kl_p99, found.same_top) == (0.0, 0.0, 0.0, 1.0)
+        assert found.perplexity == found.reference_perplexity
+        assert found.log_perplexity_ratio == found.standard_errors["log_perplexity_ratio"] == 0
+        assert found.bytes == found.reference_bytes
+
+
+def test_figures_do_not_depend_on_how_many_rows_run_at_once(
+    llama: Path, llama_w4: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = compress.evaluate(llama_w4, reference=llama, text=ids)
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(quality, "LOGIT_VALUES", 4 * LENGTH * VOCABULARY)
+    original = quality.measure
+
+    def counted(*arguments: object) -> quality.Quality:
+        return original(*arguments[:4], lambda done, total: steps.append((done, total)))
+
+    monkeypatch.setattr("compress.evaluation.evaluate.measure", counted)
+    in_parts = compress.evaluate(llama_w4, reference=llama, text=ids)
+    assert steps == [(4, 6), (6, 6)]
+    assert in_parts.perplexity == pytest.approx(at_once.perplexity, rel=1e-6)
+    assert in_parts.kl_mean == pytest.approx(at_once.kl_mean, rel=1e-3)
+    assert in_parts.same_top == at_once.same_top
+
+
+def test_models_in_memory_give_the_same_figures_without_sizes(llama: Path, ids: torch.Tensor) -> None:
+    model = compress.load(llama, torch.float32)
+    inside, outside = compress.evaluate(model, text=ids), compress.evaluate(llama, text=ids)
+    assert inside.perplexity == outside.perplexity
+    assert inside.bytes is inside.bits_per_weight is inside.bits_per_parameter is None
+
+
+def test_text_is_cut_into_windows_of_the_context(llama: Path, text_file: Path) -> None:
+    found = compress.evaluate(llama, text=str(text_file), samples=3)
+    assert (found.length, found.tokens, found.text) == (CONTEXT, 3 * (CONTEXT - 1), str(text_file))
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def headers(path: Path) -> dict[str, tuple[str, list[int], int]]:
+    """{tensor: (dtype, shape, bytes)} read from the files' own JSON headers, with no library."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        data = file.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            found[name] = (entry["dtype"], entry["shape"], last - first)
+    return found
+
+
+def test_bytes_are_those_of_the_files_and_bits_those_of_the_tensors(llama: Path, llama_w4: Path) -> None:
+    for path in (llama, llama_w4):
+        size = measure_size(find_source(str(path)))
+        tensors = headers(path)
+        assert size.bytes == sum(p.stat().st_size for p in path.glob("*.safetensors"))
+        assert size.bits_per_parameter == 8 * sum(n for _, _, n in tensors.values()) / size.parameters
+    assert size.parameters == sum(p.numel() for p in make_llama().parameters())
+    assert size.compressed_weights == QUANTIZED
+
+
+def test_bits_per_weight_of_4_bits_in_groups_of_32_by_hand(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    # 4 bits, a float16 scale for 32 weights, and two int64 of shape a layer.
+    expected = 4 + 16 / 32 + LAYERS * 2 * 64 / QUANTIZED
+    assert compress.evaluate(llama_w4, text=ids).bits_per_weight == pytest.approx(expected, rel=1e-12)
+    assert compress.evaluate(llama, text=ids).bits_per_weight == 16.0
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"scheme": "w3a16", "group_size": 32}, 3 + 16 / 32),
+        ({"scheme": "w8a16", "group_size": 16}, 8 + 16 / 16),
+        ({"scheme": "w4a16", "group_size": 32, "grid": "asymmetric"}, 4 + 16 / 32 + 4 / 32),
+    ],
+)
+def test_bits_per_weight_count_codes_scales_and_zero_points(
+    llama: Path, tmp_path: Path, options: dict[str, object], bits: float
+) -> None:
+    output = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(**options), ignore=["*.down_proj"], output=output, verify=False)
+    expected = bits + LAYERS * 2 * 64 / QUANTIZED
+    assert measure_size(find_source(str(output))).bits_per_weight == pytest.approx(expected, rel=1e-12)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_predicts_no_next_token_is_refused_in_one_line(tmp_path: Path, ids: torch.Tensor) -> None:
+    headless = save(make_llama().half().model, tmp_path / "headless")
+    with pytest.raises(InputError, match="LlamaModel predicts no next token; perplexity and KL need a language model"):
+        compress.evaluate(headless, text=ids)
+    with pytest.raises(InputError, match="Linear has no vocabulary; perplexity and KL need a language model"):
+        compress.evaluate(torch.nn.Linear(2, 2), text=ids)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(llama: Path, tmp_path: Path) -> None:
+    other = save(make_llama(vocab_size=512).half(), tmp_path / "other")
+    with pytest.raises(InputError, match="the reference has a vocabulary of 512, the model of 2048"):
+        compress.evaluate(llama, reference=other, text=torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_text_for_a_model_in_memory_is_refused(llama: Path) -> None:
+    with pytest.raises(InputError, match="a model in memory has no tokenizer; give token ids"):
+        compress.evaluate(make_llama(), text="demo")
+
+
+def test_text_is_refused_before_weights_are_loaded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("compress.evaluation.evaluate.load", load)
+    with pytest.raises(InputError, match=r"no\.txt' does not exist"):
+        compress.evaluate(llama, text="no.txt")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the trained models beside the project")
+def test_a_trained_model_has_the_perplexity_that_its_card_states() -> None:
+    found = compress.evaluate(
+        SHARED / "models" / "babyllama-105", text=str(SHARED / "tokens" / "babyllama-105.eval.pt"), samples=60
+    )
+    assert found.perplexity == pytest.approx(2.15, abs=0.06)  # 2.1513 on all 500 rows
+
+
+def test_evaluating_leaves_the_training_mode_alone() -> None:
+    model = make_llama().train()
+    compress.evaluate(model, text=torch.randint(VOCABULARY, (2, 16)))
+    assert all(module.training for module in model.modules())

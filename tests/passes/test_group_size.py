@@ -1,0 +1,140 @@
+"""The group size where none is asked for: every model has one, the run says which, and the record holds it."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from commands import PLAIN_GPTQ, StopAfterOne, command, make_llama, save
+from models import tokens
+from torch import nn
+from transformers import AlbertConfig, AlbertModel
+
+import compress
+from compress.errors import InputError
+from compress.passes.base import Pass
+from compress.run.plan import plan
+from compress.runtime.linear import QuantLinear
+from compress.weights.grid import quantize
+
+
+def chain(*widths: int) -> nn.Module:
+    """Linear layers from each width to the next."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+METHODS = [
+    compress.RTN(),
+    compress.GPTQ(),
+    compress.AWQ(),
+    compress.SmoothQuant(scheme="w4a8"),
+    compress.only(compress.GPTQ(clip=False), "*"),
+]
+# Inputs of the layers -> what they share scales in (None: one scale per output channel), and what the run says.
+SIZES = {
+    (128, 256): ([128, 128], None),
+    (576, 1536): ([64, 64], "groups of 64 instead of groups of 128: 0 has 576 inputs; --group-size gives another"),
+    (240, 240): ([120, 120], "groups of 120 instead"),
+    (288, 128): ([32, 32], "0 has 288 inputs"),
+    (64, 96): ([32, 32], "groups of 32 instead"),
+    (60, 100): ([20, 20], "groups of 20 instead"),
+    (128, 27, 15, 134): (
+        [128, 27, None, 67],
+        "no group size from 16 to 128 divides the inputs of all layers (1 has 27",
+    ),
+    (15, 15): ([None, None], "one scale per output channel instead of groups of 128: 0 has 15 inputs"),
+}
+
+
+@pytest.mark.parametrize("widths", SIZES, ids=str)
+def test_every_model_has_a_group_size_and_the_run_says_which(widths: tuple[int, ...]) -> None:
+    sizes, said = SIZES[widths]
+    x = torch.randn(40, widths[0], generator=torch.Generator().manual_seed(1))
+    for method in METHODS[:1] if max(widths) > 1000 else METHODS:
+        made = compress.quantize(chain(*widths, 8), method, calibration=[{"input": x}]).record
+        assert [layer.group_size for layer in made.layers] == sizes, method
+        about_groups = [note for note in made.notes if "--group-size" in note]
+        assert len(about_groups) == (said is not None)
+        assert said is None or said in about_groups[0]
+    model, original = chain(*widths, 8), chain(*widths, 8)
+    compress.quantize(model, compress.RTN())
+    for layer, before, size in zip(model, original, sizes, strict=True):
+        grid = compress.RTN(group_size=size or -1).weight_grid()
+        assert torch.equal(layer.weight, quantize(before.weight.detach(), grid).dequantize())
+
+
+def test_a_size_that_is_asked_for_stays_an_error_where_it_does_not_divide() -> None:
+    for size in (128, 100, 7):
+        with pytest.raises(InputError, match=f"group size {size} does not divide .* inputs of 0"):
+            compress.quantize(chain(96, 96), compress.RTN(group_size=size))
+
+
+def test_each_pass_of_a_recipe_has_its_own_size_and_the_plan_states_it() -> None:
+    def sizes(*passes: Pass) -> list[int]:
+        return [p.innermost.group_size for p in plan(chain(80, 128, 160, 8), passes).recipe]
+
+    halves = [compress.only(compress.RTN(), "0"), compress.but(compress.RTN(scheme="w3a16"), "0")]
+    assert sizes(*halves) == [80, 32]
+    assert sizes(compress.RTN()) == [16]
+    assert sizes(compress.RTN(scheme="w8a8")) == sizes(compress.RTN(per_tensor=True)) == [-1]
+    # Asking again, for the layers of one site, changes nothing that is settled.
+    (settled,) = plan(chain(96, 128), [compress.RTN()]).recipe
+    assert settled.fitted({7}) is settled
+
+
+def test_a_layer_alone_has_the_usual_group_too() -> None:
+    for inputs, size in ((256, 128), (576, 64), (240, 120), (15, None)):
+        assert QuantLinear.from_linear(nn.Linear(inputs, 8), "w4a16").scheme.weights.group_size == size
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_the_command_line_needs_no_group_size_and_the_record_states_it(
+    llama: Path, token_file: Path, tmp_path: Path, method: str
+) -> None:
+    words = ["quantize", llama, "--method", method, "--calibration", token_file]
+    asked = command(*words, "--group-size", 32, "--output", tmp_path / "asked", "--no-verify")
+    found = command(*words, "--output", tmp_path / "found", "--no-verify")
+    assert (asked.code, found.code) == (0, 0), found
+    note = "groups of 32 instead of groups of 128: model.layers.0.self_attn.q_proj has 64 inputs"
+    assert f"note: {note}" in found.err.split("quantize: 0/2")[0]  # before the work
+    assert note not in asked.err
+    records = [json.loads((tmp_path / name / "compress.json").read_text()) for name in ("asked", "found")]
+    (step,) = records[1]["identity"]["recipe"]["passes"]
+    assert step[method]["group_size"] == 32
+    assert records[0]["identity"] == records[1]["identity"]
+    assert any(note in kept for kept in records[1]["notes"])
+
+
+def test_a_run_with_the_usual_size_resumes(tmp_path: Path, token_file: Path) -> None:
+    model = save(make_llama(intermediate_size=100).half(), tmp_path / "model")  # 64 and 100: no size divides both
+    method = replace(compress.GPTQ(**PLAIN_GPTQ), scheme="w3a16")
+    ids = torch.load(token_file, weights_only=True)
+
+    def run(name: str, **more: object) -> compress.Result:
+        return compress.quantize(model, method, calibration=ids, output=tmp_path / name, verify=False, **more)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped", reporter=StopAfterOne())
+    resumed = run("stopped", resume=True)
+    run("whole")
+    assert {layer.shape[1]: layer.group_size for layer in resumed.record.layers} == {64: 64, 100: 100}
+    for file in (tmp_path / "whole").glob("*.safetensors"):
+        assert (tmp_path / "stopped" / file.name).read_bytes() == file.read_bytes()
+    assert compress.verify(tmp_path / "stopped")["transformers"] == "compared"
+
+
+def test_a_model_whose_blocks_form_no_chain_is_recorded_with_the_size_it_gets(tmp_path: Path) -> None:
+    """As one block it has one more layer, of 16 inputs."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = AlbertModel(AlbertConfig(vocab_size=96, embedding_size=16, num_hidden_layers=2, **sizes)).eval()
+    method, output = compress.GPTQ(**PLAIN_GPTQ), tmp_path / "out"
+    made = compress.quantize(model, method, calibration=tokens(), output=output, verify=False).record
+    assert any("not a simple chain" in note for note in made.notes)
+    assert {layer.group_size for layer in made.layers} == {16}
+    record = json.loads((output / "compress.json").read_text())
+    assert record["identity"]["recipe"]["passes"][0]["gptq"]["group_size"] == 16
+    assert any(note.startswith("groups of 16 instead of groups of 128") for note in record["notes"])

@@ -1,0 +1,95 @@
+"""Adapters of peft beside layers on codes."""
+
+import pytest
+import torch
+from models import build, tokens
+
+import compress
+from compress.errors import InputError
+from compress.runtime.fused import FusedLinear
+from compress.runtime.linear import QuantLinear
+
+peft = pytest.importorskip("peft", reason="adapters are peft's")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks transformers for it
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    output = tmp_path_factory.mktemp("models") / "out"
+    passes = [compress.Embeddings(scheme="w4a16", group_size=16), compress.RTN(group_size=16)]
+    compress.quantize(build("qwen2"), passes, output=output, verify=False)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("fuse", "targets"), [(False, ["embed_tokens", "q_proj", "lm_head"]), (True, ["q_proj", "k_proj", "down_proj"])]
+)
+def test_adapters_train_beside_codes_and_are_saved_loaded_and_merged(fuse, targets, out, tmp_path):
+    ids = tokens()
+    base = compress.load(out, fuse=fuse)
+    with torch.no_grad():
+        untrained = base(input_ids=ids).logits
+    codes = {name: value.clone() for name, value in base.state_dict().items()}
+    model = peft.get_peft_model(base, compress.lora(peft.LoraConfig(r=4, target_modules=targets)))
+    assert torch.equal(model(input_ids=ids).logits, untrained)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 * sum(isinstance(m, peft.tuners.lora.LoraLayer) for m in model.modules()) > 0
+    optimizer = torch.optim.SGD(trained, 0.5)
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad is not None for p in trained)
+        optimizer.step()
+        if len(losses) > 1:  # B begins at zero, so A's first gradient is zero
+            assert all(p.grad.abs().max() > 0 for p in trained)
+        optimizer.zero_grad()
+    assert losses == sorted(losses, reverse=True)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model.save_pretrained(tmp_path / "adapter")
+        config = compress.lora(peft.LoraConfig.from_pretrained(tmp_path / "adapter"))
+        again = peft.PeftModel.from_pretrained(compress.load(out, fuse=fuse), tmp_path / "adapter", config=config)
+        assert torch.equal(again(input_ids=ids).logits, expected)
+        kept = again.unload().state_dict()
+        assert set(kept) == set(codes)
+        assert all(torch.equal(kept[name], value) for name, value in codes.items())
+
+        with pytest.raises(InputError, match=r"model\.dequantize\(\) before merging, or begin with load\(dequantize"):
+            model.merge_and_unload()
+        model.dequantize()
+        assert [p for p in model.parameters() if p.requires_grad] == trained
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+        merged = model.merge_and_unload()
+        assert not any(isinstance(m, QuantLinear | FusedLinear | peft.tuners.lora.LoraLayer) for m in merged.modules())
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_pass_through_rounded_inputs_to_earlier_adapters(tmp_path):
+    compress.quantize(build("llama"), compress.RTN(scheme="w8a8"), output=tmp_path / "out", verify=False)
+    config = compress.lora(peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]))
+    model = peft.get_peft_model(compress.load(tmp_path / "out"), config)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    grads = {name: p.grad.abs().max() for name, p in model.named_parameters() if p.requires_grad}
+    assert all(value > 0 for name, value in grads.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: peft.LoraConfig(use_dora=True), "use_dora"),
+        (lambda: peft.LoraConfig(init_lora_weights="pissa"), "init_lora_weights='pissa'; allowed on codes"),
+        (lambda: peft.LoraConfig(bias="all"), "bias='all'"),
+        (lambda: peft.IA3Config(), "a IA3Config is no peft.LoraConfig"),
+        (lambda: peft.LoraConfig(target_modules="all-linear"), "name the layers"),
+    ],
+)
+def test_what_needs_dense_weights_is_refused(config, message):
+    with pytest.raises(InputError, match=message) as raised:
+        compress.lora(config())
+    assert "load(dequantize=True)" in str(raised.value) or "name the layers" in message

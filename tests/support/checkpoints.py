@@ -1,0 +1,37 @@
+"""Comparing what was written."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import read_tensors
+from compress.weights.grid import Quantized
+
+
+def same(first: Path, second: Path, layers: int = 14) -> None:
+    """Both checkpoints hold the same tensors, codes and scales included, bit for bit."""
+    sources = [find_source(str(path)) for path in (first, second)]
+    assert set(sources[0].weights) == set(sources[1].weights)
+    for name in sources[0].weights:
+        if name.rpartition(".")[2].startswith(("input_", "output_")):
+            held = []
+            for source in sources:
+                with safe_open(source.weights[name], framework="pt") as file:
+                    held.append(file.get_tensor(name))
+            assert torch.equal(*held), name
+    one, other = (read_tensors(source) for source in sources)
+    assert set(one) == set(other)
+    compressed = 0
+    for name, value in one.items():
+        found = other[name]
+        if isinstance(value, Quantized):
+            assert isinstance(found, Quantized)
+            assert torch.equal(value.codes, found.codes), name
+            assert torch.equal(value.scale, found.scale), name
+            compressed += 1
+        else:
+            assert isinstance(found, torch.Tensor)
+            assert torch.equal(value, found), name
+    assert compressed == layers
