@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from compress.checkpoint.files import RECORD, checksum
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.pretrained import from_pretrained
-from compress.checkpoint.shards import checksums_of, pieces_of
 from compress.checkpoint.source import Source, find_source
-from compress.checkpoint.stored import caches_of, layers_of, read_tensors
+from compress.checkpoint.stored import stored_in, weight_of
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.progress import without_bars
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.caches import rounded_cache
-from compress.runtime.linear import QuantLinear, RowLinear
-from compress.runtime.loading import load, transformers_alone
-from compress.weights.compressed_tensors import read_scheme
-from compress.weights.grid import Quantized
+from compress.runtime.linear import QuantLinear, RowLinear, SumLinear
+from compress.runtime.loading import load_source, transformers_alone
+from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+from compress.weights.own_words import METHOD
 from compress.weights.rounding import ActivationCodes
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -41,20 +40,20 @@ def check_record(source: Source) -> int:
     record = read_record(source.path)
     # Before tensors had checksums of their own, only the values of compressed layers did.
     check_tensors(source, record.get("tensors"))
-    tensors = read_tensors(source)
-    compared = 0
     for layer in record["layers"]:
-        value = tensors.get(f"{layer['name']}.weight")
-        if value is None:
-            raise CheckpointError(f"{layer['name']} is in {RECORD} but not in the checkpoint")
-        if isinstance(value, Quantized):
-            values = value.dequantize()
-        else:  # Conv1D, transposed, or a convolution
-            values = value.t() if value.ndim == 2 else value.flatten(1)
-        if checksum(values) != layer["figures"].get("sha256"):
+        if checksum(_values(source, layer["name"])) != layer["figures"].get("sha256"):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
-        compared += 1
-    return compared
+    return len(record["layers"])
+
+
+def _values(source: Source, layer: str) -> Tensor:
+    """The values [N, K] of a layer, compressed or stored dense."""
+    if layer in stored_in(source).layers:
+        return weight_of(source, layer).dequantize()
+    if f"{layer}.weight" not in source.weights:
+        raise CheckpointError(f"{layer} is in {RECORD} but not in the checkpoint")
+    dense = source.weights.tensor(f"{layer}.weight")
+    return dense.t() if dense.ndim == 2 else dense.flatten(1)  # Conv1D, transposed, or a convolution
 
 
 def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
@@ -62,10 +61,7 @@ def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
     CheckpointError that names one which is missing, superfluous or not what was written."""
     if recorded is None:
         return
-    files = sorted(set(source.weights.values()))
-    pieces = [piece for path in files for piece in pieces_of(path)]
-    # What the index does not read from a file is nobody's tensor: a copy must not stand for the one that is read.
-    found = checksums_of(p for p in pieces if source.weights.get(p.name) == p.file)
+    found = {name: checksum(source.weights.tensor(name)) for name in source.weights}
     if lost := sorted(recorded.keys() - found.keys()):
         raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
     if foreign := sorted(found.keys() - recorded.keys()):
@@ -139,7 +135,7 @@ def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
         if codes is None:
             difference = (type(layer).forward(layer, x) - expected).abs().max()
         else:
-            assert isinstance(layer, RowLinear)
+            assert isinstance(layer, RowLinear | SumLinear)
             returned = codes.fake_quantize(expected)
             apart = (layer.product(x) - expected, layer.rounded(expected) - returned)
             difference = torch.stack([each.abs().max() for each in apart]).max()
@@ -185,7 +181,7 @@ def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[n
     quantization = source.quantization or {}
     groups = (quantization.get("config_groups") or {}).values()
     schemes = [read_scheme(group, quantization.get("format"), f"a layer of {source.path}") for group in groups]
-    if not any(scheme.needs_dequantizing() for scheme in schemes):
+    if not any(needs_dequantizing(scheme) for scheme in schemes):
         try:
             return from_pretrained(source, str(source.path), dtype=dtype), "default"
         except CheckpointError:
@@ -207,7 +203,7 @@ def _unknown_mix(source: Source, model: nn.Module) -> bool:
     if len((source.quantization or {}).get("config_groups") or ()) < 2:
         return False
     tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return any(stored.scheme.needs_dequantizing(name in tables) for name, stored in layers_of(source).items())
+    return any(needs_dequantizing(stored.scheme, name in tables) for name, stored in stored_in(source).layers.items())
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -228,7 +224,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """
     source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
-    if source.quantization is not None:
+    ours_alone = (source.quantization or {}).get("quant_method") == METHOD
+    if source.quantization is not None and not ours_alone:
         try:
             import compressed_tensors  # noqa: F401
         except ImportError:
@@ -237,11 +234,13 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     if ids is None:
         return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
     # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
-    cached = caches_of(source) is not None
-    active = cached or any(stored.scheme.inputs is not None for stored in layers_of(source).values())
+    cached = stored_in(source).caches is not None
+    active = (
+        cached or ours_alone or any(stored.scheme.inputs is not None for stored in stored_in(source).layers.values())
+    )
     dtype = torch.float32 if active else None
     dense = source.quantization is not None and not active
-    ours = load(path, dtype, dequantize=dense, trust_remote_code=trust_remote_code)
+    ours = load_source(source, dtype, dequantize=dense)
     try:
         products: AbstractContextManager[dict[str, float]] = plain_products(ours) if active else nullcontext({})
         with products as worst:
@@ -258,6 +257,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
                 f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
                 "standard deviations of its output"
             )
+    if ours_alone:
+        return {**result, "transformers": "not compared: it has no sums of terms"}
     result["dtype"] = str(expected.dtype).removeprefix("torch.")
     unknown = _unknown_mix(source, ours)
     del ours

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.pretrained import load_tokenizer, read_config
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import layers_of
+from compress.checkpoint.source import Source, find_source
+from compress.checkpoint.stored import stored_in
 from compress.data import load_tokens
 from compress.device import find_device
 from compress.errors import InputError
@@ -18,7 +18,7 @@ from compress.evaluation.quality import measure
 from compress.evaluation.size import Size, measure_size
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
-from compress.runtime.loading import load
+from compress.runtime.loading import load_source
 
 
 @dataclass(frozen=True)
@@ -54,28 +54,32 @@ class Evaluation:
     text_sha256: str
 
 
-def _size(model: nn.Module | str | Path | None) -> Size | None:
-    return measure_size(find_source(str(model))) if isinstance(model, str | Path) else None
+def _open(model: nn.Module | str | Path, trusted: bool) -> nn.Module | Source:
+    """A model in memory, or a checkpoint, opened once for all that is asked of it."""
+    return model if isinstance(model, nn.Module) else find_source(str(model), trusted)
 
 
-def _config_of(model: nn.Module | str | Path, trusted: bool) -> Any:
+def _size(model: nn.Module | Source | None) -> Size | None:
+    return measure_size(model) if isinstance(model, Source) else None
+
+
+def _config_of(model: nn.Module | Source) -> Any:
     """The configuration, without loading weights."""
-    named = isinstance(model, str | Path)
-    found: Any = read_config(find_source(str(model), trusted)) if named else getattr(model, "config", None)
-    if not isinstance(getattr(found, "vocab_size", None), int):
-        raise InputError(f"{type(found or model).__name__} has no vocabulary; perplexity and KL need a language model")
-    return found
+    config: Any = read_config(model) if isinstance(model, Source) else getattr(model, "config", None)
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise InputError(f"{type(config or model).__name__} has no vocabulary; perplexity and KL need a language model")
+    return config
 
 
-def _loaded(model: str | Path, dtype: torch.dtype | None, device: torch.device, trusted: bool) -> nn.Module:
+def _loaded(source: Source, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """Dense weights, exactly what the codes stand for, unless inputs are quantized too: only codes can show that."""
-    layers = layers_of(find_source(str(model)))
+    layers = stored_in(source).layers
     weights_only = all(stored.scheme.inputs is None for stored in layers.values())
-    return load(model, dtype, device, dequantize=bool(layers) and weights_only, trust_remote_code=trusted)
+    return load_source(source, dtype, device, dequantize=bool(layers) and weights_only)
 
 
-def _ready(model: nn.Module | str | Path, dtype: torch.dtype | None, device: torch.device, trusted: bool) -> Any:
-    network: Any = _loaded(model, dtype, device, trusted) if isinstance(model, str | Path) else model
+def _ready(model: nn.Module | Source, dtype: torch.dtype | None, device: torch.device) -> Any:
+    network: Any = _loaded(model, dtype, device) if isinstance(model, Source) else model
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network
@@ -104,9 +108,11 @@ def evaluate(
     """
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
-    sizes = _size(model), _size(reference)
-    config = _config_of(model, trust_remote_code)
-    sources = [find_source(str(m), trust_remote_code) for m in (model, reference) if isinstance(m, str | Path)]
+    ours = _open(model, trust_remote_code)
+    theirs = None if reference is None else _open(reference, trust_remote_code)
+    sizes = _size(ours), _size(theirs)
+    config = _config_of(ours)
+    sources = [each for each in (ours, theirs) if isinstance(each, Source)]
 
     def tokenizer() -> Any:
         if not sources:
@@ -114,7 +120,7 @@ def evaluate(
         return load_tokenizer(sources[0])
 
     tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
-    original_config = None if reference is None else _config_of(reference, trust_remote_code)
+    original_config = None if theirs is None else _config_of(theirs)
     if original_config is not None and original_config.vocab_size != config.vocab_size:
         raise InputError(
             f"the reference has a vocabulary of {original_config.vocab_size}, the model of {config.vocab_size}; KL "
@@ -123,8 +129,8 @@ def evaluate(
     reporter = reporter or Silent()
     for note in tokens.notes:
         reporter.note(note)
-    network = _ready(model, work, target, trust_remote_code)
-    original = None if reference is None else _ready(reference, work, target, trust_remote_code)
+    network = _ready(ours, work, target)
+    original = None if theirs is None else _ready(theirs, work, target)
     reporter.step(0, len(tokens.ids), "")
     with evaluating(network), evaluating(network if original is None else original):
         quality = measure(

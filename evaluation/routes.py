@@ -6,10 +6,9 @@ import torch
 
 from compress.checkpoint.pretrained import embeddings_of, read_config
 from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import layers_of
+from compress.checkpoint.stored import stored_in
 from compress.errors import InputError
-from compress.kernels.routes import fp8_route, planar_route, w8a8_route
-from compress.weights.scheme import NARROW, WIDE
+from compress.runtime.linear import run_of
 
 TOKENS = (1, 16, 512)
 
@@ -35,7 +34,7 @@ def kernel_rows(
     """One row per compressed layer. dtype: of the arithmetic; the checkpoint's own unless given, float32 on a CPU for
     `compress generate`. Raises InputError for a checkpoint that holds no compressed layer."""
     source = find_source(model, trust_remote_code)
-    layers = layers_of(source)
+    layers = stored_in(source).layers
     if not layers:
         raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
     embeddings = embeddings_of(source)
@@ -48,14 +47,7 @@ def kernel_rows(
             continue
         routes = {}
         for M in tokens:
-            if scheme.layout == "int-quantized" and scheme.inputs is not None:
-                routes[M] = w8a8_route(M, N, K, found, device)
-            elif scheme.layout == "float-quantized":
-                routes[M] = fp8_route(M, N, K, found, device)
-            else:
-                bits = NARROW if scheme.weights.bits <= NARROW else WIDE
-                group = scheme.weights.group_size or -1
-                routes[M] = planar_route(M, N, K, bits, group, found, device, scheme.inputs is not None)
+            routes[M] = run_of(scheme).route(scheme, M, stored.shape, found, device)
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
         rows.append(KernelRow(name, (N, K), str(scheme), {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
     return rows

@@ -7,8 +7,9 @@ from typing import Any
 
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
-from compress.checkpoint.source import DTYPES, Source, find_source
-from compress.checkpoint.stored import StoredCaches, caches_of, layers_of
+from compress.checkpoint.source import Source, find_source
+from compress.checkpoint.stored import StoredCaches, stored_in
+from compress.checkpoint.weight_files import DTYPES
 from compress.errors import CheckpointError
 
 
@@ -49,10 +50,9 @@ def tensor_sizes(source: Source) -> list[TensorSize]:
 
 def measure_size(source: Source) -> Size:
     """Count a checkpoint."""
-    layers = layers_of(source)
+    layers, caches = stored_in(source).layers, stored_in(source).caches
     tensors = tensor_sizes(source)
     with_parts = {name for stored in layers.values() for name in stored.parts.values()}
-    caches = caches_of(source)
     scales = set(_cache_holders(caches))  # no parameters of the model
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
     compressed_weights = sum(math.prod(stored.shape) for stored in layers.values() if stored.shares is None)
@@ -85,8 +85,7 @@ class Row:
 def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     """Every layer of a checkpoint and its size, from headers, the configuration and the run's record."""
     source = find_source(model)
-    layers = layers_of(source)
-    caches = caches_of(source)
+    layers, caches = stored_in(source).layers, stored_in(source).caches
     holders = {name: layer for layer, stored in layers.items() for name in stored.parts.values()}
     holders |= _cache_holders(caches)
     recorded = (source.path / RECORD).exists()

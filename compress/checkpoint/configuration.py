@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from compress.errors import CheckpointError
 from compress.schema import fits
+from compress.weights import own_words
 
 METHOD = "compressed-tensors"
 # Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, encoder_layers, depths ...
@@ -61,6 +62,12 @@ class OwnConfig(TypedDict, total=False):
     quantization_config: Quantization
 
 
+class SumsConfig(TypedDict):
+    """Where the method is ours."""
+
+    quantization_config: own_words.Quantization
+
+
 class Index(TypedDict):
     weight_map: dict[str, str]
 
@@ -68,8 +75,10 @@ class Index(TypedDict):
 def check_config(config: Any, path: Path) -> None:
     """Raises CheckpointError, naming the key, for a configuration that cannot be read."""
     fits(config, Config, path)
-    if (config.get("quantization_config") or {}).get("quant_method") == METHOD:
-        fits(config, OwnConfig, path)
+    kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method in kinds:
+        fits(config, kinds[method], path)
 
 
 def check_counts(config: Mapping[str, Any], tensors: int, path: Path) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from compress.model.layers import Table
-from compress.weights.compressed_tensors import group_entry
+from compress.weights import own_words
+from compress.weights.codes import Int8Table
+from compress.weights.compressed_tensors import group_entry, layout_of, why_not
 from compress.weights.scheme import Scheme
 
 
@@ -17,11 +19,17 @@ def quantization_config(
     tables: Sequence[Table] = (),
     cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors for layers with their schemes, some of them `tables`, and the
-    entry of the caches."""
+    """The `quantization_config` for layers with their schemes, some of them `tables`, and the entry of the caches: in
+    the words of compressed-tensors, or in our own where it lacks one."""
     # What shares int8 rows is targeted, too: its weight is decompressed under its own name.
-    shared = {n: layers[t.name] for t in tables if layers[t.name].layout == "int-quantized" for n in t.shared}
+    shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
+    ours = any(why_not(scheme) for scheme in layers.values())
+    config = own_words.groups_of(layers) if ours else _compressed_tensors(layers, model)
+    return config if cache is None else {**config, "kv_cache_scheme": cache}
+
+
+def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
         by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
@@ -32,12 +40,11 @@ def quantization_config(
         if len(by_entry) == 1 and set(names) & set(linears):
             targets = ["Linear", *sorted(set(names) - set(linears))]
         groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
-    layouts = {scheme.layout for scheme in layers.values()}
-    config = {
+    layouts = {layout_of(scheme) for scheme in layers.values()}
+    return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
         "quantization_status": "compressed",
         "ignore": sorted(set(linears) - set(layers)),
         "config_groups": groups,
     }
-    return config if cache is None else {**config, "kv_cache_scheme": cache}

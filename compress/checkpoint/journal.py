@@ -15,10 +15,10 @@ from compress.errors import CheckpointError
 from compress.model.folds import FoldRecord
 from compress.schema import fits
 from compress.weights.caches import CacheScheme
-from compress.weights.scheme import Scheme
+from compress.weights.own_words import Entry
 
 PROGRESS = "progress.json"
-KIND, FORMAT = "unfinished run", 2
+KIND, FORMAT = "unfinished run", 3
 Files = dict[str, dict[str, str]]  # {file: {tensor: SHA-256}}
 
 
@@ -38,7 +38,7 @@ class Block(TypedDict):
     """A finished block. layers: the scheme of each, None where its values are stored dense."""
 
     files: Files
-    layers: dict[str, Scheme | None]
+    layers: dict[str, Entry | None]
     records: list[LayerRecord]
     ranges: list[RangeRecord]
     left_alone: dict[str, str]

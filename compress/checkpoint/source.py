@@ -2,67 +2,48 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import torch
-from safetensors import SafetensorError, safe_open
-
-from compress.checkpoint.configuration import Index, check_config
-from compress.checkpoint.files import INDEX, read_json
+from compress.checkpoint.configuration import check_config
+from compress.checkpoint.files import read_json
+from compress.checkpoint.weight_files import Header, WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.reading import special
-from compress.schema import fits
 
 DEMO = Path(__file__).parents[1] / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
-WHOLE = "model.safetensors"
+T = TypeVar("T")
 SHOWN = 60  # characters of a name in a message
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint directory that has a readable configuration and all of its weight files.
 
-    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input.
+    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input. known: what has
+    been made out about it so far, so that nothing is read twice (`once`).
     """
 
     name: str
     path: Path
     config: dict[str, Any]
-    weights: Mapping[str, Path]
+    weights: WeightFiles
     trusted: bool = False
+    known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    @cached_property
-    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """{tensor name: (shape, safetensors' name of its dtype)}, from the headers of the files, read once."""
-        found = {}
-        for path in sorted(set(self.weights.values())):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dictionary
-                    piece = file.get_slice(name)
-                    found[name] = (tuple(piece.get_shape()), piece.get_dtype())
-        return found
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """{tensor name: (shape, safetensors' name of its dtype)}."""
+        return self.weights.headers
+
+    def once(self, what: str, find: Callable[[], T]) -> T:
+        """What `find` finds, found once."""
+        if what not in self.known:
+            self.known[what] = find()
+        return cast(T, self.known[what])
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -71,7 +52,7 @@ class Source:
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for path in sorted(set(self.weights.values())):
+        for path in self.weights.paths:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with path.open("rb") as file:
@@ -139,42 +120,6 @@ def _download(name: str) -> Path:
             f"model {name!r} is no local directory and cannot be had from the hub ({first_line(error)}); give a "
             "directory, a hub id (owner/name) or 'demo'"
         ) from None
-
-
-def weight_files(path: Path) -> dict[str, Path]:
-    """{tensor name: file}, from headers alone; every file is complete."""
-    if (path / INDEX).exists():
-        index = read_json(path / INDEX)
-        fits(index, Index, path / INDEX)
-        weight_map = index["weight_map"]
-        if not weight_map:
-            raise CheckpointError(f"{path / INDEX} has an empty weight_map")
-        files = sorted({path / file for file in weight_map.values()})
-    else:
-        # What transformers reads; otherwise whatever there is.
-        files = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
-        weight_map = None
-    if not files:
-        raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
-    found: dict[str, Path] = {}
-    for file in files:
-        kind = special(file)
-        if kind is not None:
-            named = f"{path / INDEX} names {file.name}, which" if weight_map else f"{file}"
-            raise CheckpointError(f"{named} is {kind}; weights are in regular files")
-        if not file.exists():
-            raise CheckpointError(f"{path / INDEX} names {file.name}, which is missing; fetch the checkpoint again")
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged or incomplete ({error}); fetch it again") from None
-    for name, holder in (weight_map or {}).items():
-        if name not in found:
-            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {holder} does not hold")
-    if not found:
-        raise CheckpointError(f"{files[0]} holds no tensor")
-    return found
 
 
 def needs_code(source: Source, what: str, code: str) -> InputError:

@@ -1,20 +1,22 @@
 """The compressed layers and caches of a checkpoint: found and checked from headers, read when they are asked for."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from compress.checkpoint.source import DTYPES, Source
+from compress.checkpoint.source import Source
+from compress.checkpoint.weight_files import DTYPES
 from compress.errors import CheckpointError
+from compress.weights import own_words
 from compress.weights.caches import SIDES, CacheScheme
-from compress.weights.codes import check_parts, quantized_from, shape_of
-from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
-from compress.weights.grid import Quantized
-from compress.weights.scheme import FLOATS, LAYOUTS, PARTS, Scheme
+from compress.weights.codes import Int8Table
+from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
+from compress.weights.scheme import Scheme, check_parts, shape_of
+from compress.weights.terms import FLOATS, Weight
+
+NOT_PACKED = ("I8", "F8_E4M3")
 
 
 @dataclass(frozen=True)
@@ -29,71 +31,9 @@ class StoredLayer:
     parts: Mapping[str, str]
     shares: str | None = None
 
-
-def layers_of(source: Source) -> dict[str, StoredLayer]:
-    """The compressed layers of a checkpoint, every tensor's shape and dtype checked from headers alone.
-
-    Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
-    whose scheme cannot be read.
-    """
-    found = source.headers
-    own = set(PARTS) - {"weight"}
-    names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in own}
-    names |= {
-        name.removesuffix(".weight")
-        for name, (_, dtype) in found.items()
-        if name.endswith(".weight") and dtype in ("I8", "F8_E4M3")
-    }
-    quantization = source.quantization
-    if quantization is None:
-        if names:
-            raise CheckpointError(
-                f"{source.path} holds compressed tensors of {min(names)} but config.json has no quantization_config"
-            )
-        return {}
-    method, layout = quantization.get("quant_method"), quantization.get("format")
-    if method != "compressed-tensors":
-        raise CheckpointError(f"{source.path} is quantized as {method}; readable: compressed-tensors")
-    cache = quantization.get("kv_cache_scheme")
-    if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
-        raise CheckpointError(
-            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
-        )
-    if quantization.get("transform_config"):
-        raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
-    if not names and not cache:
-        raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
-    by_layer: dict[str, dict[str, str]] = {layer: {} for layer in sorted(names)}
-    for name in found:
-        layer, _, part = name.rpartition(".")
-        if layer in by_layer:
-            by_layer[layer][part] = name
-    shapes = _read(source, [name for name in found if name.endswith(".weight_shape")])
-    layers: dict[str, StoredLayer] = {}
-    # Last, those without codes of their own.
-    for layer, parts in sorted(by_layer.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
-        scheme = scheme_for(layer, quantization)
-        if scheme.layout == "int-quantized" and scheme.inputs is None and "weight" not in parts:
-            layers[layer] = _sharing(source, layer, scheme, parts, layers)
-            continue
-        strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
-        if strange is not None:
-            raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
-        held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
-        if scheme.layout != "pack-quantized":
-            shape = held.get("weight", ((0, 0), None))[0]
-            if len(shape) != 2:
-                raise CheckpointError(f"{layer}.weight has shape {shape}; it must have two dimensions")
-            if 0 in shape:
-                raise CheckpointError(f"{layer}.weight has shape {shape}; there is nothing in it")
-        else:
-            if "weight_shape" not in parts:
-                raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
-            shape = shape_of(layer, shapes[parts["weight_shape"]])
-        check_parts(layer, held, scheme, (shape[0], shape[1]))
-        parts.pop("bias", None)
-        layers[layer] = StoredLayer(scheme, (shape[0], shape[1]), parts)
-    return layers
+    def read(self, source: Source) -> dict[str, Tensor]:
+        """Its tensors."""
+        return {part: source.weights.tensor(name) for part, name in self.parts.items()}
 
 
 @dataclass(frozen=True)
@@ -105,7 +45,102 @@ class StoredCaches:
     scales: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
 
 
-def caches_of(source: Source) -> StoredCaches | None:
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint holds compressed."""
+
+    layers: Mapping[str, StoredLayer]
+    caches: StoredCaches | None
+
+
+def stored_in(source: Source) -> Stored:
+    """What a checkpoint holds compressed, every tensor's shape and dtype checked from headers alone, once.
+
+    Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
+    whose scheme cannot be read.
+    """
+    return source.once("stored", lambda: Stored(_layers(source), _caches(source)))
+
+
+def _layers(source: Source) -> dict[str, StoredLayer]:
+    schemes = _schemes(source)
+    held: dict[str, dict[str, str]] = {layer: {} for layer in schemes}
+    for name in source.headers:
+        layer, _, part = name.rpartition(".")
+        if layer in held:
+            held[layer][part] = name
+    layers: dict[str, StoredLayer] = {}
+    # Last, those without codes of their own.
+    for layer, parts in sorted(held.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
+        scheme = schemes[layer]
+        if isinstance(scheme.terms[0], Int8Table) and "weight" not in parts:
+            layers[layer] = _sharing(source, layer, scheme, parts, layers)
+        else:
+            shape = _shape(source, layer, scheme, parts)
+            layers[layer] = StoredLayer(scheme, shape, {part: name for part, name in parts.items() if part != "bias"})
+    return layers
+
+
+def _schemes(source: Source) -> dict[str, Scheme]:
+    """{layer: scheme}, from the words of the configuration and the names of the tensors."""
+    found = source.headers
+    names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in OWN_PARTS}
+    names |= {
+        name.removesuffix(".weight")
+        for name, (_, dtype) in found.items()
+        if name.endswith(".weight") and dtype in NOT_PACKED
+    }
+    quantization = source.quantization
+    if quantization is None:
+        if names:
+            raise CheckpointError(
+                f"{source.path} holds compressed tensors of {min(names)} but config.json has no quantization_config"
+            )
+        return {}
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method == own_words.METHOD:
+        schemes = own_words.read_groups(quantization, source.path)
+        if unknown := sorted(names - schemes.keys()):
+            raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
+        return schemes
+    if method != "compressed-tensors":
+        raise CheckpointError(f"{source.path} is quantized as {method}; readable: compressed-tensors")
+    cache = quantization.get("kv_cache_scheme")
+    if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
+        raise CheckpointError(
+            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
+        )
+    if quantization.get("transform_config"):
+        raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
+    if not names and not cache:
+        raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
+    return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
+
+
+def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
+    """(N, K) of a layer, all of whose tensors are as its scheme says."""
+    found = source.headers
+    strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
+    if strange is not None:
+        raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
+    held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
+    whole = scheme.terms[0].whole
+    if whole is not None:
+        size = held[whole][0] if whole in held else (0, 0)
+        if len(size) != 2:
+            raise CheckpointError(f"{layer}.{whole} has shape {size}; it must have two dimensions")
+        if 0 in size:
+            raise CheckpointError(f"{layer}.{whole} has shape {size}; there is nothing in it")
+        shape = (size[0], size[1])
+    elif "weight_shape" not in parts:
+        raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
+    else:
+        shape = shape_of(layer, source.weights.tensor(parts["weight_shape"]))
+    check_parts(layer, held, scheme, shape)
+    return shape
+
+
+def _caches(source: Source) -> StoredCaches | None:
     """How a checkpoint keeps keys and values; None where it says nothing. Raises CheckpointError that names the tensor
     which is missing or of the wrong shape."""
     entry = (source.quantization or {}).get("kv_cache_scheme")
@@ -137,36 +172,35 @@ def _sharing(
 ) -> StoredLayer:
     """A layer that has scales and no codes: those of the layer with the very same scales (a tied head)."""
     own = {part: name for part, name in parts.items() if part != "bias"}
-    scales = _read(source, own.values())
+    scales = source.weights.tensors(own.values())
     for other, stored in layers.items():
         if stored.scheme != scheme or set(stored.parts) != {*own, "weight"}:
             continue
-        theirs = _read(source, [stored.parts[part] for part in own])
+        theirs = source.weights.tensors(stored.parts[part] for part in own)
         if all(torch.equal(scales[name], theirs[stored.parts[part]]) for part, name in own.items()):
             return StoredLayer(scheme, stored.shape, own, other)
     raise CheckpointError(f"{layer}.weight is missing from the checkpoint")
 
 
-def _read(source: Source, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors by name, each file opened once."""
-    by_file: dict[Path, list[str]] = {}
-    for name in names:
-        by_file.setdefault(source.weights[name], []).append(name)
-    tensors: dict[str, Tensor] = {}
-    for path, inside in sorted(by_file.items()):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in inside}
-    return tensors
+def weight_of(source: Source, layer: str) -> Weight:
+    """The weight of a compressed layer. Raises CheckpointError that names the tensor at fault."""
+    stored = stored_in(source).layers[layer]
+    return read_weight(layer, stored.scheme, stored.read(source), stored.shape)
 
 
-def read_tensors(source: Source) -> dict[str, Tensor | Quantized]:
-    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Quantized."""
-    layers = layers_of(source)
+def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight:
+    """The weight that a layer's tensors stand for. Raises CheckpointError that names the tensor at fault."""
+    try:
+        return scheme.read(parts, *shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{layer}.{error}") from None
+
+
+def read_tensors(source: Source) -> dict[str, Tensor | Weight]:
+    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight."""
+    layers = stored_in(source).layers
     compressed = {name for stored in layers.values() for name in stored.parts.values()}
-    result: dict[str, Tensor | Quantized] = {}
-    result |= _read(source, [name for name in source.weights if name not in compressed])
-    for layer, stored in layers.items():
-        if stored.shares is not None:
-            continue
-        result[f"{layer}.weight"] = quantized_from(layer, _read(source, stored.parts.values()), stored.scheme)
-    return result
+    result: dict[str, Tensor | Weight] = {}
+    result |= source.weights.tensors(name for name in source.weights if name not in compressed)
+    own = (layer for layer, stored in layers.items() if stored.shares is None)
+    return result | {f"{layer}.weight": weight_of(source, layer) for layer in own}

@@ -8,6 +8,7 @@ from compress.model.layers import Layer
 from compress.passes.base import Pass
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
+from compress.weights.grid import Quantized
 
 
 def nothing_done(plan: Plan, record: RunRecord) -> str | None:
@@ -55,13 +56,14 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     inner = p.innermost
-    grid = decision.weight.grid
+    first = decision.sum.terms[0]
+    grid = first.grid if isinstance(first, Quantized) else None
     return LayerRecord(
         layer.name,
         inner.name,
         getattr(inner, "scheme", ""),
         getattr(inner, "grid", ""),
-        grid.group_size,
+        None if grid is None else grid.group_size,
         layer.shape,
         dict(decision.figures),
     )

@@ -9,7 +9,7 @@ from torch import nn
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
 from compress.run.plan import Plan
-from compress.weights.compressed_tensors import cache_entry, group_entry
+from compress.weights.compressed_tensors import cache_entry, group_entry, needs_dequantizing, why_not
 from compress.weights.scheme import Scheme
 
 
@@ -61,10 +61,18 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
 
 def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
     """How transformers and vLLM read a checkpoint of layers with these schemes, where it takes more than loading."""
+    foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
+    if foreign:
+        first = next(iter(foreign))
+        yield (
+            f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
+            "checkpoint with compress.load, or with transformers after compress.register(); vLLM reads no such one"
+        )
+        return
     odd = None
-    if any(scheme.needs_dequantizing() for scheme in schemes.values()):
+    if any(needs_dequantizing(scheme) for scheme in schemes.values()):
         odd = "asymmetric weights"
-    if any(schemes[table.name].needs_dequantizing(table=True) for table in plan.tables):
+    if any(needs_dequantizing(schemes[table.name], table=True) for table in plan.tables):
         odd = "a packed embedding"
     if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
         rest = ", and this one leaves the key-value cache as it is" if plan.kv is not None else ""

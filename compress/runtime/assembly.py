@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.source import Source
-from compress.checkpoint.stored import StoredLayer, caches_of, layers_of
+from compress.checkpoint.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, InputError, first_line
 from compress.model.attention import attentions, cache_argument, hold_scales
 from compress.runtime.caches import round_cache
 from compress.runtime.embedding import QuantEmbedding, TiedLinear, give_back, take_over
 from compress.runtime.fused import FusedLinear, why_not_fuse
-from compress.runtime.linear import PackedLinear, QuantLinear
+from compress.runtime.linear import PackedLinear, QuantLinear, SumLinear
 from compress.weights.caches import SIDES, CacheScheme
-from compress.weights.codes import check_codes
-from compress.weights.scheme import FLOATS
+from compress.weights.terms import FLOATS
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
@@ -79,7 +78,7 @@ def _hold(module: nn.Module, stored: StoredLayer, dtype: torch.dtype) -> None:
     """Empty tensors for what a checkpoint has of a layer."""
     for name, part in stored.scheme.parts(*stored.shape).items():
         if name in stored.parts:
-            kind = dtype if part.dtypes is FLOATS else part.dtypes[0]
+            kind = dtype if part.dtypes == FLOATS else part.dtypes[0]
             module.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
 
 
@@ -119,12 +118,12 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
 
     A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers.
     """
-    layers = layers_of(source)
+    stored_layers, caches = stored_in(source).layers, stored_in(source).caches
     modules = dict(model.named_modules())
     own: Any = model
     foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
     place = partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
-    placed = {place(modules, stored_name): stored for stored_name, stored in layers.items()}
+    placed = {place(modules, stored_name): stored for stored_name, stored in stored_layers.items()}
     sharing: dict[str, str] = {}
     for name, stored in placed.items():
         module = modules.get(name)
@@ -152,7 +151,6 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
             model.set_submodule(name, Unread(stored, module.bias, dtype, owner))
         else:
             raise CheckpointError(f"{name} shares the compressed weight of {owner}; it is a {type(module).__name__}")
-    caches = caches_of(source)
     for stored_name, scales in ({} if caches is None else caches.scales).items():
         name = place(modules, stored_name)
         attention = modules.get(name)
@@ -207,12 +205,12 @@ def finish(model: nn.Module, device: torch.device | None = None, caches: CacheSc
             table = tables[module.shares]
         else:
             found = {part: tensor for part, tensor in parts.items() if tensor is not None}
-            target = found["weight_scale"].device if device is None else device
+            target = next(iter(found.values())).device if device is None else device
             found = {part: tensor.to(target) for part, tensor in found.items()}
-            if not bool(torch.isfinite(found["weight_scale"]).all()):
-                raise CheckpointError(f"{name}.weight_scale holds values that are not finite numbers")
-            if "weight" in found:
-                check_codes(name, found["weight"])
+            try:
+                module.stored.scheme.check(found, *module.stored.shape)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}.{error}") from None
             bias = module.bias if isinstance(module, Unread) else None
             layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias).to(target)
             if isinstance(module, Unread):
@@ -266,7 +264,7 @@ def dense(model: nn.Module) -> None:
         if module.table not in tables:
             tables[module.table] = nn.Parameter(module.dequantize(), trains)
         give_back(module, tables[module.table])
-    own = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLinear | QuantLinear)]
+    own = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLinear)] + list(_layers(model))
     names = [n for n, m in own if isinstance(m, FusedLinear) or not m.spoken_for]
     del own
     for name in names:
@@ -304,7 +302,7 @@ def _tie(model: nn.Module) -> None:
 def weights_on_codes(model: nn.Module, exclude_embeddings: bool = False) -> int:
     """How many weights a model holds as codes; a table that is used twice counts once, as an embedding."""
     embeddings = {module.table for module in model.modules() if isinstance(module, QuantEmbedding)}
-    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and not isinstance(m, TiedLinear)]
+    layers = [m for _, m in _layers(model) if not isinstance(m, TiedLinear)]
     return sum(m.in_features * m.out_features for m in layers if not (exclude_embeddings and m in embeddings))
 
 
@@ -369,6 +367,13 @@ def device_of(model: nn.Module) -> torch.device:
 def compressed_layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
     """The layers of a model that multiply by codes; fused ones once, under the name of the first."""
     tables = {module.table for module in model.modules() if isinstance(module, QuantEmbedding)}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantLinear) and module not in tables:
+    for name, module in _layers(model):
+        if module not in tables:
             yield name.removesuffix(".stacked"), module
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
+    """All layers on compressed weights, and of a sum not its summands."""
+    modules = dict(model.named_modules())
+    inside = {m for layer in modules.values() if isinstance(layer, SumLinear) for m in layer.summands}
+    yield from ((n, m) for n, m in modules.items() if isinstance(m, QuantLinear) and m not in inside)

@@ -5,11 +5,11 @@ from torch import nn
 
 from compress.checkpoint.pretrained import from_pretrained, read_config
 from compress.checkpoint.source import Source
-from compress.checkpoint.stored import caches_of, layers_of, read_tensors
+from compress.checkpoint.stored import read_tensors, stored_in
 from compress.errors import InputError
 from compress.model.attention import attentions, hold_scales
 from compress.runtime.caches import round_cache
-from compress.weights.grid import Quantized
+from compress.weights.terms import Weight
 
 
 def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
@@ -17,7 +17,7 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
 
     Raises InputError where a layer also quantizes its input or output, which dense weights would not show.
     """
-    layers = layers_of(source)
+    layers, caches = stored_in(source).layers, stored_in(source).caches
     active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
     if active:
         both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
@@ -26,10 +26,8 @@ def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Mod
             "would leave out; load it without dequantize"
         )
     tensors = {
-        name: value.dequantize() if isinstance(value, Quantized) else value
-        for name, value in read_tensors(source).items()
+        name: value.dequantize() if isinstance(value, Weight) else value for name, value in read_tensors(source).items()
     }
-    caches = caches_of(source)
     scales = {
         attention: [tensors.pop(name) for name, _ in held.values()]
         for attention, held in ({} if caches is None else caches.scales).items()

@@ -118,6 +118,7 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
     """Reasons why layers cannot be one product; empty when they can."""
     reasons = []
     first = layers[0]
+    reasons += [f"{layer.scheme} is not one product of stacked rows" for layer in layers if not layer.stackable]
     for layer in layers[1:]:
         if type(layer) is not type(first) or layer.scheme != first.scheme:
             reasons.append(f"schemes differ: {first.scheme}; {layer.scheme}")

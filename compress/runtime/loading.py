@@ -20,32 +20,38 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from compress.checkpoint.pretrained import from_pretrained, load_dense, read_config
-from compress.checkpoint.source import Source, find_source, weight_files
-from compress.checkpoint.stored import layers_of
+from compress.checkpoint.source import Source, find_source
+from compress.checkpoint.stored import stored_in
+from compress.checkpoint.weight_files import weight_files
 from compress.errors import InputError
 from compress.runtime.assembly import compressed_layers, dense, device_of, finish, fuse, prepare, weights_on_codes
 from compress.runtime.dequantized import load_dequantized
 from compress.runtime.linear import PackedLinear
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
+from compress.weights.own_words import METHOD
 
-METHOD = "compress"
 THEIRS = "compressed-tensors"
 # Inputs that share a scale where x is rounded to int8 for speed alone: small, so that one large value spoils little.
 INPUT_GROUP = 128
+CPU = torch.device("cpu")
 
 
 class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`."""
+    """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`; source:
+    the checkpoint, where it has been opened already."""
 
     def __init__(
         self,
         quantization: Mapping[str, Any] | None = None,
         fuse: bool | None = None,
         device: str | None = None,
-        **_: Any,
+        source: Source | None = None,
+        **words: Any,
     ) -> None:
         self.quant_method = METHOD
-        self.quantization, self.fuse, self.device = dict(quantization or {}), fuse, device
+        # Of a checkpoint whose method is ours, transformers gives its words one by one.
+        self.quantization = dict(quantization or {**words, "quant_method": METHOD})
+        self.fuse, self.device, self.source = fuse, device, source
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved beside the weights: the checkpoint's own words."""
@@ -74,9 +80,11 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         if not checkpoint_files:
             raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
-        folder = Path(checkpoint_files[0]).parent
-        config = {"quantization_config": self.quantization_config.quantization}
-        source = Source(str(folder), folder, config, weight_files(folder))
+        source, self.quantization_config.source = self.quantization_config.source, None  # the model keeps no open file
+        if source is None:
+            folder = Path(checkpoint_files[0]).parent
+            config = {"quantization_config": self.quantization_config.quantization}
+            source = Source(str(folder), folder, config, weight_files(folder))
         prepare(model, source, torch.get_default_dtype() if dtype is None else dtype)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
@@ -204,10 +212,23 @@ def load(
     Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that a checkpoint cannot have.
     """
-    source = find_source(str(model), trust_remote_code)
-    target = torch.device(device)
+    options: dict[str, Any] = {"dequantize": dequantize, "fuse": fuse, "int8_activations": int8_activations}
+    return load_source(find_source(str(model), trust_remote_code), dtype, torch.device(device), notes=notes, **options)
+
+
+def load_source(
+    source: Source,
+    dtype: torch.dtype | None = None,
+    target: torch.device = CPU,
+    *,
+    dequantize: bool = False,
+    fuse: bool | None = None,
+    int8_activations: bool = False,
+    notes: list[str] | None = None,
+) -> nn.Module:
+    """`load`, of a checkpoint that is open."""
     if source.quantization is None:
-        layers_of(source)
+        stored_in(source)
         if fuse or int8_activations:
             raise InputError(f"{source.name} is not compressed: fuse and int8_activations do not apply")
         return load_dense(source, dtype, notes).to(target)
@@ -222,6 +243,7 @@ def load(
         "quantization": dict(source.quantization),
         "fuse": fuse,
         "device": str(target),
+        "source": source,
     }
     remarks: list[str] = []
     arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}

@@ -10,6 +10,7 @@ Codes are symmetric: int8, x = s q with s = absmax / 127.5, or float8 e4m3 with 
 Shapes: B sequences, H key-value heads, T tokens, D elements of a head (of keys and of values, which may differ).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_ra
 
 CacheGranularity = Literal["tensor", "head", "token"]
 SIDES = ("k", "v")
+SCALES = tuple(f"{side}_scale" for side in SIDES)
 SCALE_BYTES = 4  # of a float32
 
 
@@ -52,6 +54,16 @@ class CacheCodes:
 
     scheme: CacheScheme
     scales: tuple[Tensor, Tensor] | None = None
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that a checkpoint has of it, none where scales are fitted to every token."""
+        return {} if self.scales is None else dict(zip(SCALES, self.scales, strict=True))
+
+    @classmethod
+    def read(cls, scheme: CacheScheme, parts: Mapping[str, Tensor]) -> "CacheCodes":
+        """Inverse of `parts`."""
+        keys, values = (parts.get(name) for name in SCALES)
+        return cls(scheme, None if keys is None or values is None else (keys, values))
 
 
 def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tensor:

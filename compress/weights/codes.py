@@ -1,121 +1,206 @@
-"""A layer's tensors on disk from its codes, and back; `weights.scheme` says which they are."""
+"""Codes on a grid as a term of a weight, and the four ways to store them.
 
-from collections.abc import Mapping
+N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors:
+
+    Packed       weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream (`compress.kernels.pack`)
+                 weight_scale       model dtype [N, G]
+                 weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
+    Int8Rows     weight             int8 [N, K]                  symmetric, for layers with an int8 input
+                 weight_scale       model dtype [N, 1]
+    Int8Table    weight             int8 [N, K]                  token embeddings of 8 bits
+                 weight_scale       model dtype [N, G]
+                 weight_zero_point  int8 [N, G]                  asymmetric only
+    Float8Rows   weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
+                 weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError
-from compress.kernels.pack import pack_rows, unpack_rows
+from compress.kernels.pack import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, Quantized
-from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import Scheme, scheme_of
+from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+
+Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
 
-def tensors_of(
-    layer: str,
-    quantized: Quantized,
-    inputs: ActivationCodes | None = None,
-    outputs: ActivationCodes | None = None,
-    table: bool = False,
-) -> dict[str, Tensor]:
-    """The tensors that stand for one compressed layer. table: as `scheme_of` has it."""
-    scheme = scheme_of(quantized.grid, inputs, outputs, table=table)
-    bits = quantized.grid.bits
-    scale = quantized.scale.expand(quantized.codes.shape[0], -1) if quantized.scale.shape[0] == 1 else quantized.scale
-    tensors = {"weight_scale": scale[:1, 0] if scheme.one_scale else scale}
-    if scheme.layout != "pack-quantized":
-        tensors["weight"] = quantized.codes
-    else:
-        tensors["weight_packed"] = pack_rows(quantized.codes, bits)
-        tensors["weight_shape"] = torch.tensor(quantized.codes.shape)
-    if quantized.zero_point is not None:
-        zero_point = quantized.zero_point.expand(scale.shape)
-        packed = scheme.layout == "pack-quantized"
-        tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t() if packed else zero_point
-    for side, codes in (("input", inputs), ("output", outputs)):
-        if codes is not None and codes.scale is not None:
-            tensors[f"{side}_scale"] = codes.scale.reshape(1)
-            if codes.zero_point is not None:
-                tensors[f"{side}_zero_point"] = codes.zero_point.reshape(1)
-    return {f"{layer}.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+@dataclass(frozen=True, kw_only=True)
+class CodesFormat(Format):
+    """Codes on a grid. layout: what compressed-tensors calls the format."""
+
+    layout: ClassVar[Layout]
+
+    grid: Grid
+
+    @classmethod
+    def from_entry(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(grid=Grid(**fields["grid"]))
+
+    def groups(self, columns: int) -> int:
+        """Scales per row."""
+        return 1 if self.grid.group_size is None else columns // self.grid.group_size
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        group = self.grid.group_size
+        return f"has {columns} inputs; groups of {group} do not fit" if group and columns % group else None
+
+    def words(self, inputs: Grid | None) -> str:
+        group = "channel" if self.grid.group_size is None else f"g{self.grid.group_size}"
+        kind = "symmetric" if self.grid.symmetric else "asymmetric"
+        return f"w{self.grid.bits}a{16 if inputs is None else inputs.bits} {group} {kind}"
+
+    def check(self, parts: Mapping[str, Tensor]) -> None:
+        check_finite(parts, "weight_scale")
+        codes = parts.get("weight")
+        if codes is not None and codes.is_floating_point() and bool(codes.isnan().any()):
+            raise CheckpointError("weight holds codes that are not numbers")
+
+    def term(self, quantized: Quantized) -> "Codes":
+        """A quantized matrix as a term that is stored so."""
+        return Codes(quantized, self)
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        """The tensors that hold a quantized matrix."""
+        raise NotImplementedError
 
 
-def check_parts(
-    layer: str, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: Scheme, shape: tuple[int, int]
-) -> None:
-    """Hold the shapes and dtypes that a layer's tensors have to its scheme. Raises CheckpointError that names one."""
-    rows, columns = shape
-    group = scheme.weights.group_size
-    if group is not None and columns % group:
-        raise CheckpointError(f"{layer} has {columns} inputs; groups of {group} do not fit")
-    for name, part in scheme.parts(rows, columns).items():
-        if name not in found:
-            if part.optional:
-                continue
-            raise CheckpointError(f"{layer}.{name} is missing from the checkpoint")
-        size, dtype = found[name]
-        if size != part.shape and not (part.shape == (1,) and size == ()):
-            raise CheckpointError(f"{layer}.{name} has shape {size}; its layer needs {part.shape}")
-        if dtype not in part.dtypes:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in part.dtypes)
-            raise CheckpointError(f"{layer}.{name} is {str(dtype).removeprefix('torch.')}; it must be {allowed}")
-    if unknown := sorted(set(found) - set(scheme.parts(rows, columns)) - {"bias"}):
-        raise CheckpointError(f"{layer}.{unknown[0]} is no part of a layer stored as {scheme.layout}")
+@dataclass(frozen=True, kw_only=True)
+class Packed(CodesFormat):
+    """Codes of 2 to 8 bits as a bit stream."""
+
+    kind: ClassVar[str] = "pack-quantized"
+    layout: ClassVar[Layout] = "pack-quantized"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        bits, groups = self.grid.bits, self.groups(columns)
+        parts = {
+            "weight_scale": Part((rows, groups), FLOATS),
+            "weight_packed": Part((rows, words_of(columns, bits)), (torch.int32,)),
+        }
+        if not self.grid.symmetric:
+            parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
+        return parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        bits, scale = self.grid.bits, _by_row(quantized)
+        tensors = {"weight_scale": scale, "weight_packed": pack_rows(quantized.codes, bits)}
+        if quantized.zero_point is not None:
+            zero_point = quantized.zero_point.expand(scale.shape)
+            tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
+        return tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        bits, zero_point = self.grid.bits, None
+        if not self.grid.symmetric:
+            zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()
+        codes = unpack_rows(parts["weight_packed"], bits, columns)
+        return self.term(Quantized(codes, parts["weight_scale"], zero_point, self.grid))
 
 
-def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
-    """(N, K) from a `weight_shape`. Raises CheckpointError where it is not two positive numbers."""
-    if tuple(stored.shape) != (2,):
-        raise CheckpointError(f"{layer}.weight_shape has shape {tuple(stored.shape)}; it must hold two numbers")
-    rows, columns = (int(n) for n in stored)
-    if rows < 1 or columns < 1:
-        raise CheckpointError(f"{layer}.weight_shape says {rows} x {columns}")
-    return rows, columns
+@dataclass(frozen=True, kw_only=True)
+class WholeCodes(CodesFormat):
+    """Codes of 8 bits, one beside the other."""
+
+    whole: ClassVar[str | None] = "weight"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = {
+            "weight_scale": Part((rows, self.groups(columns)), FLOATS),
+            "weight": Part((rows, columns), (self.grid.storage,)),
+        }
+        if not self.grid.symmetric:
+            parts["weight_zero_point"] = Part((rows, self.groups(columns)), (torch.int8,))
+        return parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        scale = _by_row(quantized)
+        tensors = {"weight_scale": scale, "weight": quantized.codes}
+        if quantized.zero_point is not None:
+            tensors["weight_zero_point"] = quantized.zero_point.expand(scale.shape)
+        return tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        return self.term(Quantized(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), self.grid))
 
 
-def check_codes(layer: str, codes: Tensor) -> None:
-    """Raises CheckpointError where float codes are no numbers."""
-    if codes.is_floating_point() and bool(codes.isnan().any()):
-        raise CheckpointError(f"{layer}.weight holds codes that are not numbers")
+@dataclass(frozen=True, kw_only=True)
+class Int8Rows(WholeCodes):
+    """int8 rows of a layer whose input is rounded to int8, too."""
+
+    kind: ClassVar[str] = "int-quantized"
+    layout: ClassVar[Layout] = "int-quantized"
 
 
-def quantized_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> Quantized:
-    """Inverse of `tensors_of`. Raises CheckpointError that names the tensor at fault."""
-    parts = {name.removeprefix(f"{layer}."): tensor for name, tensor in tensors.items()}
-    if scheme.layout == "pack-quantized" and "weight_shape" not in parts:
-        raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
-    stored = parts.get("weight_shape")
-    shape = tuple(parts["weight"].shape) if stored is None else shape_of(layer, stored)
-    rows, columns = shape
-    check_parts(layer, {name: (tuple(t.shape), t.dtype) for name, t in parts.items()}, scheme, (rows, columns))
-    scale = parts["weight_scale"]
-    if not bool(torch.isfinite(scale).all()):
-        raise CheckpointError(f"{layer}.weight_scale holds values that are not finite numbers")
-    if scheme.layout != "pack-quantized":
-        check_codes(layer, parts["weight"])
-        scale = scale.reshape(1, 1) if scheme.one_scale else scale
-        return Quantized(parts["weight"], scale, parts.get("weight_zero_point"), scheme.weights)
-    bits, zero_point = scheme.weights.bits, None
-    if not scheme.weights.symmetric:
-        zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()
-    return Quantized(unpack_rows(parts["weight_packed"], bits, columns), scale, zero_point, scheme.weights)
+@dataclass(frozen=True, kw_only=True)
+class Int8Table(WholeCodes):
+    """int8 rows beside inputs as they are: of a token embedding, which transformers loads without further ado only
+    where its weight is called `weight`, and of the output head tied to it, which has scales and no codes of its own."""
+
+    kind: ClassVar[str] = "int-table"
+    layout: ClassVar[Layout] = "int-quantized"
 
 
-def inputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> ActivationCodes | None:
-    """How the input of a layer is rounded, from its tensors."""
-    if scheme.inputs is None or scheme.dynamic:
-        return None if scheme.inputs is None else ActivationCodes(scheme.inputs)
-    return _fixed(f"{layer}.input", tensors, scheme.inputs)
+@dataclass(frozen=True, kw_only=True)
+class Float8Rows(WholeCodes):
+    """float8 rows of a layer whose input is rounded to float8, too."""
+
+    kind: ClassVar[str] = "float-quantized"
+    layout: ClassVar[Layout] = "float-quantized"
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
+        return self.grid.granularity == "tensor"
+
+    def words(self, inputs: Grid | None) -> str:
+        return f"fp8 {self.grid.granularity}"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = super().parts(rows, columns)
+        return {**parts, "weight_scale": Part((1,), FLOATS)} if self.one_scale else parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        tensors = super().tensors(quantized)
+        return {**tensors, "weight_scale": tensors["weight_scale"][:1, 0]} if self.one_scale else tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        if self.one_scale:
+            parts = {**parts, "weight_scale": parts["weight_scale"].reshape(1, 1)}
+        return super().read(parts, rows, columns)
 
 
-def outputs_from(layer: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> ActivationCodes | None:
-    """How the output of a layer is rounded, from its tensors."""
-    return None if scheme.outputs is None else _fixed(f"{layer}.output", tensors, scheme.outputs)
+@dataclass(frozen=True)
+class Codes(Term):
+    """A quantized matrix that is stored in a format."""
+
+    quantized: Quantized
+    format: CodesFormat
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.quantized.codes.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.quantized.dequantize(dtype)
+
+    def parts(self) -> dict[str, Tensor]:
+        return self.format.tensors(self.quantized)
+
+    def rows(self, part: slice) -> "Codes":
+        return Codes(self.quantized.rows(part), self.format)
+
+    @classmethod
+    def stacked(cls, terms: Sequence["Codes"]) -> "Codes":
+        return cls(Quantized.stacked([term.quantized for term in terms]), terms[0].format)
 
 
-def _fixed(what: str, tensors: Mapping[str, Tensor], grid: Grid) -> ActivationCodes:
-    zero_point = None if grid.symmetric else tensors.get(f"{what}_zero_point")
-    return ActivationCodes(
-        grid, tensors[f"{what}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)
-    )
+def _by_row(quantized: Quantized) -> Tensor:
+    """The scales, [N, G]: of one scale, once per row."""
+    one = quantized.scale.shape[0] == 1
+    return quantized.scale.expand(quantized.codes.shape[0], -1) if one else quantized.scale

@@ -6,9 +6,30 @@ from typing import Any, Literal
 
 from compress.errors import CheckpointError, InputError
 from compress.weights.caches import CacheGranularity, CacheScheme
+from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.grid import Granularity, Grid, NumberType
-from compress.weights.scheme import LAYOUTS, Scheme
+from compress.weights.scheme import Scheme
 
+# Older writers say naive for integers that are not packed.
+LAYOUTS: dict[str, Layout] = {
+    "pack-quantized": "pack-quantized",
+    "int-quantized": "int-quantized",
+    "naive-quantized": "int-quantized",
+    "float-quantized": "float-quantized",
+}
+# Names by which a layer of a checkpoint is known to be compressed.
+OWN_PARTS = frozenset(
+    {
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "input_scale",
+        "input_zero_point",
+        "output_scale",
+        "output_zero_point",
+    }
+)
 # How the numbers were found, not what they are.
 OF_THE_SEARCH = {"observer", "observer_kwargs"}
 # Orders in which columns were solved and then put back; `group` permutes the groups themselves.
@@ -40,10 +61,29 @@ def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
     return CacheScheme(type=kind, granularity=per)
 
 
+def why_not(scheme: Scheme) -> str | None:
+    """Why compressed-tensors has no word for a scheme; None where it has."""
+    if scheme.codes is not None:
+        return None
+    return f"it has no {' + '.join(term.kind for term in scheme.terms)}"
+
+
+def layout_of(scheme: Scheme) -> Layout:
+    """What compressed-tensors calls the format of a layer that is codes."""
+    assert scheme.codes is not None
+    return scheme.codes.layout
+
+
+def needs_dequantizing(scheme: Scheme, table: bool = False) -> bool:
+    """Whether transformers reads a scheme with `dequantize=True` only: it has no packed zero points by default, and no
+    packed embeddings (table)."""
+    return isinstance(scheme.codes, Packed) and (table or not scheme.codes.grid.symmetric)
+
+
 def group_entry(scheme: Scheme) -> dict[str, Any]:
-    """A scheme as a `config_groups` entry has it, without its targets."""
+    """A scheme of codes as a `config_groups` entry has it, without its targets."""
     return {
-        "format": scheme.layout,
+        "format": layout_of(scheme),
         "weights": _weights_entry(scheme.weights),
         "input_activations": _activations_entry(scheme.inputs, scheme.dynamic),
         "output_activations": _activations_entry(scheme.outputs, dynamic=False),
@@ -93,14 +133,16 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
     if given is None:
         if LAYOUTS[layout] == "int-quantized" and weights.bits != 8:
             raise CheckpointError(f"{layer} is stored as {layout} with {weights.bits} bits; readable: pack-quantized")
-        return Scheme(weights=weights, layout=LAYOUTS[layout])
+        whole = LAYOUTS[layout] == "int-quantized"
+        return Scheme(terms=(Int8Table(grid=weights) if whole else Packed(grid=weights),))
     inputs, dynamic = _activation_grid(given, layer, "input")
     outputs = _activation_grid(returned, layer, "output")[0] if returned else None
     if LAYOUTS[layout] == "int-quantized" and (weights.bits != 8 or not weights.symmetric or weights.group_size):
         raise CheckpointError(f"{layer}: int-quantized weights must be symmetric, 8 bits, one scale per channel")
     if LAYOUTS[layout] == "pack-quantized" and not (dynamic and inputs.symmetric):
         raise CheckpointError(f"{layer}: packed weights with an int8 input that is not dynamic and symmetric")
-    return Scheme(weights=weights, inputs=inputs, outputs=outputs, dynamic=dynamic, layout=LAYOUTS[layout])
+    term: CodesFormat = Int8Rows(grid=weights) if LAYOUTS[layout] == "int-quantized" else Packed(grid=weights)
+    return Scheme(terms=(term,), inputs=inputs, outputs=outputs, dynamic=dynamic)
 
 
 def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
@@ -129,11 +171,10 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
                 f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
             )
     return Scheme(
-        weights=Grid(bits=8, type="float", granularity=per),
+        terms=(Float8Rows(grid=Grid(bits=8, type="float", granularity=per)),),
         inputs=Grid(bits=8, type="float", granularity=expected),
         outputs=None if outputs is None else Grid(bits=8, type="float", granularity="tensor"),
         dynamic=dynamic,
-        layout="float-quantized",
     )
 
 

@@ -3,35 +3,35 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from compress.weights.grid import Quantized
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import Summand, Weight
+
+Figures = Mapping[str, float | int | str]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass decided for one layer, as data: the codes of its weight, how its input and its output are rounded
-    (None: they are not), and the figures that its report shows."""
+    """What a pass decided for one layer, as data.
 
-    weight: Quantized
-    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    weight: codes, another term, or a sum of several (`compress.weights.terms`). figures: what its report shows. inputs,
+    outputs: how what the layer is given and what it returns are rounded (None: they are not).
+    """
+
+    weight: Summand | Weight
+    figures: Figures = field(default_factory=dict)
     inputs: ActivationCodes | None = None
     outputs: ActivationCodes | None = None
+
+    @property
+    def sum(self) -> Weight:
+        """The weight as a sum of terms."""
+        return self.weight if isinstance(self.weight, Weight) else Weight((self.weight,))
 
 
 def joined(parts: Sequence[Decision]) -> Decision:
     """The decisions about the groups of a layer as one about the layer: rows below each other, figures averaged."""
     if len(parts) == 1:
         return parts[0]
-    weights = [part.weight for part in parts]
-    zeros = [w.zero_point for w in weights if w.zero_point is not None]
-    weight = Quantized(
-        torch.cat([w.codes for w in weights]),
-        torch.cat([w.scale for w in weights]),
-        torch.cat(zeros) if zeros else None,
-        weights[0].grid,
-    )
     figures: dict[str, float | int | str] = {}
     for key, first in parts[0].figures.items():
         values = [part.figures[key] for part in parts]
@@ -41,4 +41,4 @@ def joined(parts: Sequence[Decision]) -> Decision:
             figures[key] = ", ".join(sorted({str(value) for value in values}))
     if "dead_channels" in figures:
         figures["dead_channels"] = sum(int(part.figures["dead_channels"]) for part in parts)
-    return Decision(weight, {**figures, "groups": len(parts)}, parts[0].inputs)
+    return Decision(Weight.stacked([part.sum for part in parts]), {**figures, "groups": len(parts)}, parts[0].inputs)

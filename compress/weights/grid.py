@@ -16,7 +16,7 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -187,6 +187,13 @@ class Quantized:
         scale = self.scale if whole else self.scale[part]
         zero_point = self.zero_point if whole or self.zero_point is None else self.zero_point[part]
         return Quantized(self.codes[part], scale, zero_point, self.grid)
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Quantized"]) -> "Quantized":
+        """Quantized matrices of one grid below each other, with a scale row for each of theirs."""
+        zeros = [part.zero_point for part in parts if part.zero_point is not None]
+        codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+        return cls(codes, scale, torch.cat(zeros) if zeros else None, parts[0].grid)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:

@@ -1,11 +1,20 @@
-"""How a layer's input or output is rounded to 8 bits, as data."""
+"""How a layer's input or output is rounded to 8 bits, as data; of a fixed range, stored as
 
+input_scale        model dtype [1]    and output_scale of an output
+input_zero_point   int8 [1]           asymmetric integers; may be absent otherwise
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.weights.grid import Grid, decode, encode, quantize, working_dtype
+from compress.weights.terms import FLOATS, Part
+
+Side = Literal["input", "output"]
 
 
 @dataclass(frozen=True)
@@ -34,3 +43,26 @@ class ActivationCodes:
         zero_point = torch.zeros_like(scale) if self.zero_point is None else self.zero_point.flatten().to(work)
         codes = encode(work, scale, zero_point, self.grid)
         return decode(codes, scale, zero_point, torch.float32).to(x.dtype)
+
+    def parts(self, side: Side) -> dict[str, Tensor]:
+        """The tensors that a checkpoint has of it: none where the range is fitted to every token."""
+        if self.scale is None:
+            return {}
+        zero_point = {} if self.zero_point is None else {f"{side}_zero_point": self.zero_point.reshape(1)}
+        return {f"{side}_scale": self.scale.reshape(1), **zero_point}
+
+
+def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
+    """The tensors that hold a fixed range."""
+    parts = {f"{side}_scale": Part((1,), FLOATS)}
+    if not grid.floating:
+        parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric)
+    return parts
+
+
+def read_fixed(side: Side, grid: Grid, parts: Mapping[str, Tensor]) -> ActivationCodes:
+    """Inverse of `ActivationCodes.parts`, of a fixed range."""
+    zero_point = None if grid.symmetric else parts.get(f"{side}_zero_point")
+    return ActivationCodes(
+        grid, parts[f"{side}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)
+    )

@@ -1,144 +1,199 @@
-"""How a layer is stored and computed: the grids of its weights and its input, and the tensors that hold them.
+"""How a layer is stored and computed: the formats of its weight's terms, and how its input and output are rounded."""
 
-In the words of compressed-tensors' `quantization_config`. N outputs, K inputs, G groups, n bits. The keys of a layer
-are its path plus
-
-    pack-quantized   weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream (`compress.kernels.pack`)
-                     weight_scale       model dtype [N, G]
-                     weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
-                     weight_shape       int64 [2]                    (N, K)
-    int-quantized    weight             int8 [N, K]                  symmetric, for layers with an int8 input
-                     weight_scale       model dtype [N, 1]           and, with groups [N, G] and zero points, for token
-                     weight_zero_point  int8 [N, G]                  embeddings of 8 bits: asymmetric only
-                     input_scale        model dtype [1]              static input only
-                     input_zero_point   int8 [1]                     asymmetric static input; may be absent otherwise
-                     output_scale       model dtype [1]              where the output is rounded, too
-                     output_zero_point  int8 [1]                     asymmetric output; may be absent otherwise
-    float-quantized  weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
-                     weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
-                     input_scale        model dtype [1]              static input only
-                     output_scale       model dtype [1]              where the output is rounded, too
-"""
-
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from compress.errors import InputError
-from compress.kernels.pack import words_of
-from compress.weights.grid import DEFAULT_GROUP, Grid, usual_group
-from compress.weights.rounding import ActivationCodes
-
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
-# Older writers say naive for integers that are not packed.
-LAYOUTS: dict[str, Layout] = {
-    "pack-quantized": "pack-quantized",
-    "int-quantized": "int-quantized",
-    "naive-quantized": "int-quantized",
-    "float-quantized": "float-quantized",
-}
-PARTS = (
-    "weight_packed",
-    "weight",
-    "weight_scale",
-    "weight_zero_point",
-    "weight_shape",
-    "input_scale",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
+from compress.errors import CheckpointError, InputError
+from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats import read_format
+from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, usual_group
+from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
+from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own
 
 NARROW, WIDE = 4, 8
 BY_NAME = "w2a16 ... w8a16, w4a8, w8a8, fp8"
-
-
-class Part(NamedTuple):
-    """A tensor that a layer is stored as: its shape, the dtypes it may have, and whether it may be absent."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    optional: bool = False
+SHAPE = Part((2,), (torch.int64, torch.int32))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """weights: their grid. inputs: the 8-bit grid of what the layer multiplies, or None. dynamic: inputs are fitted to
-    every token as it comes, rather than by calibration. outputs: the 8-bit grid of what the layer returns, bias
-    included, by a fixed range, or None."""
+    """terms: the format of each term of the weight. inputs: the 8-bit grid of what the layer multiplies, or None.
+    dynamic: inputs are fitted to every token as it comes, rather than by calibration. outputs: the 8-bit grid of what
+    the layer returns, bias included, by a fixed range, or None."""
 
-    weights: Grid
+    terms: tuple[Format, ...]
     inputs: Grid | None = None
     outputs: Grid | None = None
     dynamic: bool = True
-    layout: Layout = "pack-quantized"
 
     def __str__(self) -> str:
-        if self.weights.floating:
-            returned = "" if self.outputs is None else ", output static"
-            return f"fp8 {self.weights.granularity}, input {'dynamic' if self.dynamic else 'static'}{returned}"
-        group = "channel" if self.weights.group_size is None else f"g{self.weights.group_size}"
-        kind = "symmetric" if self.weights.symmetric else "asymmetric"
+        said = " + ".join(term.words(self.inputs) for term in self.terms)
         if self.inputs is None:
-            return f"w{self.weights.bits}a16 {group} {kind}"
-        how = "dynamic" if self.dynamic else "static"
-        sign = "symmetric" if self.inputs.symmetric else "asymmetric"
-        returned = ""
-        if self.outputs is not None:
-            returned = f", output static {'symmetric' if self.outputs.symmetric else 'asymmetric'}"
-        return f"w{self.weights.bits}a{self.inputs.bits} {group} {kind}, input {how} {sign}{returned}"
+            return said
+        kinds = [("input", "dynamic" if self.dynamic else "static", self.inputs), ("output", "static", self.outputs)]
+        for side, how, grid in kinds:
+            if grid is not None:
+                sign = "" if grid.floating else " symmetric" if grid.symmetric else " asymmetric"
+                said += f", {side} {how}{sign}"
+        return said
 
     @property
-    def one_scale(self) -> bool:
-        """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
-        return self.layout == "float-quantized" and self.weights.granularity == "tensor"
+    def codes(self) -> CodesFormat | None:
+        """The format of a layer that is codes and nothing else; None of another."""
+        first, *others = self.terms
+        return first if isinstance(first, CodesFormat) and not others else None
 
-    def needs_dequantizing(self, table: bool = False) -> bool:
-        """Whether transformers reads it with `dequantize=True` only: it has no packed zero points by default, and no
-        packed embeddings (table)."""
-        return self.layout == "pack-quantized" and (table or not self.weights.symmetric)
-
-    def groups(self, columns: int) -> int:
-        """Scales per row."""
-        return 1 if self.weights.group_size is None else columns // self.weights.group_size
+    @property
+    def weights(self) -> Grid:
+        """The grid of a layer that is codes."""
+        return cast(CodesFormat, self.terms[0]).grid
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The tensors that hold an [N, K] layer."""
-        bits, groups = self.weights.bits, self.groups(columns)
-        parts = {"weight_scale": Part((1,) if self.one_scale else (rows, groups), FLOATS)}
-        if self.layout == "pack-quantized":
-            parts["weight_packed"] = Part((rows, words_of(columns, bits)), (torch.int32,))
-            parts["weight_shape"] = Part((2,), (torch.int64, torch.int32))
-            if not self.weights.symmetric:
-                parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
-        else:
-            parts["weight"] = Part((rows, columns), (self.weights.storage,))
-            if not self.weights.symmetric:
-                parts["weight_zero_point"] = Part((rows, groups), (torch.int8,))
-        for side, grid in (("input", None if self.dynamic else self.inputs), ("output", self.outputs)):
-            if grid is not None:
-                parts[f"{side}_scale"] = Part((1,), FLOATS)
-                if not grid.floating:
-                    parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric)
-        return parts
+        """The tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
+        first term has that shape."""
+        parts: dict[str, Part] = {}
+        for i, term in enumerate(self.terms):
+            parts |= named(i, term.parts(rows, columns))
+        if self.terms[0].whole is None:
+            parts["weight_shape"] = SHAPE
+        if self.inputs is not None and not self.dynamic:
+            parts |= fixed_parts("input", self.inputs)
+        return parts if self.outputs is None else {**parts, **fixed_parts("output", self.outputs)}
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Weight:
+        """The weight that an [N, K] layer's tensors stand for. Raises CheckpointError as `check` does."""
+        self.check(parts, rows, columns)
+        held = (own(i, parts, term, rows, columns) for i, term in enumerate(self.terms))
+        return Weight(tuple(term.read(its, rows, columns) for term, its in zip(self.terms, held, strict=True)))
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        """Raises CheckpointError, whose message begins with the name of a part, for values that cannot be."""
+        for i, term in enumerate(self.terms):
+            term.check(own(i, parts, term, rows, columns))
+
+    def read_inputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
+        """How the input of a layer is rounded."""
+        if self.inputs is None or self.dynamic:
+            return None if self.inputs is None else ActivationCodes(self.inputs)
+        return read_fixed("input", self.inputs, parts)
+
+    def read_outputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
+        """How the output of a layer is rounded."""
+        return None if self.outputs is None else read_fixed("output", self.outputs, parts)
+
+    def entry(self) -> dict[str, Any]:
+        """As JSON has it."""
+        grids = {"inputs": self.inputs, "outputs": self.outputs}
+        noted = {key: None if grid is None else asdict(grid) for key, grid in grids.items()}
+        return {"terms": [term.entry() for term in self.terms], **noted, "dynamic": self.dynamic}
+
+
+def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
+    """Inverse of `Scheme.entry`; the types of its own keys have been checked. Raises CheckpointError, naming `where`,
+    for a format that cannot be read."""
+    grids = {key: None if entry[key] is None else Grid(**entry[key]) for key in ("inputs", "outputs")}
+    terms = tuple(read_format(term, where) for term in entry["terms"])
+    if not terms:
+        raise CheckpointError(f"{where} holds a layer without a term")
+    return Scheme(terms=terms, dynamic=entry["dynamic"], **grids)
+
+
+def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesFormat:
+    """How codes are stored beside an input that is rounded so, or not at all. table: of a token embedding."""
+    if inputs is None:
+        assert not weights.floating, "float8 weights come with float8 inputs"
+        return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)
+    if weights.floating:
+        return Float8Rows(grid=weights)
+    whole = weights.bits == WIDE and weights.symmetric and weights.granularity in ("channel", "tensor")
+    return Int8Rows(grid=weights) if whole else Packed(grid=weights)
+
+
+def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = None, dynamic: bool = True) -> Scheme:
+    """The scheme of a layer that is codes on a grid."""
+    return Scheme(terms=(format_of(weights, inputs),), inputs=inputs, outputs=outputs, dynamic=dynamic)
+
+
+def terms_of(weight: Summand | Weight, inputs: Grid | None = None, table: bool = False) -> tuple[Term, ...]:
+    """The terms of a weight, each with its format, beside an input that is rounded so. table: of a token embedding."""
+    summands = weight.terms if isinstance(weight, Weight) else (weight,)
+    return tuple(
+        format_of(term.grid, inputs, table).term(term) if isinstance(term, Quantized) else term for term in summands
+    )
 
 
 def scheme_of(
-    weights: Grid, inputs: ActivationCodes | None, outputs: ActivationCodes | None = None, table: bool = False
+    weight: Summand | Weight,
+    inputs: ActivationCodes | None = None,
+    outputs: ActivationCodes | None = None,
+    table: bool = False,
 ) -> Scheme:
-    """The scheme under which codes are stored. table: of a token embedding or with it, which transformers loads without
-    further ado only where its weight is called `weight`: 8 bits are not packed."""
-    if inputs is None:
-        assert not weights.floating, "float8 weights come with float8 inputs"
-        assert outputs is None, "rounded outputs come with rounded inputs"
-        return Scheme(weights=weights, layout="int-quantized" if table and weights.bits == 8 else "pack-quantized")
-    whole = weights.bits == 8 and weights.symmetric and weights.granularity in ("channel", "tensor")
-    layout: Layout = "float-quantized" if weights.floating else "int-quantized" if whole else "pack-quantized"
-    returned = None if outputs is None else outputs.grid
-    return Scheme(weights=weights, inputs=inputs.grid, outputs=returned, dynamic=inputs.dynamic, layout=layout)
+    """How a weight, and the rounding beside it, are stored. table: of a token embedding."""
+    assert inputs is not None or outputs is None, "rounded outputs come with rounded inputs"
+    grid = None if inputs is None else inputs.grid
+    return Scheme(
+        terms=tuple(term.format for term in terms_of(weight, grid, table)),
+        inputs=grid,
+        outputs=None if outputs is None else outputs.grid,
+        dynamic=inputs is None or inputs.dynamic,
+    )
+
+
+def parts_of(
+    weight: Summand | Weight,
+    inputs: ActivationCodes | None = None,
+    outputs: ActivationCodes | None = None,
+    table: bool = False,
+) -> dict[str, Tensor]:
+    """The tensors of a layer, by the names of `Scheme.parts`, on the CPU."""
+    terms = terms_of(weight, None if inputs is None else inputs.grid, table)
+    parts: dict[str, Tensor] = {}
+    for i, term in enumerate(terms):
+        parts |= named(i, term.parts())
+    if terms[0].format.whole is None:
+        parts["weight_shape"] = torch.tensor(terms[0].shape)
+    parts |= {} if inputs is None else inputs.parts("input")
+    parts |= {} if outputs is None else outputs.parts("output")
+    return {name: part.detach().cpu().contiguous() for name, part in parts.items()}
+
+
+def check_parts(
+    layer: str, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: Scheme, shape: tuple[int, int]
+) -> None:
+    """Hold the shapes and dtypes that a layer's tensors have to its scheme. Raises CheckpointError that names one."""
+    rows, columns = shape
+    problem = next((p for term in scheme.terms if (p := term.problem(rows, columns)) is not None), None)
+    if problem is not None:
+        raise CheckpointError(f"{layer} {problem}")
+    wanted = scheme.parts(rows, columns)
+    for name, part in wanted.items():
+        if name not in found:
+            if part.optional:
+                continue
+            raise CheckpointError(f"{layer}.{name} is missing from the checkpoint")
+        size, dtype = found[name]
+        if size != part.shape and not (part.shape == (1,) and size == ()):
+            raise CheckpointError(f"{layer}.{name} has shape {size}; its layer needs {part.shape}")
+        if dtype not in part.dtypes:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in part.dtypes)
+            raise CheckpointError(f"{layer}.{name} is {str(dtype).removeprefix('torch.')}; it must be {allowed}")
+    if unknown := sorted(set(found) - set(wanted) - {"bias"}):
+        kinds = " + ".join(term.kind for term in scheme.terms)
+        raise CheckpointError(f"{layer}.{unknown[0]} is no part of a layer stored as {kinds}")
+
+
+def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
+    """(N, K) from a `weight_shape`. Raises CheckpointError where it is not two positive numbers."""
+    if tuple(stored.shape) != (2,):
+        raise CheckpointError(f"{layer}.weight_shape has shape {tuple(stored.shape)}; it must hold two numbers")
+    rows, columns = (int(n) for n in stored)
+    if rows < 1 or columns < 1:
+        raise CheckpointError(f"{layer}.weight_shape says {rows} x {columns}")
+    return rows, columns
 
 
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
@@ -150,8 +205,7 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     if name in ("w8a8", "fp8") and group_size not in (None, -1):
         raise InputError(f"{name} has one scale per output; leave group_size out")
     if name == "fp8":
-        inputs = Grid(bits=WIDE, granularity="token", type="float")
-        return Scheme(weights=Grid(bits=WIDE, type="float"), inputs=inputs, layout="float-quantized")
+        return scheme_on(Grid(bits=WIDE, type="float"), Grid(bits=WIDE, granularity="token", type="float"))
     numbers = name.removeprefix("w").split("a")
     known = len(numbers) == 2 and all(n.isdigit() for n in numbers) and name.startswith("w")
     bits, active = (int(n) for n in numbers) if known else (0, 0)
@@ -159,7 +213,6 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
         raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
     size = usual_group([columns]) if group_size is None else group_size
     tokens = Grid(bits=8, granularity="token") if active == WIDE else None
-    if tokens is not None and bits == WIDE:
-        return Scheme(weights=Grid(bits=8), inputs=tokens, layout="int-quantized")
-    weights = Grid(bits=bits) if size == -1 else Grid(bits=bits, granularity="group", group_size=size)
-    return Scheme(weights=weights, inputs=tokens)
+    if size == -1 or (tokens is not None and bits == WIDE):
+        return scheme_on(Grid(bits=bits), tokens)
+    return scheme_on(Grid(bits=bits, granularity="group", group_size=size), tokens)

@@ -24,7 +24,7 @@ from compress.checkpoint import shards
 from compress.checkpoint.journal import Journal
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import caches_of, layers_of
+from compress.checkpoint.stored import stored_in
 from compress.errors import InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
@@ -278,7 +278,7 @@ def written(llama: Path, in_files: Path, tmp_path_factory: pytest.TempPathFactor
 
 def read_checkpoint(directory: Path) -> None:
     source = find_source(str(directory))
-    layers_of(source), caches_of(source)
+    stored_in(source)
     inspect_checkpoint(str(directory))
     read_record(directory)
     calibrated_ranges(str(directory))

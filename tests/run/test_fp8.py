@@ -24,7 +24,7 @@ from compress.runtime.linear import Fp8Linear, QuantLinear
 from compress.verification import load_with_transformers, outputs, probe, verify
 from compress.weights.grid import Grid, decode, encode, fake_quantize, quantize, round_to_e4m3
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import Scheme
+from compress.weights.scheme import scheme_on
 
 LLMCOMPRESSOR = FIXTURES / "llmcompressor"
 CHANNEL, TENSOR = (Grid(bits=8, type="float", granularity=g) for g in ("channel", "tensor"))
@@ -249,12 +249,8 @@ def test_wrong_operands_are_refused():
 def layer_of(rows=32, per="channel", static=None, seed=0):
     torch.manual_seed(seed)
     linear = torch.nn.Linear(64, rows)
-    scheme = Scheme(
-        weights=CHANNEL if per == "channel" else TENSOR,
-        inputs=TOKENS if static is None else TENSOR,
-        dynamic=static is None,
-        layout="float-quantized",
-    )
+    weights, inputs = CHANNEL if per == "channel" else TENSOR, TOKENS if static is None else TENSOR
+    scheme = scheme_on(weights, inputs, dynamic=static is None)
     weight = quantize(linear.weight.detach(), scheme.weights)
     layer = QuantLinear.from_quantized(weight, linear.bias.detach(), scheme) if static is None else None
     if layer is None:

@@ -15,13 +15,13 @@ from compress.errors import InputError
 from compress.kernels import reference
 from compress.runtime.fused import FusedLinear, why_not_fuse
 from compress.runtime.linear import Int8Linear, PackedLinear, QuantLinear
-from compress.weights.codes import tensors_of
+from compress.weights.codes import Packed
 from compress.weights.grid import Grid, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import Scheme, scheme_named
+from compress.weights.scheme import parts_of, scheme_named, scheme_on
 
 TOKENS = Grid(bits=8, granularity="token")
-W8A8 = Scheme(weights=Grid(bits=8), inputs=TOKENS, layout="int-quantized")
+W8A8 = scheme_on(Grid(bits=8), TOKENS)
 
 
 def linear(N=24, K=64, bias=True, dtype=torch.float32, seed=0):
@@ -31,7 +31,7 @@ def linear(N=24, K=64, bias=True, dtype=torch.float32, seed=0):
 
 def packed(bits=4, group=32, symmetric=True, signed_scale=False):
     where = {} if group == -1 else {"granularity": "group", "group_size": group}
-    return Scheme(weights=Grid(bits=bits, symmetric=symmetric, signed_scale=signed_scale, **where))
+    return scheme_on(Grid(bits=bits, symmetric=symmetric, signed_scale=signed_scale, **where))
 
 
 def check(layer, x):
@@ -104,7 +104,7 @@ def test_w8a8_static_uses_the_stored_scale(symmetric):
     if not symmetric:
         parts["input_zero_point"] = torch.tensor([-7], dtype=torch.int8)
     inputs = Grid(bits=8, symmetric=symmetric, granularity="tensor")
-    scheme = Scheme(weights=Grid(bits=8), inputs=inputs, dynamic=False, layout="int-quantized")
+    scheme = scheme_on(Grid(bits=8), inputs, dynamic=False)
     layer = QuantLinear.from_parts(parts, scheme, (24, 64))
     x = torch.randn(5, 64)
     zero = None if symmetric else torch.tensor([-7], dtype=torch.int32)
@@ -121,8 +121,7 @@ def returning(kind="int", symmetric=True, seed=0, N=24, bias=True, dtype=torch.f
     weight = quantize(dense.weight, grid)
     parts = {"weight": weight.codes, "weight_scale": weight.scale}
     tokens = Grid(bits=8, granularity="token", type=kind)
-    layout = "int-quantized" if kind == "int" else "float-quantized"
-    plain = Scheme(weights=grid, inputs=tokens, layout=layout)
+    plain = scheme_on(grid, tokens)
     scheme = replace(plain, outputs=Grid(bits=8, symmetric=symmetric, granularity="tensor", type=kind))
     more = {"output_scale": torch.tensor([0.0101 + 0.003 * seed]).to(dtype)}
     if not symmetric:
@@ -181,8 +180,8 @@ def test_the_state_dict_is_the_checkpoints(scheme):
     layer = QuantLinear.from_linear(dense, scheme)
     state = layer.state_dict()
     codes = quantize(dense.weight, scheme.weights)
-    if scheme.layout == "pack-quantized":
-        stored = {name.removeprefix("."): tensor for name, tensor in tensors_of("", codes).items()}
+    if isinstance(scheme.codes, Packed):
+        stored = parts_of(codes)
     else:
         stored = {"weight": codes.codes, "weight_scale": codes.scale}
     assert set(state) == {*stored, "bias"}
@@ -324,9 +323,7 @@ def test_fused_layers_forget_what_no_longer_holds():
 def test_what_cannot_be_a_layer_is_refused():
     with pytest.raises(InputError, match=r"a Conv1D is no torch\.nn\.Linear"):
         QuantLinear.from_linear(Conv1D(16, 64), "w4a16", 16)
-    static = Scheme(
-        weights=Grid(bits=8), inputs=Grid(bits=8, granularity="tensor"), dynamic=False, layout="int-quantized"
-    )
+    static = scheme_on(Grid(bits=8), Grid(bits=8, granularity="tensor"), dynamic=False)
     with pytest.raises(InputError, match="a static input has a scale of its own"):
         QuantLinear.from_linear(linear(), static)
     with pytest.raises(InputError, match="an output has a scale of its own"):

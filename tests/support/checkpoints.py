@@ -7,7 +7,7 @@ from safetensors import safe_open
 
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import read_tensors
-from compress.weights.grid import Quantized
+from compress.weights.terms import Term, Weight
 
 
 def same(first: Path, second: Path, layers: int = 14) -> None:
@@ -26,10 +26,15 @@ def same(first: Path, second: Path, layers: int = 14) -> None:
     compressed = 0
     for name, value in one.items():
         found = other[name]
-        if isinstance(value, Quantized):
-            assert isinstance(found, Quantized)
-            assert torch.equal(value.codes, found.codes), name
-            assert torch.equal(value.scale, found.scale), name
+        if isinstance(value, Weight):
+            assert isinstance(found, Weight)
+            assert value.dequantize().equal(found.dequantize()), name
+            for mine, theirs in zip(value.terms, found.terms, strict=True):
+                assert isinstance(mine, Term)
+                assert isinstance(theirs, Term)
+                assert mine.format == theirs.format, name
+                its = theirs.parts()
+                assert all(part.equal(its[key]) for key, part in mine.parts().items()), name
             compressed += 1
         else:
             assert isinstance(found, torch.Tensor)

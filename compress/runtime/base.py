@@ -1,0 +1,191 @@
+"""What all layers on compressed weights have in common; `runtime.linear` lists them.
+
+A `QuantLinear` holds what the kernels read and nothing else, on every device. Its state_dict is the checkpoint's
+(`weights.scheme`), in both directions, so a compressed model can be saved, loaded and resumed like any other; what was
+stored comes back bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError, InputError
+from compress.kernels.routes import Route
+from compress.weights.grid import Quantized, quantize
+from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named, scheme_of, terms_of
+from compress.weights.terms import Format, Summand, Weight
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + b on packed codes. x [..., in_features] in the dtype of the layer, y [..., out_features] in the same.
+
+    Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
+    """
+
+    bias: nn.Parameter | None
+    # Whether rows of several such layers can be one product (`FusedLinear`).
+    stackable: ClassVar[bool] = True
+    # Whether it is for layers that round their input.
+    rounds_inputs: ClassVar[bool] = False
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
+        # Set where another module speaks for this one's tensors (`FusedLinear`, `SumLinear`).
+        self.spoken_for = False
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None
+    ) -> "QuantLinear":
+        """Round a linear layer to the nearest codes, in groups of 128 inputs or the largest below that divides them.
+        Raises InputError for a scheme or a group that does not fit."""
+        if not isinstance(linear, nn.Linear):
+            raise InputError(f"a {type(linear).__name__} is no torch.nn.Linear: its weight may lie the other way round")
+        found = scheme_named(scheme, group_size, linear.in_features) if isinstance(scheme, str) else scheme
+        return cls.from_quantized(quantize(linear.weight.detach(), found.weights), linear.bias, found)
+
+    @classmethod
+    def from_quantized(
+        cls, weight: Summand | Weight, bias: Tensor | None = None, scheme: Scheme | None = None
+    ) -> "QuantLinear":
+        """A layer of what a method has found; `scheme` where the input is quantized too, to every token."""
+        scheme = scheme_of(weight) if scheme is None else scheme
+        if scheme.inputs is not None and not scheme.dynamic:
+            raise InputError("a static input has a scale of its own; give it with the others to QuantLinear.from_parts")
+        if scheme.outputs is not None:
+            raise InputError("an output has a scale of its own; give it with the others to QuantLinear.from_parts")
+        if isinstance(weight, Quantized) and scheme.codes is not None:
+            weight = scheme.codes.term(weight)
+        terms = terms_of(weight)
+        device = terms[0].dequantize().device
+        parts = {name: part.to(device) for name, part in parts_of(weight).items()}
+        return cls.from_parts(parts, scheme, terms[0].shape, bias)
+
+    @staticmethod
+    def from_parts(
+        parts: Mapping[str, Tensor], scheme: Scheme, shape: Sequence[int], bias: Tensor | None = None
+    ) -> "QuantLinear":
+        """The layer that a checkpoint's tensors stand for, on their device and in their dtype."""
+        rows, columns = shape
+        layer = run_of(scheme)(scheme, columns, rows, bias)
+        layer.fill(parts, slice(0, rows))
+        return layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of x and y."""
+        raise NotImplementedError
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
+        raise NotImplementedError
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        """Inverse of `fill`."""
+        raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """[N, K] the values that the codes stand for."""
+        raise NotImplementedError
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:
+        """`dequantize()`, for code that looks at the weight of a linear layer; made anew each time."""
+        return self.dequantize()
+
+    def whole(self) -> slice:
+        return slice(0, self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
+
+    def _own(self, x: Tensor) -> Tensor:
+        """x in the dtype of the layer: cast under autocast, whose dtype the layer does not follow; else it must be."""
+        if x.dtype == self.dtype:
+            return x
+        if torch.is_autocast_enabled(x.device.type):
+            return x.to(self.dtype)
+        raise InputError(f"x is {x.dtype}, the layer computes in {self.dtype}; convert the model with .to(dtype)")
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.spoken_for:
+            self.save_rows(self.whole(), destination, prefix)
+
+    def save_rows(self, rows: slice, destination: dict[str, Any], prefix: str) -> None:
+        """Write a part of the layer into a state_dict."""
+        for name, part in self.parts(rows).items():
+            destination[prefix + name] = part
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias.detach()[rows]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not self.spoken_for:
+            self.load_rows(self.whole(), state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
+
+    def load_rows(
+        self,
+        rows: slice,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Read a part of the layer from a state_dict, the way `nn.Module` reports what does not fit."""
+        shape = (rows.stop - rows.start, self.in_features)
+        wanted = self.scheme.parts(*shape)
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        needed = {name for name, part in wanted.items() if not part.optional} | (
+            {"bias"} if self.bias is not None else set()
+        )
+        missing = sorted(needed - set(given))
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
+        if missing:
+            return
+        parts = {name: given[name] for name in wanted if name in given}
+        try:
+            check_parts(
+                prefix.removesuffix("."), {k: (tuple(v.shape), v.dtype) for k, v in parts.items()}, self.scheme, shape
+            )
+        except CheckpointError as error:
+            error_msgs.append(str(error))
+            return
+        self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
+        if self.bias is not None:
+            self.bias.data[rows] = given["bias"].to(self.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.buffers()).device
+
+
+# Which layer computes on a term of which format: filled by `runtime.linear`.
+RUNS: dict[type[Format] | None, type[QuantLinear]] = {}
+
+
+def run_of(scheme: Scheme) -> type[QuantLinear]:
+    """The layer for a scheme: that of its format, or the one for sums and for formats without a kernel (None)."""
+    found = RUNS.get(type(scheme.terms[0])) if len(scheme.terms) == 1 else None
+    fits = found is not None and found.rounds_inputs <= (scheme.inputs is not None)
+    return found if found is not None and fits else RUNS[None]

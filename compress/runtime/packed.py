@@ -1,0 +1,121 @@
+"""Layers on planar words: weights of 2 to 8 bits beside inputs that stay as they are, or are rounded to every token.
+
+2 and 3 bits ride in words of 4, 5 to 7 in words of 8.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compress.kernels import ops
+from compress.kernels.pack import (
+    Planar,
+    pack_planar,
+    pack_rows,
+    planar_from_rows,
+    planar_weight,
+    rows_from_planar,
+    unpack_planar,
+    unpack_rows,
+)
+from compress.kernels.routes import Route, planar_route
+from compress.runtime.base import QuantLinear
+from compress.weights.codes import Packed
+from compress.weights.scheme import NARROW, WIDE, Scheme
+
+
+class PackedLinear(QuantLinear):
+    """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`), stored packed or as rows of int8; the input as it
+    is, or int8 per token.
+
+    input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
+    one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
+        self.input_group = None if scheme.inputs is None else -1
+        for name in ("words", "scale", "zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scale.dtype
+
+    @property
+    def planar(self) -> Planar:
+        return Planar(self.words, self.scale, self.zero, self.scheme.weights.group_size or -1, self.container)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self._own(x)
+        group = self.scheme.weights.group_size or -1
+        weight = (self.words, self.scale, self.zero, self.bias, self.container, group)
+        if self.input_group is None:
+            return ops.weight_only_linear(x, *weight)
+        return ops.int8_activation_linear(x, *weight, self.input_group)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        bits = NARROW if scheme.weights.bits <= NARROW else WIDE
+        group = scheme.weights.group_size or -1
+        return planar_route(M, *shape, bits, group, dtype, device, scheme.inputs is not None)
+
+    def dequantize(self) -> Tensor:
+        return planar_weight(self.planar, self.in_features)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        bits = self.scheme.weights.bits
+        scale_GN = parts["weight_scale"].t().contiguous()
+        given_GN = None if self.scheme.weights.symmetric else parts["weight_zero_point"].t().contiguous()
+        zero_GN = None
+        if isinstance(self.scheme.codes, Packed):
+            words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
+            if given_GN is not None:
+                zero_GN = unpack_rows(given_GN, bits, rows.stop - rows.start, signed=False) + self._lift
+        else:
+            words = pack_planar(_from_signed(parts["weight"]), bits)
+            zero_GN = None if given_GN is None else _from_signed(given_GN)
+        if self.words is None:
+            self.words, self.scale, self.zero = words, scale_GN, zero_GN
+            return
+        self.words[rows] = words
+        self.scale[:, rows] = scale_GN
+        if zero_GN is not None:
+            assert self.zero is not None
+            self.zero[:, rows] = zero_GN
+
+    @property
+    def _lift(self) -> int:
+        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
+        return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        bits, words = self.scheme.weights.bits, self.words[rows]
+        zero_GN = None if self.zero is None else self.zero[:, rows]
+        parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
+        if not isinstance(self.scheme.codes, Packed):
+            parts["weight"] = _to_signed(unpack_planar(words, bits, self.in_features))
+            if zero_GN is not None:
+                parts["weight_zero_point"] = _to_signed(zero_GN).t().contiguous()
+            return parts
+        parts["weight_packed"] = rows_from_planar(words, bits, self.in_features, self.container)
+        parts["weight_shape"] = torch.tensor([rows.stop - rows.start, self.in_features], device=words.device)
+        if zero_GN is not None:
+            parts["weight_zero_point"] = pack_rows(zero_GN - self._lift, bits, signed=False).t().contiguous()
+        return parts
+
+
+def _from_signed(codes: Tensor) -> Tensor:
+    """int8 codes as unsigned ones, the middle at 128."""
+    return codes.contiguous().view(torch.uint8) ^ 128
+
+
+def _to_signed(codes: Tensor) -> Tensor:
+    """Inverse of `_from_signed`."""
+    return (codes ^ 128).view(torch.int8)

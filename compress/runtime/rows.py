@@ -1,0 +1,166 @@
+"""Layers on rows of int8 or float8, beside inputs that are rounded alike."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels import ops, reference
+from compress.kernels.fp8 import fp8_linear
+from compress.kernels.rounding import round_output
+from compress.kernels.routes import Route, fp8_route, w8a8_route
+from compress.runtime.base import QuantLinear
+from compress.weights.codes import Float8Rows
+from compress.weights.scheme import Scheme
+
+
+class RowLinear(QuantLinear):
+    """Rows of 8-bit codes, one scale each; the input rounded alike, per token or by a fixed scale, and perhaps the
+    output, by a scale that is held once per row."""
+
+    codes: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    output_scale: Tensor | None
+    output_zero: Tensor | None
+    rounds_inputs = True
+    # fp32, whatever the model is converted to: the epilogue multiplies in it.
+    SCALES = ("weight_scale", "input_scale", "output_scale")
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self._dtype = torch.float32
+        for name in ("codes", "weight_scale", "input_scale", "output_scale", "output_zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def _one_scale(self) -> bool:
+        return isinstance(self.scheme.codes, Float8Rows) and self.scheme.codes.one_scale
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """[N, K] in the dtype of the checkpoint."""
+        return self.codes
+
+    def dequantize(self) -> Tensor:
+        return (self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rounded(self.product(self._own(x)))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b of the rounded x, before the output is rounded."""
+        raise NotImplementedError
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """What the layer returns of its product."""
+        if self.output_scale is None:
+            return y
+        return round_output(y, self.output_scale, self.output_zero, self.scheme.weights.floating)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        """What the layer holds of a checkpoint's tensors, by name."""
+        count = rows.stop - rows.start
+        fixed, returned, zero = (parts.get(part) for part in ("input_scale", "output_scale", "output_zero_point"))
+        return {
+            "codes": parts["weight"],
+            "weight_scale": parts["weight_scale"].flatten().to(torch.float32).expand(count),
+            "input_scale": None if fixed is None else fixed.reshape(1).to(torch.float32),
+            "output_scale": None if returned is None else returned.reshape(1).to(torch.float32).expand(count),
+            "output_zero": None if zero is None else zero.reshape(1).to(torch.int32).expand(count),
+        }
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        found = self.found(parts, rows)
+        if self.codes is None:
+            self._dtype = parts["weight_scale"].dtype
+            for name, tensor in found.items():
+                setattr(self, name, None if tensor is None else tensor.contiguous())
+            return
+        for name, tensor in found.items():
+            target = getattr(self, name)
+            if tensor is not None and target is not None:
+                target[rows if len(target) == self.out_features and not name.startswith("input") else slice(None)] = (
+                    tensor
+                )
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        scale = self.weight_scale[rows].to(self.dtype)
+        parts = {"weight": self.weight_codes[rows]}
+        parts["weight_scale"] = scale[:1] if self._one_scale else scale.unsqueeze(-1)
+        if self.input_scale is not None:
+            # A copy: layers that are stacked would share it, which safetensors refuses to save.
+            parts["input_scale"] = self.input_scale.to(self.dtype, copy=True)
+        if self.output_scale is not None:
+            parts["output_scale"] = self.output_scale[rows][:1].to(self.dtype)
+        if self.output_zero is not None:
+            parts["output_zero_point"] = self.output_zero[rows][:1].to(torch.int8)
+        return parts
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "RowLinear":
+        kept = {name: getattr(self, name) for name in self.SCALES}
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            if tensor is not None:
+                setattr(self, name, tensor.to(getattr(self, name).device))
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        return self
+
+
+class Int8Linear(RowLinear):
+    """int8 rows and an int8 input, which may have a zero point."""
+
+    row_sum: Tensor
+    input_zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        for name in ("row_sum", "input_zero"):
+            self.register_buffer(name, None)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return w8a8_route(M, *shape, dtype, device)
+
+    def product(self, x: Tensor) -> Tensor:
+        inputs = self.scheme.inputs
+        assert inputs is not None
+        scales = (self.input_scale, self.input_zero, inputs.symmetric)
+        return ops.w8a8_linear(x, self.codes, self.weight_scale, self.row_sum, self.bias, *scales)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        zero = parts.get("input_zero_point") if "input_scale" in parts else None
+        return {
+            **super().found(parts, rows),
+            "row_sum": reference.row_sums(parts["weight"]),
+            "input_zero": None if zero is None else zero.reshape(1).to(torch.int32),
+        }
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        parts = super().parts(rows)
+        if self.input_zero is not None:
+            parts["input_zero_point"] = self.input_zero.to(torch.int8)
+        return parts
+
+
+class Fp8Linear(RowLinear):
+    """float8 rows and a float8 input (`kernels.fp8`). Codes are held as bytes: `model.to(dtype)` converts floats."""
+
+    @property
+    def weight_codes(self) -> Tensor:
+        return self.codes.view(torch.float8_e4m3fn)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return fp8_route(M, *shape, dtype, device)
+
+    def product(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self.codes, self.weight_scale, self.bias, self.input_scale)
+
+    def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
+        return {**super().found(parts, rows), "codes": parts["weight"].view(torch.uint8)}

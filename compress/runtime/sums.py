@@ -1,0 +1,150 @@
+"""Layers whose weight is a sum of terms, or a term of a format that has no kernel."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.kernels.routes import Route
+from compress.runtime.base import RUNS, QuantLinear
+from compress.weights.rounding import ActivationCodes
+from compress.weights.scheme import Scheme
+from compress.weights.terms import Format, Term, named, own, summed
+
+
+class Held(nn.Module):
+    """A term of a format that has no kernel: its tensors, and the product that the term itself knows."""
+
+    def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.format, self.in_features, self.out_features = format_, in_features, out_features
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        """Take over a checkpoint's tensors, all of them."""
+        for name, part in parts.items():
+            self.register_buffer(name, part)
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        """Inverse of `fill`."""
+        return dict(self.named_buffers(recurse=False))
+
+    @property
+    def term(self) -> Term:
+        """What the tensors stand for."""
+        return self.format.read(self.parts(slice(0, self.out_features)), self.out_features, self.in_features)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.term.dequantize().dtype
+
+    def dequantize(self) -> Tensor:
+        return self.term.dequantize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.term.product(x)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The layer speaks for it."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The layer speaks for it."""
+
+
+class SumLinear(QuantLinear):
+    """y = sum over the terms of x W_i^T, + b: every term multiplies what the layer is given, rounded where that is so,
+    by its own kernel where its format has one."""
+
+    stackable: ClassVar[bool] = False
+    input_scale: Tensor | None
+    input_zero: Tensor | None
+    output_scale: Tensor | None
+    output_zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self.summands = nn.ModuleList(_summand(term, in_features, out_features) for term in scheme.terms)
+        for name in ("input_scale", "input_zero", "output_scale", "output_zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        first: Any = self.summands[0]
+        return first.dtype
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        assert rows == self.whole(), "sums are not filled by rows"
+        for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
+            held = own(i, parts, term, self.out_features, self.in_features)
+            summand.fill(held, rows)  # type: ignore[operator]
+        for side in ("input", "output"):
+            for part, name in (("scale", "scale"), ("zero_point", "zero")):
+                value = parts.get(f"{side}_{part}")
+                setattr(self, f"{side}_{name}", None if value is None else value.reshape(1))
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        assert rows == self.whole(), "sums are not read by rows"
+        parts: dict[str, Tensor] = {}
+        for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
+            known = term.parts(self.out_features, self.in_features)
+            held: dict[str, Tensor] = summand.parts(rows)  # type: ignore[operator]
+            parts |= named(i, {name: part for name, part in held.items() if name in known})
+        if self.scheme.terms[0].whole is None:
+            parts["weight_shape"] = torch.tensor([self.out_features, self.in_features], device=self.device)
+        for side in ("input", "output"):
+            for part, name in (("scale", "scale"), ("zero_point", "zero")):
+                value = getattr(self, f"{side}_{name}")
+                parts |= {} if value is None else {f"{side}_{part}": value}
+        return parts
+
+    def dequantize(self) -> Tensor:
+        return summed(summand.dequantize() for summand in self.summands)  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rounded(self.product(self._own(x)))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b of the rounded x, before the output is rounded."""
+        inputs = self._rounding("input")
+        if inputs is not None:
+            x = inputs.fake_quantize(x)
+        y = self.summands[0](x)
+        for summand in list(self.summands)[1:]:
+            y = y + summand(x)
+        return y if self.bias is None else y + self.bias
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """What the layer returns of its product."""
+        outputs = self._rounding("output")
+        return y if outputs is None else outputs.fake_quantize(y)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        kernels, reasons = [], []
+        for term in scheme.terms:
+            kind = RUNS.get(type(term))
+            if kind is None or kind.rounds_inputs:
+                kernels.append(term.kind)
+                reasons.append(f"{term.kind} has no kernel: it is multiplied as its term knows")
+            else:
+                one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
+                kernels.append(one.kernel)
+                reasons += one.why_not
+        return Route(" + ".join(kernels), tuple(reasons))
+
+    def _rounding(self, side: str) -> ActivationCodes | None:
+        grid = self.scheme.inputs if side == "input" else self.scheme.outputs
+        if grid is None:
+            return None
+        fixed = (getattr(self, f"{side}_{part}") for part in ("scale", "zero"))
+        return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
+
+
+def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:
+    """What computes on one term of a sum."""
+    kind = RUNS.get(type(term))
+    if kind is None or kind.rounds_inputs:
+        return Held(term, in_features, out_features)
+    layer = kind(Scheme(terms=(term,)), in_features, out_features, None)
+    layer.spoken_for = True
+    return layer

@@ -1,0 +1,162 @@
+"""What a weight is made of: a sum of terms, each stored in a format of its own.
+
+    W = sum of terms        Term      one summand, as tensors: its values, the tensors that hold them, some of its rows
+                            Format    what such a term is stored as: numbers and words, JSON both ways
+
+A format announces the tensors (`parts`) of an [N, K] term and makes a term of them again (`read`). Nothing that
+writes, checks, resumes, loads, counts or shows a checkpoint knows more than that. `weights.formats` lists the formats.
+
+The tensors of the first term have the names that its format gives them, those of a further one are `term1_NAME`,
+`term2_NAME` and so on. N outputs, K inputs.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CheckpointError
+from compress.weights.grid import Grid, Quantized
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Part(NamedTuple):
+    """A tensor that something is stored as: its shape, the dtypes it may have, and whether it may be absent."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a term is stored. Subclasses are frozen dataclasses whose fields are JSON: numbers, words, other dataclasses.
+
+    kind: the format's name in `FORMATS` and on disk. whole: the part, if any, that has the shape [N, K] of the term;
+    without one, a layer's shape is stored beside it.
+    """
+
+    kind: ClassVar[str]
+    whole: ClassVar[str | None] = None
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        """The tensors that hold an [N, K] term, by name."""
+        raise NotImplementedError
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Term":
+        """The term that tensors stand for, which are known to be right."""
+        raise NotImplementedError
+
+    def check(self, parts: Mapping[str, Tensor]) -> None:
+        """Look at the values of tensors whose names, shapes and dtypes are right. Raises CheckpointError, whose message
+        begins with the name of a part, for what cannot be: by default, floats that are not finite."""
+        check_finite(parts, *(name for name, part in parts.items() if part.is_floating_point()))
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        """Why there is no such term of this size; None where there is."""
+        return None
+
+    def words(self, inputs: Grid | None) -> str:
+        """What a person reads, of a layer whose input is rounded so, or not at all."""
+        values = ", ".join(f"{key} {value}" for key, value in asdict(self).items())
+        return f"{self.kind} {values}".rstrip()
+
+    def entry(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"kind": self.kind, **asdict(self)}
+
+    @classmethod
+    def from_entry(cls, fields: Mapping[str, Any]) -> Self:
+        """Inverse of `entry`, without the kind; the types of the fields have been checked."""
+        return cls(**fields)
+
+
+class Term:
+    """One summand of a weight [N, K], as tensors."""
+
+    format: Format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[N, K] values, in the dtype that the term is stored in unless given."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that `format.parts` announces."""
+        raise NotImplementedError
+
+    def rows(self, part: slice) -> Self:
+        """The same term, restricted to some rows."""
+        raise NotImplementedError
+
+    @classmethod
+    def stacked(cls, terms: Sequence[Self]) -> Self:
+        """Terms of one format below each other: inverse of `rows`."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
+        return nn.functional.linear(x, self.dequantize(x.dtype))
+
+
+Summand = Quantized | Term
+
+
+def summed(values: Iterator[Tensor]) -> Tensor:
+    """The sum of tensors, in order, in float32 (float64 where the first is), rounded once to the dtype of the first."""
+    first = next(values)
+    others = list(values)
+    if not others:
+        return first
+    work = torch.float64 if first.dtype == torch.float64 else torch.float32
+    total = first.to(work)
+    for value in others:
+        total = total + value.to(work)
+    return total.to(first.dtype)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as the sum of terms, at least one."""
+
+    terms: tuple[Summand, ...]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[N, K] values, rounded once to the dtype in which the first term is stored, then cast to `dtype`."""
+        total = summed(term.dequantize() for term in self.terms)
+        return total if dtype is None else total.to(dtype)
+
+    def rows(self, part: slice) -> "Weight":
+        """The same weight, restricted to some rows."""
+        return Weight(tuple(term.rows(part) for term in self.terms))
+
+    @classmethod
+    def stacked(cls, weights: Sequence["Weight"]) -> "Weight":
+        """Weights of the same formats below each other."""
+        across = zip(*(weight.terms for weight in weights), strict=True)
+        return cls(tuple(type(terms[0]).stacked(terms) for terms in across))
+
+
+def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a layer's term by the names that they have in the layer."""
+    return dict(parts) if index == 0 else {f"term{index}_{name}": part for name, part in parts.items()}
+
+
+def own(index: int, parts: Mapping[str, Any], format_: Format, rows: int, columns: int) -> dict[str, Any]:
+    """Inverse of `named`, out of the parts of a whole layer."""
+    names = zip(format_.parts(rows, columns), named(index, format_.parts(rows, columns)), strict=True)
+    return {name: parts[full] for name, full in names if full in parts}
+
+
+def check_finite(parts: Mapping[str, Tensor], *names: str) -> None:
+    """Raises CheckpointError that names a part whose values are not all finite."""
+    for name in names:
+        if name in parts and not bool(torch.isfinite(parts[name]).all()):
+            raise CheckpointError(f"{name} holds values that are not finite numbers")
