@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from compress.kernels.routes import Route
 from compress.runtime.base import RUNS, QuantLinear
+from compress.weights.grid import FLOAT8
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme
-from compress.weights.terms import Format, Term, named, own, summed
+from compress.weights.terms import FLOATS, Format, named, own, summed
 
 
 class Held(nn.Module):
-    """A term of a format that has no kernel: its tensors, and the product that the term itself knows."""
+    """A term of a format that has no kernel: its tensors, and the product that the format knows."""
 
     def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -22,27 +23,30 @@ class Held(nn.Module):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         """Take over a checkpoint's tensors, all of them."""
+        self.floats8 = {name for name, part in parts.items() if part.dtype == FLOAT8}
         for name, part in parts.items():
-            self.register_buffer(name, part)
+            # As bytes: `model.to(dtype)` converts floats.
+            self.register_buffer(name, part.view(torch.uint8) if name in self.floats8 else part)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         """Inverse of `fill`."""
-        return dict(self.named_buffers(recurse=False))
+        return self.held
 
     @property
-    def term(self) -> Term:
-        """What the tensors stand for."""
-        return self.format.read(self.parts(slice(0, self.out_features)), self.out_features, self.in_features)
+    def held(self) -> dict[str, Tensor]:
+        """The tensors."""
+        named = self.named_buffers(recurse=False)
+        return {name: part.view(FLOAT8) if name in self.floats8 else part for name, part in named}
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.term.dequantize().dtype
+        return next(t.dtype for t in self.held.values() if t.dtype in FLOATS)
 
     def dequantize(self) -> Tensor:
-        return self.term.dequantize()
+        return self.format.read(self.held, self.out_features, self.in_features).dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.term.product(x)
+        return self.format.product(x, self.held)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """The layer speaks for it."""
@@ -125,7 +129,7 @@ class SumLinear(QuantLinear):
             kind = RUNS.get(type(term))
             if kind is None or kind.rounds_inputs:
                 kernels.append(term.kind)
-                reasons.append(f"{term.kind} has no kernel: it is multiplied as its term knows")
+                reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
             else:
                 one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
                 kernels.append(one.kernel)

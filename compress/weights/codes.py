@@ -127,6 +127,10 @@ class WholeCodes(CodesFormat):
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
         return self.term(Quantized(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), self.grid))
 
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        rows, columns = parts["weight"].shape
+        return self.read(parts, rows, columns).dequantize()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Rows(WholeCodes):

@@ -65,7 +65,8 @@ def why_not(scheme: Scheme) -> str | None:
     """Why compressed-tensors has no word for a scheme; None where it has."""
     if scheme.codes is not None:
         return None
-    return f"it has no {' + '.join(term.kind for term in scheme.terms)}"
+    kinds = [term.kind for term in scheme.terms]
+    return f"it has no {kinds[0]}" if len(kinds) == 1 else f"it has no sum of {' and '.join(kinds)}"
 
 
 def layout_of(scheme: Scheme) -> Layout:

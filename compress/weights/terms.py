@@ -24,11 +24,13 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Part(NamedTuple):
-    """A tensor that something is stored as: its shape, the dtypes it may have, and whether it may be absent."""
+    """A tensor that something is stored as: its shape, the dtypes it may have, whether it may be absent, and whether
+    its first axis is the outputs' (`Tensors` cuts it then)."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
+    by_row: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,15 @@ class Format:
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Term":
         """The term that tensors stand for, which are known to be right."""
+        return Tensors(self, parts, rows, columns)
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """[N, K] what the tensors of a term stand for, in the dtype that it is stored in."""
         raise NotImplementedError
+
+    def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
+        return nn.functional.linear(x, self.values(parts).to(x.dtype))
 
     def check(self, parts: Mapping[str, Tensor]) -> None:
         """Look at the values of tensors whose names, shapes and dtypes are right. Raises CheckpointError, whose message
@@ -101,9 +111,39 @@ class Term:
         """Terms of one format below each other: inverse of `rows`."""
         raise NotImplementedError
 
-    def product(self, x: Tensor) -> Tensor:
-        """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
-        return nn.functional.linear(x, self.dequantize(x.dtype))
+
+@dataclass(frozen=True)
+class Tensors(Term):
+    """A term that is the tensors of its format and no more: what there is to know, the format knows."""
+
+    format: Format
+    held: Mapping[str, Tensor]
+    outputs: int
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        values = self.format.values(self.held)
+        return values if dtype is None else values.to(dtype)
+
+    def parts(self) -> dict[str, Tensor]:
+        return dict(self.held)
+
+    def rows(self, part: slice) -> "Tensors":
+        known = self.format.parts(*self.shape)
+        held = {name: tensor[part] if known[name].by_row else tensor for name, tensor in self.held.items()}
+        return Tensors(self.format, held, len(range(*part.indices(self.outputs))), self.inputs)
+
+    @classmethod
+    def stacked(cls, terms: Sequence["Tensors"]) -> "Tensors":
+        first = terms[0]
+        known = first.format.parts(*first.shape)
+        across = {name: [term.held[name] for term in terms] for name in first.held}
+        held = {name: torch.cat(each) if known[name].by_row else each[0] for name, each in across.items()}
+        return cls(first.format, held, sum(term.outputs for term in terms), first.inputs)
 
 
 Summand = Quantized | Term

@@ -1,0 +1,60 @@
+"""A format and a method of one's own, in one file: W = Q + L R, codes and a low-rank matrix beside them.
+
+    PYTHONPATH=recipes compress quantize demo --method low_rank:LowRankAndCodes --set rank=8 --output out
+    PYTHONPATH=recipes compress evaluate out --plugin low_rank
+
+L R is the best approximation of W of its rank (Eckart and Young 1936), Q is the rest, rounded to nearest. Nothing else
+knows of it: it is written, verified, resumed, loaded, shown and evaluated by what it says here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.passes.base import Site
+from compress.passes.quantize import QuantizeWeights
+from compress.weights.decision import Decision
+from compress.weights.formats import FORMATS
+from compress.weights.grid import quantize
+from compress.weights.terms import FLOATS, Format, Part, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Format):
+    """left [N, rank] times right [rank, K]."""
+
+    kind: ClassVar[str] = "low-rank"
+    rank: int
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {"left": Part((rows, self.rank), FLOATS, by_row=True), "right": Part((self.rank, columns), FLOATS)}
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts["left"] @ parts["right"]
+
+    def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        return x @ parts["right"].t() @ parts["left"].t()
+
+
+FORMATS[LowRank.kind] = LowRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankAndCodes(QuantizeWeights):
+    """Codes beside a matrix of a low rank."""
+
+    name: ClassVar[str] = "low-rank"
+    rank: int = 8
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        return {name: self.decide(weight_NK, site.scale_dtypes[name]) for name, weight_NK in site.weights.items()}
+
+    def decide(self, weight_NK: Tensor, dtype: torch.dtype) -> Decision:
+        u, s, v_transposed = torch.linalg.svd(weight_NK.float(), full_matrices=False)
+        parts = {"left": (u * s)[:, : self.rank].to(dtype), "right": v_transposed[: self.rank].to(dtype)}
+        product = LowRank(rank=len(parts["right"])).read(parts, *weight_NK.shape)
+        rest = quantize(weight_NK - product.dequantize(weight_NK.dtype), self.weight_grid(), dtype)
+        return Decision(Weight((rest, product)))

@@ -1,0 +1,54 @@
+"""A checkpoint is opened once: what has been read from its headers is passed on, not read again."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import compress
+from compress.checkpoint import weight_files
+from compress.runtime.loading import transformers_alone
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
+    """How often each weight file is opened by us (transformers, which loads the weights, opens them for itself)."""
+    counts: Counter[Path] = Counter()
+    safe_open = weight_files.safe_open
+
+    def counted(path: Path, **options: Any) -> Any:
+        counts[Path(path)] += 1
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(weight_files, "safe_open", counted)
+    return counts
+
+
+def test_load_evaluate_and_verify_open_each_file_once(
+    llama: Path, llama_w4: Path, text_file: Path, opened: Counter[Path]
+) -> None:
+    ours, theirs = llama_w4 / "model.safetensors", llama / "model.safetensors"
+    for dequantize in (False, True):
+        opened.clear()
+        compress.load(llama_w4, dequantize=dequantize)
+        assert opened == {ours: 1}
+    opened.clear()
+    compress.evaluate(llama_w4, reference=llama, text=str(text_file), length=16, samples=2)
+    assert opened == {ours: 1, theirs: 1}
+    opened.clear()
+    with transformers_alone():
+        compress.verify(llama_w4)
+    assert opened == {ours: 1}
+
+
+def test_a_loaded_model_keeps_no_file_open(llama_w4: Path) -> None:
+    model = compress.load(llama_w4)
+    config: Any = model.config
+    assert config.quantization_config.source is None
+
+
+def test_nothing_else_opens_weight_files_but_what_reads_unfinished_runs() -> None:
+    root = Path(compress.__file__).parent
+    opening = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "safe_open" in path.read_text()}
+    assert opening == {"checkpoint/weight_files.py", "checkpoint/writer.py", "checkpoint/noted.py"}

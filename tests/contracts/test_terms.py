@@ -1,0 +1,146 @@
+"""What holds for every format of a term. A new one joins `TERMS` and gets all of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compress.checkpoint.stored import read_weight
+from compress.errors import CheckpointError
+from compress.recipes.low_rank import LowRank
+from compress.runtime.linear import QuantLinear
+from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats import FORMATS, OURS
+from compress.weights.grid import Grid, quantize
+from compress.weights.scheme import check_parts, parts_of, read_entry, scheme_of
+from compress.weights.terms import Term, Weight
+
+ROWS, COLUMNS = 24, 64
+GROUPS = {"granularity": "group", "group_size": 16}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def codes(format_: CodesFormat, dtype: torch.dtype) -> Codes:
+    torch.manual_seed(0)
+    return format_.term(quantize(torch.randn(ROWS, COLUMNS), format_.grid, dtype))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().clone().view(torch.uint8)
+
+
+def low_rank(dtype: torch.dtype) -> Term:
+    torch.manual_seed(1)
+    parts = {"left": torch.randn(ROWS, 3).to(dtype), "right": torch.randn(3, COLUMNS).to(dtype)}
+    return LowRank(rank=3).read(parts, ROWS, COLUMNS)
+
+
+TERMS: dict[str, Callable[[torch.dtype], Term]] = {
+    "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),
+    "packed, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
+    "int8 rows": lambda dtype: codes(Int8Rows(grid=Grid(bits=8)), dtype),
+    "int8 table": lambda dtype: codes(Int8Table(grid=Grid(bits=8, symmetric=False, **GROUPS)), dtype),
+    "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
+    "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
+    "low rank": low_rank,
+}
+SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
+    **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
+    "packed + low rank": lambda dtype: Weight((TERMS["packed"](dtype), low_rank(dtype))),
+    "low rank + packed + packed": lambda dtype: Weight(
+        (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))
+    ),
+}
+
+
+def test_every_format_is_here():
+    assert {type(make(torch.float32).format) for make in TERMS.values()} == set(FORMATS.values())
+    assert set(FORMATS) - OURS == {"low-rank"}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_format_announces_exactly_the_tensors_of_its_term(name):
+    for dtype in DTYPES:
+        term = TERMS[name](dtype)
+        wanted = term.format.parts(*term.shape)
+        for key, part in term.parts().items():
+            assert tuple(part.shape) == wanted[key].shape, (key, dtype)
+            assert part.dtype in wanted[key].dtypes, (key, dtype)
+        assert set(term.parts()) <= set(wanted)
+        assert all(wanted[key].optional for key in set(wanted) - set(term.parts()))
+        assert term.format.whole is None or wanted[term.format.whole].shape == term.shape
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_disk_and_json_give_the_same_bits_back(name, tmp_path):
+    for dtype in DTYPES:
+        weight = SUMS[name](dtype)
+        scheme, parts = scheme_of(weight), parts_of(weight)
+        save_file(parts, tmp_path / "layer.safetensors")
+        held = load_file(tmp_path / "layer.safetensors")
+        again = read_entry(json.loads(json.dumps(scheme.entry())), "here")
+        assert again == scheme
+        check_parts("layer", {k: (tuple(t.shape), t.dtype) for k, t in held.items()}, again, (ROWS, COLUMNS))
+        found = read_weight("layer", again, held, (ROWS, COLUMNS))
+        assert found.dequantize().dtype == dtype
+        assert torch.equal(found.dequantize(), weight.dequantize()), dtype
+
+
+@pytest.mark.parametrize("name", [name for name in SUMS if name != "float8, one scale"])
+def test_rows_apart_and_below_each_other_are_the_whole(name):
+    weight = SUMS[name](torch.bfloat16)
+    cut = [weight.rows(slice(first, last)) for first, last in ((0, 8), (8, 9), (9, ROWS))]
+    assert torch.equal(torch.cat([part.dequantize() for part in cut]), weight.dequantize())
+    assert torch.equal(Weight.stacked(cut).dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_layer_on_it_computes_its_values_and_saves_its_bits(name):
+    weight = SUMS[name](torch.float32)
+    scheme, parts = scheme_of(weight), parts_of(weight)
+    layer = QuantLinear.from_parts(parts, scheme, (ROWS, COLUMNS), torch.randn(ROWS))
+    x = torch.randn(5, COLUMNS)
+    expected = nn.functional.linear(x, weight.dequantize(), layer.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(layer.dequantize(), weight.dequantize())
+    state = layer.state_dict()
+    assert state.keys() == {*parts, "bias"}
+    assert all(torch.equal(bits(state[key]), bits(part)) for key, part in parts.items())
+    twin = QuantLinear.from_parts(parts, scheme, (ROWS, COLUMNS), torch.zeros(ROWS))
+    twin.load_state_dict(state)
+    assert torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_missing_too_much_or_no_number_is_named(name):
+    weight = SUMS[name](torch.float32)
+    scheme, parts = scheme_of(weight), parts_of(weight)
+    found = {key: (tuple(part.shape), part.dtype) for key, part in parts.items()}
+    for key, part in scheme.parts(ROWS, COLUMNS).items():
+        if not part.optional:
+            with pytest.raises(CheckpointError, match=rf"layer\.{key} is missing"):
+                check_parts("layer", {k: v for k, v in found.items() if k != key}, scheme, (ROWS, COLUMNS))
+        with pytest.raises(CheckpointError, match=rf"layer\.{key} has shape"):
+            check_parts("layer", {**found, key: ((7, 7), part.dtypes[0])}, scheme, (ROWS, COLUMNS))
+    with pytest.raises(CheckpointError, match=r"layer\.other is no part of a layer stored as"):
+        check_parts("layer", {**found, "other": ((1,), torch.float32)}, scheme, (ROWS, COLUMNS))
+    for key in (key for key, part in parts.items() if part.is_floating_point()):
+        damaged = {**parts, key: torch.full_like(parts[key], torch.nan)}
+        with pytest.raises(CheckpointError, match=r"not finite numbers|not numbers"):
+            read_weight("layer", scheme, damaged, (ROWS, COLUMNS))
+
+
+def test_what_rounds_the_input_of_a_sum_rounds_it_for_every_term():
+    weight = SUMS["packed + low rank"](torch.float32)
+    tokens = Grid(bits=8, granularity="token")
+    scheme = scheme_of(weight)
+    layer = QuantLinear.from_parts(parts_of(weight), scheme, (ROWS, COLUMNS))
+    rounding = QuantLinear.from_parts(parts_of(weight), replace(scheme, inputs=tokens), (ROWS, COLUMNS))
+    x = torch.randn(5, COLUMNS)
+    rounded = quantize(x, tokens, torch.float32).dequantize()
+    assert torch.equal(rounding(x), layer(rounded))
+    assert not torch.equal(rounding(x), layer(x))
