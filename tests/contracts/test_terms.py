@@ -30,7 +30,7 @@ def codes(format_: CodesFormat, dtype: torch.dtype) -> Codes:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().clone().view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def low_rank(dtype: torch.dtype) -> Term:
