@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compress.calibration.caches import cache_names, cache_ranges
 from compress.calibration.calibrators import Range
@@ -30,7 +30,7 @@ from compress.passes.base import Pass, Site
 from compress.progress import Reporter
 from compress.run.capture import capture, output_shape
 from compress.run.forward import suspended_forward
-from compress.run.installed import RoundInput, RoundOutput, Versions
+from compress.run.installed import Versions
 from compress.run.plan import Plan, shared_weights
 from compress.run.remarks import few_tokens, held_back, layer_record
 from compress.run.residency import Residency
@@ -49,21 +49,10 @@ class _Run:
     comm: Comm
     reporter: Reporter
     record: RunRecord
-    reference: bool
+    reference: bool  # whether any pass compares with the original model
     rescaler: Rescaler
     ranges: list[RangeRecord] = field(default_factory=list)  # of the block at hand
     repeated: set[str] = field(default_factory=set)  # blocks that an earlier run had finished
-
-    def install(self, layer: Layer, decided: Decision | Tensor, versions: Versions) -> None:
-        """Give a layer the values [N, K] that its codes stand for."""
-        parameter = layer.parameter
-        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
-        versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
-        if isinstance(decided, Decision):
-            if decided.inputs is not None:
-                versions.inputs[layer.module] = RoundInput(decided.inputs, layer.geometry)
-            if decided.outputs is not None:
-                versions.outputs[layer.module] = RoundOutput(decided.outputs)
 
     def apply(
         self,
@@ -104,12 +93,13 @@ class _Run:
         if not p.output_needs():
             return dict(made)
         treated = [layers[n] for n in made]
-        found = collected_outputs(p.output_needs(), treated, arrivals, versions.entering, self.comm)
+        outputs_of = ((versions.returned(layer, arrival) for layer in treated) for arrival in arrivals)
+        found = collected_outputs(p.output_needs(), treated, outputs_of, self.comm)
         dtypes = self.scale_dtypes(list(made), layers, opened)
         decisions = {}
         for (name, decision), stats in zip(made.items(), found, strict=True):
             outputs = p.output_codes(stats, dtypes[name])
-            versions.outputs[layers[name].module] = RoundOutput(outputs)
+            versions.round_output(layers[name], outputs)
             decisions[name] = replace(decision, outputs=outputs)
             decisions |= self.with_range(stats, {name: decisions[name]}, "output")
         return decisions
@@ -142,14 +132,14 @@ class _Run:
                 finished = self.sink.finished(table.name)
                 if finished is None:
                     made = self.apply(p, [table.name], {table.name: table}, part)[table.name]
-                    self.install(table, made, versions)
+                    versions.install(table, made)
                     described = layer_record(p, table, made)
                     if table.shared:
                         described.figures["shared_with"] = ", ".join(table.shared)
                     finished = Finished({table.name: made}, [described], {})
                     self.sink.write(table.name, part, {table.name: table}, finished)
                 else:
-                    self.install(table, finished.decided[table.name], versions)
+                    versions.install(table, finished.decided[table.name])
                 self.record.take(finished)
                 done_tables = self.plan.tables.index(table) + 1
                 self.reporter.step(done_tables, total, "")  # tables take less time than blocks
@@ -178,8 +168,7 @@ class _Run:
             if before is not None:
                 repeat(opened, before.folded)
                 for layer_name, decided in before.decided.items():
-                    self.install(layers[layer_name], decided, versions)
-                versions.install_hooks()
+                    versions.install(layers[layer_name], decided)
                 for attention, codes in before.caches.items():
                     versions.keep_codes(attentions[attention], codes)
                 self.record.take(before)
@@ -197,7 +186,9 @@ class _Run:
                 if not wanted:
                     continue
                 if structure is not None and p.fold_needs():
-                    new, described = self.rescale(p, name, wanted, layers, opened, structure, calls, set(made_here))
+                    new, described = self.rescale(
+                        p, name, wanted, layers, opened, structure, calls, set(made_here), versions
+                    )
                     folded += new
                     fold_records += described
                 if not p.rounds:
@@ -206,14 +197,13 @@ class _Run:
                 if structure is None or not (p.needs() or p.output_needs()):
                     for layer_name in wanted:
                         made.update(self.apply(p, [layer_name], layers, opened))
-                        self.install(layers[layer_name], made[layer_name], versions)
+                        versions.install(layers[layer_name], made[layer_name])
                 else:
                     last = index == len(self.plan.passes) - 1 and self.plan.kv is None
                     made, outputs = self.observe(p, wanted, layers, opened, structure, calls, reference, versions)
                     if last:
                         calls, reference = self.next_calls(calls, outputs[0]), self.next_calls(reference, outputs[1])
                         forwarded = True
-                versions.install_hooks()
                 for layer_name, decision in made.items():
                     made_here[layer_name] = decision
                     records.append(layer_record(p, layers[layer_name], decision))
@@ -251,6 +241,7 @@ class _Run:
         structure: Structure,
         calls: list[Call],
         decided: set[str],
+        versions: Versions,
     ) -> tuple[list[Folded], list[FoldRecord]]:
         """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
         found = self.rescaler.find(opened.block, calls[0])
@@ -258,11 +249,11 @@ class _Run:
         prefix = f"{block_name}." if block_name else ""
         # Nothing is collected for layers that no fold serves.
         served = {prefix + consumer.name for fold in found.folds for consumer in fold.consumers} & set(wanted)
-        sites = [site for site in ([n for n in s if n in served] for s in structure.sites) if site]
+        sites = [site for site in ([layers[n] for n in s if n in served] for s in structure.sites) if site]
         if not sites:
             return [], []
-        visit, statistics = collecting(p, sites, layers, self.comm)
-        suspended_forward(opened.block, calls, wanted, sites, visit, None, lambda _: None)
+        visit, statistics = collecting(p, self.comm)
+        suspended_forward(opened.block, calls, sites, visit, (), versions)
         self.record.block_forwards += len(calls)
         return self.rescaler.rescale(p, prefix, opened, layers, set(wanted), decided, found, statistics)
 
@@ -278,7 +269,7 @@ class _Run:
         versions: Versions,
     ) -> tuple[dict[str, Decision], tuple[list[Any], list[Any]]]:
         """One suspended forward: statistics, decisions and new weights, site after site."""
-        sites = [[n for n in site if n in wanted] for site in structure.sites]
+        sites = [[layers[n] for n in site if n in wanted] for site in structure.sites]
         sites = [site for site in sites if site]
         for layer_name in wanted:
             if layer_name in structure.unreached:
@@ -293,8 +284,8 @@ class _Run:
             )
         made: dict[str, Decision] = {}
 
-        def visit(index: int, arrivals: Iterable[Arrival | None]) -> None:
-            names = sites[index]
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            names = [layer.name for layer in site]
             results = collected(p.needs(), layers[names[0]], arrivals, self.comm)
             if results is None:
                 for layer_name in names:
@@ -302,24 +293,13 @@ class _Run:
                 return
             decisions = self.apply(p, names, layers, opened, results)
             for layer_name, decision in decisions.items():
-                self.install(layers[layer_name], decision, versions)
+                versions.install(layers[layer_name], decision)
             rounded = {n: decision for n, decision in decisions.items() if decision.inputs is not None}
             decisions |= self.with_range(results[0], rounded, "input")
             made.update(self.fix_outputs(p, decisions, layers, opened, arrivals, versions))
 
-        shadow = reference if self.reference else None
-        outputs = suspended_forward(
-            opened.block,
-            calls,
-            wanted,
-            sites,
-            visit,
-            shadow,
-            versions.use_original,
-            versions.entering,
-            versions.leaving,
-        )
-        self.record.block_forwards += len(calls) + (len(reference) if shadow is not None else 0)
+        outputs = suspended_forward(opened.block, calls, sites, visit, reference, versions)
+        self.record.block_forwards += len(calls) + len(reference)
         return made, outputs
 
     def round_caches(
@@ -356,9 +336,8 @@ class _Run:
             if calls[0].key is None:
                 return calls, reference  # one block in all: nothing comes after it
             outputs = [block(*c.args, **c.kwargs) for c in calls]
-            versions.use_original(True)
-            others = [block(*c.args, **c.kwargs) for c in reference]
-            versions.use_original(False)
+            with versions.original():
+                others = [block(*c.args, **c.kwargs) for c in reference]
         self.record.block_forwards += len(calls) + len(reference)
         return self.next_calls(calls, outputs), self.next_calls(reference, others)
 

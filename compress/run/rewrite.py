@@ -96,18 +96,14 @@ def repeat(opened: Opened, folded: Sequence[Folded]) -> None:
 
 
 def collecting(
-    p: Pass,
-    sites: Sequence[Sequence[str]],
-    layers: Mapping[str, Layer],
-    comm: Comm,
-) -> tuple[Callable[[int, Iterable[Arrival | None]], None], dict[str, dict[str, Any]]]:
+    p: Pass, comm: Comm
+) -> tuple[Callable[[Sequence[Layer], Iterable[Arrival | None]], None], dict[str, dict[str, Any]]]:
     """(a visitor of suspended forwards that changes nothing, the statistics by layer that it fills)."""
     found: dict[str, dict[str, Any]] = {}
 
-    def visit(index: int, arrivals: Iterable[Arrival | None]) -> None:
-        names = sites[index]
-        results = collected(p.fold_needs(), layers[names[0]], arrivals, comm)
+    def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+        results = collected(p.fold_needs(), site[0], arrivals, comm)
         if results is not None:
-            found.update(dict.fromkeys(names, results[0]))
+            found.update(dict.fromkeys((layer.name for layer in site), results[0]))
 
     return visit, found
