@@ -29,7 +29,7 @@ from compress.run.remarks import RangeNotes, layer_record
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.rewrite import Observed, repeat
 from compress.run.state import Run, Streams
-from compress.run.structure import Structure, agreed, structure_of
+from compress.run.structure import Structure, same_on_all_ranks, structure_of
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 
@@ -84,8 +84,8 @@ class BlockRun:
         """Let every pass decide, go on to the next block's calls, write. started: when, of `time.monotonic`."""
         plan = self.run.plan
         if plan.calibrated:
-            found = structure_of(self.opened.block, self.streams.calls[0], list(self.layers.values()))
-            self.structure = agreed(self.run.comm, found)
+            structure = structure_of(self.opened.block, self.streams.calls[0], list(self.layers.values()))
+            self.structure = same_on_all_ranks(structure, self.run.comm)
         for i, p in enumerate(plan.passes):
             self.carry_out(p, last=i == len(plan.passes) - 1 and plan.kv is None)
         if plan.kv is not None:
@@ -127,9 +127,8 @@ class BlockRun:
         calls, record = self.streams.calls, self.run.record
         folds = self.run.folds.find(self.opened, self.name, calls[0])
         record.not_folded += [reason for reason in folds.rejected if reason not in record.not_folded]
-        sites = self.sites(
-            structure, folds.served.intersection(wanted)
-        )  # nothing is collected for layers that no fold serves
+        # Nothing is collected for layers that no fold serves.
+        sites = self.sites(structure, folds.served.intersection(wanted))
         if not sites:
             return
         observed: dict[str, Observed] = {}

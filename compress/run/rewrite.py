@@ -1,7 +1,7 @@
 """Folding scales in a block before anything in it is rounded: what SmoothQuant and AWQ do first.
 
-One suspended forward collects a pass's statistics without changing a weight; then each fold of the block (`graph`)
-gets the scale that the pass finds for it, and is applied. The function of the block stays what it was.
+One suspended forward collects a pass's statistics without changing a weight; then each fold of the block gets the scale
+that the pass finds for it, and is applied. The function of the block stays what it was.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +17,12 @@ from compress.model.opened import Opened
 from compress.passes.base import FoldSite, Pass, Reader
 
 
-def agreed(comm: Comm, found: Discovery) -> Discovery:
+def agreed(comm: Comm, discovery: Discovery) -> Discovery:
     """What every rank's tokens have shown: the folds that all of them found."""
-    everywhere = comm.gather_objects(found.folds)
-    folds = tuple(fold for fold in found.folds if all(fold in others for others in everywhere))
-    lost = [f"{f.producer}: other ranks found no such fold" for f in found.folds if f not in folds]
-    return Discovery(folds, (*found.rejected, *lost), found.forwards, found.probes)
+    everywhere = comm.gather_objects(discovery.folds)
+    folds = tuple(fold for fold in discovery.folds if all(fold in others for others in everywhere))
+    lost = [f"{f.producer}: other ranks found no such fold" for f in discovery.folds if f not in folds]
+    return Discovery(folds, (*discovery.rejected, *lost), discovery.forwards, discovery.probes)
 
 
 # What was collected for a layer: the layer, and the finished statistics of its input.
@@ -31,8 +31,8 @@ Observed = tuple[Layer, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BlockFolds:
-    """The folds of an open block, in which no layer is rounded yet. prefix: what the names inside the block have before
-    them in the model; rejected: producers into which no scale can go, and why."""
+    """The folds of an open block. prefix: what names inside it have before them in the model. rejected: producers into
+    which no scale can go, and why."""
 
     opened: Opened
     prefix: str
@@ -90,9 +90,9 @@ class FoldFinder:
 
     def find(self, opened: Opened, block_name: str, call: Call) -> BlockFolds:
         """The folds of a block, the same on every rank."""
-        found = agreed(self.comm, self.finder.find(opened.block, call, self.shared))
+        discovery = agreed(self.comm, self.finder.find(opened.block, call, self.shared))
         prefix = f"{block_name}." if block_name else ""
-        return BlockFolds(opened, prefix, found.folds, found.rejected, self.comm)
+        return BlockFolds(opened, prefix, discovery.folds, discovery.rejected, self.comm)
 
 
 def repeat(opened: Opened, folded: Sequence[Folded]) -> None:

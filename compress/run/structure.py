@@ -60,8 +60,8 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
     )
 
 
-def agreed(comm: Comm, structure: Structure) -> Structure:
-    """A structure that is the same on every rank; else CompressError, on every rank."""
+def same_on_all_ranks(structure: Structure, comm: Comm) -> Structure:
+    """The structure, which every rank has found, or a CompressError on every rank."""
     if any(other != structure for other in comm.gather_objects(structure)):
         raise CompressError(
             "ranks disagree on which layers a block calls (its control flow depends on the data); run it in one process"
