@@ -75,11 +75,10 @@ def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
     if run.plan.calibrated:
         captured = _captured(run, stack)
     run.steps.begin()
-    first = captured[0]
-    streams = Streams(first, (first if original is None else original) if run.compares else [])
+    streams = Streams(captured[0], (original or captured[0]) if run.compares else [])
     for name, block in stack.blocks:
-        own = captured.pop(0)  # a block's own calls are let go with it
-        streams = run_block(run, name, block, streams.called_as(own))
+        streams = streams.called_as(captured.pop(0))  # the calls of blocks that are done take no memory
+        streams = run_block(run, name, block, streams)
 
 
 def _captured(run: Run, stack: Stack) -> list[list[Call]]:
