@@ -80,15 +80,15 @@ def cache_ranges(
     comm.fail_together(problem)
     ranges = {}
     for name in used:
-        found = []
+        sides = []
         statistics = watchers[name].statistics
         assert statistics is not None
         for side, statistic, size in zip(("keys", "values"), statistics, watchers[name].sizes, strict=True):
             statistic.sync(comm)
             try:
                 seen = statistic.result()
-                found.append(replace(seen, tokens=seen.tokens // size))  # a head has a row for each of its elements
+                sides.append(replace(seen, tokens=seen.tokens // size))  # a head has a row for each of its elements
             except CompressError as error:
                 raise CompressError(f"the {side} of {name}: {error}") from None
-        ranges[name] = (found[0], found[1])
+        ranges[name] = (sides[0], sides[1])
     return ranges

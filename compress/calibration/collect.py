@@ -6,16 +6,16 @@ of its own. Ranges of an input (`reads_elements`) count its elements instead, on
 output, which is computed from what arrives once the layer is decided.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.calibration.stats import Statistic, StatisticFactory
 from compress.comm import Comm
 from compress.model.calls import Arrival
-from compress.model.convolution import elements, patches_in_parts
+from compress.model.convolution import patches_in_parts
 from compress.model.layers import Layer
 
 
@@ -47,13 +47,13 @@ class Collector:
             return
         assert self.geometry is not None
         assert arrival.samples is not None
-        found = patches_in_parts(arrival.samples, self.geometry)
+        patches = patches_in_parts(arrival.samples, self.geometry)
         if arrival.reference_samples is None:
-            for x_gMK in found:
+            for x_gMK in patches:
                 self._count(x_gMK, None)
             return
         others = patches_in_parts(arrival.reference_samples, self.geometry)
-        for x_gMK, other_gMK in zip(found, others, strict=True):
+        for x_gMK, other_gMK in zip(patches, others, strict=True):
             self._count(x_gMK, other_gMK)
 
     def _count(self, x_gMK: Tensor, reference_gMK: Tensor | None) -> None:
@@ -94,22 +94,17 @@ def collected(
 
 
 def collected_outputs(
-    needs: Mapping[str, StatisticFactory],
-    layers: Sequence[Layer],
-    arrivals: Iterable[Arrival | None],
-    entering: Callable[[nn.Module, Tensor], Tensor],
-    comm: Comm,
+    needs: Mapping[str, StatisticFactory], layers: Sequence[Layer], outputs: Iterable[Iterable[Tensor]], comm: Comm
 ) -> list[dict[str, Any]]:
-    """The finished statistics of what each layer of a site returns with its weight as it is now, over all micro-batches
-    and ranks. entering(layer, x): what it multiplies in place of x. A collective.
+    """The finished statistics of what each layer of a site returns, over all micro-batches and ranks. A collective.
 
-    Raises CompressError, on every rank, where an output is not finite.
+    outputs: for every micro-batch, what each layer makes of it, [M, N]. Raises CompressError, on every rank, where one
+    of them is not finite.
     """
     made = [{key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers]
     problem = None
-    for arrival in arrivals:
-        for layer, statistics in zip(layers, made, strict=True):
-            y_MN = returned(layer, arrival, entering)
+    for outputs_of_batch in outputs:
+        for layer, statistics, y_MN in zip(layers, made, outputs_of_batch, strict=True):
             if not bool(torch.isfinite(y_MN).all()):
                 problem = problem or (
                     f"the output of {layer.name} has non-finite values during calibration; the model overflows in this "
@@ -122,15 +117,6 @@ def collected_outputs(
         for statistic in statistics.values():
             statistic.sync(comm)
     return [{key: statistic.result() for key, statistic in statistics.items()} for statistics in made]
-
-
-def returned(layer: Layer, arrival: Arrival | None, entering: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-    """[M, N] what a layer makes of a micro-batch, bias included; of a convolution, rows of channels."""
-    if arrival is None:
-        return torch.empty(0, layer.shape[0], device=layer.weight.device)
-    x = arrival.x_MK if arrival.samples is None else arrival.samples
-    y = layer.module.forward(entering(layer.module, x))  # not called: its hooks belong to the forwards that wait
-    return y if layer.geometry is None else elements(y, layer.geometry)
 
 
 def _problem(layer: Layer, arrival: Arrival | None) -> str | None:

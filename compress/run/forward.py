@@ -5,7 +5,7 @@ When all are parked, the site's statistics are complete; it is solved, its new w
 resume. One forward per block and micro-batch, and every later site sees the compressed prefix of its own block.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -18,6 +18,7 @@ from compress.errors import CompressError
 from compress.model.calls import Arrival, Arrivals, Call, arrived
 from compress.model.layers import Layer
 from compress.run.batches import running
+from compress.run.installed import Versions
 
 
 class _Runner:
@@ -63,26 +64,22 @@ class _Runner:
 def suspended_forward(
     block: nn.Module,
     calls: Sequence[Call],
-    layers: Mapping[str, Layer],
-    sites: Sequence[Sequence[str]],
-    visit: Callable[[int, Iterable[Arrival | None]], None],
-    reference: Sequence[Call] | None,
-    use_original: Callable[[bool], None],
-    entering: Callable[[nn.Module, Tensor], Tensor] = lambda _, x: x,
-    leaving: Callable[[nn.Module, Tensor], Tensor] = lambda _, y: y,
+    sites: Sequence[Sequence[Layer]],
+    visit: Callable[[Sequence[Layer], Arrivals], None],
+    reference: Sequence[Call],
+    versions: Versions,
 ) -> tuple[list[Any], list[Any]]:
     """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
 
-    `visit` walks the arrivals (None for a micro-batch that does not come by), changes the weights of the site's layers,
-    and may walk them again. `reference` are the same calls on the original model's hidden states; `use_original(True)`
-    puts the original weights of the layers changed so far in place, `use_original(False)` the new ones.
-    `entering(layer, x)` is what a layer multiplies in place of x once its site is done, `leaving(layer, y)` what it
-    returns in place of y. Returns the block's outputs for calls and for reference.
+    `visit` walks the arrivals (None for a micro-batch that does not come by), installs in `versions` what the layers of
+    the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
+    where nothing compares with it); they run on what `versions` knows to have been there before.
+    Returns the block's outputs for calls and for reference.
     """
-    site_of = {layers[name].module: i for i, names in enumerate(sites) for name in names}
+    site_of = {layer.module: i for i, site in enumerate(sites) for layer in site}
     done: set[int] = set()
     runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
-    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference or ())]
+    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference)]
     current: list[_Runner] = []
 
     def advance(runner: _Runner, site: int) -> Tensor | None:
@@ -94,34 +91,27 @@ def suspended_forward(
         for i, runner in enumerate(runners):
             other = None
             if shadows:
-                use_original(True)
-                other = advance(shadows[i], site)
-                use_original(False)
+                with versions.original():
+                    other = advance(shadows[i], site)
             x = advance(runner, site)
-            yield None if x is None else arrived(layers[sites[site][0]], calls[i], x, other)
+            yield None if x is None else arrived(sites[site][0], calls[i], x, other)
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def park(module: nn.Module, args: tuple[Any, ...]) -> None:
         current[0].reach(module, args[0])
-        return (entering(module, args[0]), *args[1:])
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return leaving(module, output)
-
-    hooks = [m.register_forward_pre_hook(enter) for m in site_of]
-    hooks += [m.register_forward_hook(leave) for m in site_of]
+    parking = [module.register_forward_pre_hook(park) for module in site_of]
     try:
-        with torch.no_grad():
-            for site in range(len(sites)):
-                visit(site, Arrivals(partial(arrivals, site)))
-                done.add(site)
-            if shadows:
-                use_original(True)
+        # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
+        with torch.no_grad(), versions.ready(layer for site in sites for layer in site):
+            for i, site in enumerate(sites):
+                visit(site, Arrivals(partial(arrivals, i)))
+                done.add(i)
+            with versions.original():
                 for shadow in shadows:
                     advance(shadow, len(sites))
-                use_original(False)
             for runner in runners:
                 advance(runner, len(sites))
     finally:
-        for hook in hooks:
+        for hook in parking:
             hook.remove()
     return [r.output for r in runners], [s.output for s in shadows]

@@ -1,13 +1,20 @@
 """What a block's layers were and what they are now: weights to swap, inputs, outputs and caches to be rounded."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compress.model.attention import hold_scales
-from compress.model.convolution import Geometry, samples
+from compress.model.calls import Arrival
+from compress.model.convolution import Geometry, elements, samples
+from compress.model.layers import Layer
 from compress.runtime.caches import RoundCache, round_cache
 from compress.weights.caches import CacheCodes
+from compress.weights.decision import Decision
 from compress.weights.grid import straight_through
 from compress.weights.rounding import ActivationCodes
 
@@ -15,14 +22,19 @@ from compress.weights.rounding import ActivationCodes
 class RoundInput:
     """A hook that rounds what a layer is given, so that a model in memory computes what its checkpoint will.
 
+    Without codes it does nothing. It can so be in place before it is known how to round: a forward that waits in an
+    earlier hook of the layer meets this one when it goes on.
+
     What a token is to a linear layer, a sample is to a convolution: a dynamic range is fitted to each.
     """
 
-    def __init__(self, codes: ActivationCodes, geometry: Geometry | None = None) -> None:
-        self.codes, self.geometry, self.active = codes, geometry, True
+    def __init__(self, geometry: Geometry | None = None, codes: ActivationCodes | None = None) -> None:
+        self.geometry, self.codes, self.active = geometry, codes, True
 
     def rounded(self, x: Tensor) -> Tensor:
         """What the layer multiplies in place of x."""
+        if self.codes is None or not self.active:
+            return x
         if self.geometry is None:
             return self.codes.fake_quantize(x)
         if not self.codes.dynamic:
@@ -31,39 +43,49 @@ class RoundInput:
         return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not self.active:
+        if self.codes is None or not self.active:
             return args
         x = args[0]
         return (straight_through(x, self.rounded(x.detach())), *args[1:])
 
 
 class RoundOutput:
-    """A hook that rounds what a layer returns, by a range fixed for the whole tensor."""
+    """A hook that rounds what a layer returns, by a range fixed for the whole tensor. Without codes it does nothing."""
 
-    def __init__(self, codes: ActivationCodes) -> None:
+    def __init__(self, codes: ActivationCodes | None = None) -> None:
         self.codes, self.active = codes, True
 
-    def rounded(self, y: Tensor) -> Tensor:
-        """What the layer hands on in place of y."""
-        return self.codes.fake_quantize(y)
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return straight_through(output, self.rounded(output.detach())) if self.active else output
+        if self.codes is None or not self.active:
+            return output
+        return straight_through(output, self.codes.fake_quantize(output.detach()))
 
 
 class Versions:
     """The original and the new state of the layers changed so far in a block, to swap between."""
 
     def __init__(self) -> None:
-        self.pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.weights: list[tuple[nn.Parameter, Tensor, Tensor]] = []
         self.inputs: dict[nn.Module, RoundInput] = {}
         self.outputs: dict[nn.Module, RoundOutput] = {}
-        self.installed: set[nn.Module] = set()
         self.caches: list[RoundCache] = []
+        self._handles: dict[RoundInput | RoundOutput, RemovableHandle] = {}
 
-    def add(self, parameter: nn.Parameter, new: Tensor) -> None:
-        self.pairs.append((parameter, parameter.data, new))
+    def install(self, layer: Layer, decided: Decision | Tensor) -> None:
+        """From now on a layer has the values [N, K] that its codes stand for, and rounds its input and output."""
+        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
+        parameter = layer.parameter
+        new = layer.stored(values.to(parameter.device, parameter.dtype))
+        self.weights.append((parameter, parameter.data, new))
         parameter.data = new
+        if isinstance(decided, Decision) and decided.inputs is not None:
+            self._input_of(layer).codes = decided.inputs
+        if isinstance(decided, Decision) and decided.outputs is not None:
+            self.round_output(layer, decided.outputs)
+
+    def round_output(self, layer: Layer, codes: ActivationCodes) -> None:
+        """From now on a layer rounds what it returns."""
+        self._output_of(layer).codes = codes
 
     def keep_codes(self, attention: nn.Module, codes: CacheCodes) -> None:
         """From now on an attention's cache is rounded. The scales are no part of the model's state_dict."""
@@ -71,32 +93,60 @@ class Versions:
             hold_scales(attention, codes.scales, persistent=False)
         self.caches.append(round_cache(attention, codes.scheme))
 
-    def use_original(self, original: bool) -> None:
-        for parameter, old, new in self.pairs:
+    def returned(self, layer: Layer, arrival: Arrival | None) -> Tensor:
+        """[M, N] what a layer makes, as it is now, of a micro-batch that waits before it, bias included; of a
+        convolution, rows of channels."""
+        if arrival is None:
+            return torch.empty(0, layer.shape[0], device=layer.weight.device)
+        x = arrival.x_MK if arrival.samples is None else arrival.samples
+        if layer.module in self.inputs:
+            x = self.inputs[layer.module].rounded(x)
+        y = layer.module.forward(x)  # not called: its hooks belong to the forwards that wait
+        return y if layer.geometry is None else elements(y, layer.geometry)
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Within: what was there before."""
+        self._use(original=True)
+        try:
+            yield
+        finally:
+            self._use(original=False)
+
+    def _use(self, *, original: bool) -> None:
+        for parameter, old, new in self.weights:
             parameter.data = old if original else new
-        hooks: list[RoundInput | RoundOutput] = [*self.inputs.values(), *self.outputs.values()]
-        for hook in hooks:
+        hooks: list[RoundInput | RoundOutput | RoundCache] = [*self.inputs.values(), *self.outputs.values()]
+        for hook in (*hooks, *self.caches):
             hook.active = not original
-        for cache in self.caches:
-            cache.active = not original
 
-    def entering(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What a layer multiplies while forwards are suspended: hooks that they already passed cannot act."""
-        hook = self.inputs.get(module)
-        return x if hook is None or not hook.active or module in self.installed else hook.rounded(x)
+    @contextmanager
+    def ready(self, layers: Iterable[Layer]) -> Iterator[None]:
+        """Within: layers have hooks that act as soon as `install` gives them codes. Those without are gone after it."""
+        for layer in layers:
+            self._input_of(layer)
+            self._output_of(layer)
+        try:
+            yield
+        finally:
+            self._drop_unused()
 
-    def leaving(self, module: nn.Module, y: Tensor) -> Tensor:
-        """What a layer hands on while forwards are suspended."""
-        hook = self.outputs.get(module)
-        return y if hook is None or not hook.active or module in self.installed else hook.rounded(y)
+    def _input_of(self, layer: Layer) -> RoundInput:
+        module = layer.module
+        if module not in self.inputs:
+            hook = self.inputs[module] = RoundInput(layer.geometry)
+            self._handles[hook] = module.register_forward_pre_hook(hook)
+        return self.inputs[module]
 
-    def install_hooks(self) -> None:
-        """From now on the layers round their own inputs and outputs."""
-        for module in {**self.inputs, **self.outputs}:
-            if module in self.installed:
-                continue
-            if module in self.inputs:
-                module.register_forward_pre_hook(self.inputs[module])
-            if module in self.outputs:
-                module.register_forward_hook(self.outputs[module])
-            self.installed.add(module)
+    def _output_of(self, layer: Layer) -> RoundOutput:
+        module = layer.module
+        if module not in self.outputs:
+            hook = self.outputs[module] = RoundOutput()
+            self._handles[hook] = module.register_forward_hook(hook)
+        return self.outputs[module]
+
+    def _drop_unused(self) -> None:
+        for hook in [hook for hook in self._handles if hook.codes is None]:
+            self._handles.pop(hook).remove()
+        self.inputs = {module: hook for module, hook in self.inputs.items() if hook.codes is not None}
+        self.outputs = {module: hook for module, hook in self.outputs.items() if hook.codes is not None}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -15,11 +14,8 @@ from compress.model.layers import (
     Table,
     check_tensors,
     find_stacks,
-    is_read_uncalled,
-    layers_of,
     left_alone,
     obstacle,
-    output_head,
     token_tables,
     treats_convolutions,
     whole_model,
@@ -27,8 +23,7 @@ from compress.model.layers import (
 from compress.passes.base import Pass
 from compress.passes.kv_cache import KVCache
 from compress.passes.where import Only
-from compress.run.installed import RoundInput, RoundOutput
-from compress.runtime.caches import rounded_cache
+from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
 
 
@@ -86,67 +81,27 @@ def plan(
     """
     check_tensors(model)
     kv = _cache_pass(model, passes)
-    calibrated = any(p.calibrated for p in passes)
-    for name, module in model.named_modules():
-        if rounded_cache(module) is not None:
-            raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
-        rounded = [
-            side
-            for side, hooks in (("input", module._forward_pre_hooks), ("output", module._forward_hooks))
-            if any(isinstance(hook, RoundInput | RoundOutput) for hook in hooks.values())
-        ]
-        if rounded:
-            raise InputError(
-                f"{name} rounds its {rounded[0]} already, from an earlier run on this model; give all passes to one "
-                "run, or load the model again"
-            )
+    check_untouched(model)
     if convolutions is None:
         convolutions = treats_convolutions(model)
     stacks = find_stacks(model, convolutions)
-    if one_block or (len(stacks) > 1 and calibrated):
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
-    shared = shared_weights(model)
-    head = output_head(model)
-    ignored: dict[str, str] = {}
-    layers: dict[str, tuple[Layer, ...]] = {}
-    matched: set[str] = set()
-    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignore, ignored, matched)
+    ignored = Ignored(ignore)
+    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
     tied = {name for table in tables for name in (table.name, *table.shared)}
-    for stack in stacks:
-        for block_name, block in stack.blocks:
-            kept = []
-            for layer in layers_of(block, block_name, convolutions):
-                if layer.name in tied:
-                    continue
-                hits = [p for p in ignore if fnmatchcase(layer.name, p)]
-                matched.update(hits)
-                if hits:
-                    ignored[layer.name] = f"ignored by {hits[0]!r}"
-                elif id(layer.module._parameters.get("weight")) in shared:
-                    ignored[layer.name] = "shares its weight with another module"
-                elif layer.module is not head:
-                    wanting = [p for p in passes if p.wants(layer.name)]
-                    if is_read_uncalled(layer.module) and any(p.calibrated or p.rounds_inputs for p in wanting):
-                        ignored[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
-                        continue
-                    kept.append(layer)
-                    if not any(p.treats == "layers" for p in wanting):
-                        ignored[layer.name] = "no pass asks for it"
-                    elif problem := obstacle(layer.module):
-                        raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
-            layers[block_name] = tuple(kept)
-    unmatched = [p for p in ignore if p not in matched]
-    if unmatched:
-        example = next((layer.name for found in layers.values() for layer in found), "")
-        raise InputError(f"ignore pattern {unmatched[0]!r} matches no layer; a layer is called {example!r}")
+    matching = Matching(model, passes, convolutions, tied, ignored)
+    layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
+    everything = [layer for of_block in layers.values() for layer in of_block]
+    ignored.check_matched(example=everything[0].name if everything else "")
     notes: list[str] = []
-    treated = {"layers": [layer for found in layers.values() for layer in found], "embeddings": tables, "caches": ()}
+    treated = {"layers": everything, "embeddings": tables, "caches": ()}
     recipe = tuple(_fitted(p, [layer for layer in treated[p.treats] if p.wants(layer.name)], notes) for p in passes)
     result = Plan(
         tuple(stacks),
         layers,
         tuple(p for p in recipe if p.treats == "layers"),
-        ignored,
+        ignored.reasons,
         convolutions,
         next((p for p in recipe if p.treats == "embeddings"), None),
         tables,
@@ -199,10 +154,8 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
     return found[0]
 
 
-def _tables(
-    model: nn.Module, passes: Sequence[Pass], ignore: Sequence[str], ignored: dict[str, str], matched: set[str]
-) -> tuple[Table, ...]:
-    """What the pass about embeddings treats; enters what it does not into `ignored`, ignore patterns into `matched`.
+def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple[Table, ...]:
+    """What the pass about embeddings treats; enters what it does not into `ignored`.
 
     A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
     """
@@ -216,11 +169,9 @@ def _tables(
         raise InputError(f"{type(model).__name__} has no token embedding; leave the embeddings pass out")
     kept = []
     for table in found:
-        hits = [pattern for pattern in ignore for n in (table.name, *table.shared) if fnmatchcase(n, pattern)]
-        matched.update(hits)
-        if hits:
-            ignored |= dict.fromkeys((table.name, *table.shared), f"ignored by {hits[0]!r}")
-        elif (table is found[0] or getattr(p.innermost, "head", True)) and p.wants(table.name):
+        if ignored.asked_for(table.name, *table.shared):
+            continue
+        if (table is found[0] or getattr(p.innermost, "head", True)) and p.wants(table.name):
             kept.append(table)
     if not kept:
         raise InputError(
@@ -231,17 +182,6 @@ def _tables(
             raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
     p.check({table.name: table.shape for table in kept})
     return tuple(kept)
-
-
-def shared_weights(model: nn.Module) -> set[int]:
-    """Identities of the weights that several modules use."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            (shared if id(weight) in seen else seen).add(id(weight))
-    return shared
 
 
 def _check(plan: Plan) -> None:

@@ -1,9 +1,14 @@
-"""What a run has to say about itself: passes that did nothing, layers that saw too little."""
+"""What a run has to say about itself: layers, their ranges, passes that did nothing, layers that saw too little."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from compress.checkpoint.record import LayerRecord, RunRecord
+from torch import nn
+
+from compress.calibration.calibrators import Range
+from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
 from compress.run.plan import Plan
@@ -55,6 +60,7 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
+    """What the report says about a layer that a pass has decided about."""
     inner = p.innermost
     first = decision.sum.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
@@ -67,3 +73,31 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
         layer.shape,
         dict(decision.figures),
     )
+
+
+class RangeNotes:
+    """What the record says about the ranges that calibration fixes in a block."""
+
+    def __init__(self) -> None:
+        self.noted: list[RangeRecord] = []
+
+    def of_layers(
+        self, statistics: Mapping[str, Any], decisions: Mapping[str, Decision], role: Literal["input", "output"]
+    ) -> dict[str, Decision]:
+        """Decisions that go by one range, if their statistics have one, with its figures. It is noted once for all."""
+        range_ = statistics.get("range")
+        if not decisions or not isinstance(range_, Range):
+            return dict(decisions)
+        first, *also = decisions
+        self.noted.append(range_record(range_, first, role, also))
+        figures = range_figures(self.noted[-1])
+        return {name: replace(d, figures={**d.figures, **figures}) for name, d in decisions.items()}
+
+    def of_cache(self, attention: str, keys: Range, values: Range) -> None:
+        """Note the ranges of an attention's cache."""
+        self.noted += [range_record(keys, attention, "keys"), range_record(values, attention, "values")]
+
+    def in_order(self, block: nn.Module, block_name: str) -> list[RangeRecord]:
+        """What was noted, in the order of the model."""
+        place = {name: i for i, (name, _) in enumerate(block.named_modules(prefix=block_name))}
+        return sorted(self.noted, key=lambda noted: place[noted.tensor])

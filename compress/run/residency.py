@@ -165,18 +165,18 @@ def _without_fsdp_hooks(units: Sequence[FSDPModule]) -> Iterator[None]:
     for unit in units:
         assert isinstance(unit, nn.Module)
         for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
-            found = {key: hook for key, hook in hooks.items() if _is_fsdp_hook(hook)}
-            assert found, "FSDP's hooks are where this torch version keeps them"
-            for key in found:
+            of_fsdp = {key: hook for key, hook in hooks.items() if _is_fsdp_hook(hook)}
+            assert of_fsdp, "FSDP's hooks are where this torch version keeps them"
+            for key in of_fsdp:
                 del hooks[key]
-            removed.append((hooks, found))
+            removed.append((hooks, of_fsdp))
     try:
         yield
     finally:
-        for hooks, found in removed:
+        for hooks, of_fsdp in removed:
             others = dict(hooks)
             hooks.clear()
-            hooks.update(found)
+            hooks.update(of_fsdp)
             hooks.update(others)
 
 

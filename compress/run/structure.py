@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from compress.comm import Comm
+from compress.errors import CompressError
 from compress.model.calls import Call, without_data
 from compress.model.layers import Layer
 from compress.run.batches import running
@@ -56,6 +58,15 @@ def structure_of(block: nn.Module, call: Call, layers: Sequence[Layer]) -> Struc
         repeated=tuple(sorted(repeated)),
         traced=traced,
     )
+
+
+def same_on_all_ranks(structure: Structure, comm: Comm) -> Structure:
+    """The structure, which every rank has found, or a CompressError on every rank."""
+    if any(other != structure for other in comm.gather_objects(structure)):
+        raise CompressError(
+            "ranks disagree on which layers a block calls (its control flow depends on the data); run it in one process"
+        )
+    return structure
 
 
 def _observe(block: nn.Module, args: Any, kwargs: Any, layers: Sequence[Layer]) -> list[tuple[str, Tensor, int]]:

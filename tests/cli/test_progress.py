@@ -11,7 +11,7 @@ from rich.progress import Progress
 import compress
 from compress.cli import progress
 from compress.cli.progress import Bar, Lines, TimeLeft
-from compress.run import pipeline
+from compress.run import block, pipeline
 
 STEPS = [(0, ""), (0, ""), (1, "a"), (2, "b"), (2, ""), (3, "c"), (4, "d")]
 TIMES = [0, 50, 60, 75, 75, 76, 77]  # start-up until 50; what is after b takes a second each
@@ -70,7 +70,7 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
         return slowly
 
     monkeypatch.setattr(pipeline, "capture", taking(60, pipeline.capture))
-    monkeypatch.setattr(pipeline, "suspended_forward", taking(10, pipeline.suspended_forward))
+    monkeypatch.setattr(block, "suspended_forward", taking(10, block.suspended_forward))
     options = {"calibration": tokens(4), "verify": False, "output": tmp_path / "out"}
     passes = [compress.Embeddings(scheme="w4a16", group_size=16), compress.GPTQ(group_size=16)]
 

@@ -13,7 +13,11 @@ from compress.errors import CompressError
 from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache
 from compress.model.layers import find_stacks, layers_of
 from compress.run.capture import capture, output_shape
+from compress.run.decide import decide
+from compress.run.forward import suspended_forward
+from compress.run.installed import Versions
 from compress.run.residency import Local
+from compress.run.state import Streams
 from compress.run.structure import structure_of
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
@@ -143,6 +147,86 @@ def test_suspended_forward_decides_the_codes_of_a_replay_in_a_fraction_of_the_fo
         assert torch.equal(scheme, model.get_submodule(name).weight), name
         assert codes.shape == scheme.shape
     assert replayed == 5 * result.record.block_forwards
+
+
+class Waiting:
+    """A block of two layers, the first with a hook of its own, and two micro-batches on their way into it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.block[0].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+        self.layers = layers_of(self.block, "")
+        self.calls = [Call((torch.randn(2, 3, 16),), {}, 0, None) for _ in range(2)]
+        self.versions = Versions()
+
+    def hooks(self) -> list[int]:
+        return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.block]
+
+    @torch.no_grad()
+    def forward(self, visit, reference=()):
+        sites = [[layer] for layer in self.layers]
+        return suspended_forward(self.block, self.calls, sites, visit, reference, self.versions)
+
+    @torch.no_grad()
+    def plain(self) -> list[torch.Tensor]:
+        return [self.block(*call.args) for call in self.calls]
+
+    def round(self, layer) -> None:
+        p = compress.RTN(scheme="w8a8", group_size=-1)
+        with Local(torch.device("cpu")).open(self.block) as opened:
+            self.versions.install(layer, decide(p, [layer], opened, Comm())[layer.name])
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_rounding_that_is_decided_while_forwards_wait_acts_when_they_go_on():
+    waiting = Waiting()
+    before = waiting.plain()
+    seen = {}
+
+    def visit(site, arrivals):
+        seen[site[0].name] = [arrival.x_MK for arrival in arrivals]
+        waiting.round(site[0])
+        assert same(seen[site[0].name], [arrival.x_MK for arrival in arrivals])
+
+    outputs, others = waiting.forward(visit, waiting.calls)
+    assert same(outputs, waiting.plain())
+    assert not same(outputs, before)
+    assert same(others, before)
+    # What is collected is what the layer's own hook makes of its input, before it is rounded.
+    assert same(seen["0"], [call.hidden.flatten(0, 1) + 1 for call in waiting.calls])
+    with waiting.versions.original():
+        assert same(waiting.plain(), before)
+
+
+def test_layers_that_are_not_rounded_have_no_hooks_afterwards():
+    waiting = Waiting()
+    waiting.forward(lambda site, _: waiting.round(site[0]) if site[0].name == "2" else None)
+    assert waiting.hooks() == [1, 0, 1]
+
+    def fail(site, arrivals):
+        list(arrivals)
+        raise CompressError("it broke")
+
+    waiting = Waiting()
+    with pytest.raises(CompressError, match="it broke"):
+        waiting.forward(fail)
+    assert waiting.hooks() == [1, 0, 0]
+
+
+def test_streams_hand_hidden_states_on_and_leave_a_whole_model_alone():
+    old, new = torch.zeros(1, 2, 4), torch.ones(1, 2, 4)
+    own = Call((old,), {"mask": 7}, 0, None)
+    streams = Streams([Call((old,), {"mask": 1}, 0, None)], []).after([(new, "rest")], []).called_as([own])
+    assert streams.calls[0].hidden is new
+    assert streams.calls[0].kwargs == {"mask": 7}
+    assert streams.reference == []
+    whole = Streams([Call((), {"input_ids": old}, None, None)], [])
+    assert whole.end
+    assert whole.after([None], []).called_as([own]) is whole
 
 
 def test_pad_tokens_never_count():

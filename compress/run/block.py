@@ -1,0 +1,243 @@
+"""One block of a run: opened, decided about pass by pass, written.
+
+    open -> for pass: (suspended forward: observe -> sync -> decide -> install) -> caches -> write
+
+A pass that folds scales does so first, from a suspended forward of its own.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from compress.calibration.caches import cache_names, cache_ranges
+from compress.calibration.calibrators import Range
+from compress.calibration.collect import collected, collected_outputs
+from compress.checkpoint.record import Finished, LayerRecord
+from compress.model.calls import Arrival
+from compress.model.folds import Folded, FoldRecord
+from compress.model.layers import Layer
+from compress.model.opened import Opened
+from compress.passes.base import Pass
+from compress.passes.kv_cache import KVCache
+from compress.run.decide import decide
+from compress.run.forward import suspended_forward
+from compress.run.installed import Versions
+from compress.run.remarks import RangeNotes, layer_record
+from compress.run.restore import hooks_and_buffers, undone
+from compress.run.rewrite import Observed, repeat
+from compress.run.state import Run, Streams
+from compress.run.structure import Structure, same_on_all_ranks, structure_of
+from compress.weights.caches import CacheCodes
+from compress.weights.decision import Decision
+
+
+def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Streams:
+    """Compress one block, entirely or, where that fails, not at all; returns the calls of the next."""
+    started = time.monotonic()
+    before = run.sink.finished(name)
+    with undone(hooks_and_buffers(block)), run.residency.open(block) as opened:
+        here = BlockRun(run, name, opened, streams)
+        if before is None:
+            here.compress(started)
+        else:
+            here.repeat(before)
+    run.record.changed.append(name or "all of it")
+    run.steps.finish(name, usual=before is None)
+    return here.streams
+
+
+class BlockRun:
+    """An open block, and what has been decided about it so far. Layers and attentions go by their full names.
+
+    streams: the calls of this block; once it has run on what it became, those of the next (`forwarded`). structure: how
+    it calls its layers, where a pass needs to know.
+    """
+
+    def __init__(self, run: Run, name: str, opened: Opened, streams: Streams) -> None:
+        self.run, self.name, self.opened, self.streams = run, name, opened, streams
+        self.layers = {layer.name: layer for layer in run.plan.layers[name]}
+        self.attentions = {} if run.plan.kv is None else cache_names(opened.block, name)
+        self.structure: Structure | None = None
+        self.versions = Versions()
+        self.forwarded = False
+        self.made: dict[str, Decision] = {}
+        self.records: list[LayerRecord] = []
+        self.ranges = RangeNotes()
+        self.folded: list[Folded] = []
+        self.fold_records: list[FoldRecord] = []
+        self.caches: dict[str, CacheCodes] = {}
+
+    def repeat(self, before: Finished) -> None:
+        """Make of the block again what an earlier run has made of it."""
+        repeat(self.opened, before.folded)
+        for name, decided in before.decided.items():
+            self.versions.install(self.layers[name], decided)
+        for name, codes in before.caches.items():
+            self.versions.keep_codes(self.attentions[name], codes)
+        self.run.record.take(before)
+        self.propagate()
+
+    def compress(self, started: float) -> None:
+        """Let every pass decide, go on to the next block's calls, write. started: when, of `time.monotonic`."""
+        plan = self.run.plan
+        if plan.calibrated:
+            structure = structure_of(self.opened.block, self.streams.calls[0], list(self.layers.values()))
+            self.structure = same_on_all_ranks(structure, self.run.comm)
+        for i, p in enumerate(plan.passes):
+            self.carry_out(p, last=i == len(plan.passes) - 1 and plan.kv is None)
+        if plan.kv is not None:
+            self.round_caches(plan.kv)
+        if not self.forwarded:
+            self.propagate()
+        for entry in self.records:
+            entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
+        finished = self.finished()
+        self.run.sink.write(self.name, self.opened, self.layers, finished)
+        self.run.record.take(finished)
+
+    def carry_out(self, p: Pass, last: bool) -> None:
+        """Do what one pass does. last: nothing changes the block after it."""
+        wanted = [name for name in self.layers if p.wants(name)]
+        if not wanted:
+            return
+        if self.structure is not None and p.fold_needs():
+            self.fold(p, self.structure, wanted)
+        if not p.rounds:
+            return
+        if self.structure is not None and (p.needs() or p.output_needs()):
+            made = self.observe(p, self.structure, wanted, last)
+        else:
+            made = {}
+            for name in wanted:
+                made |= decide(p, [self.layers[name]], self.opened, self.run.comm)
+                self.versions.install(self.layers[name], made[name])
+        self.made |= made
+        self.records += [layer_record(p, self.layers[name], decision) for name, decision in made.items()]
+
+    def sites(self, structure: Structure, names: Collection[str]) -> list[list[Layer]]:
+        """The sites of the block, of the layers of these names."""
+        sites = ([self.layers[name] for name in site if name in names] for site in structure.sites)
+        return [site for site in sites if site]
+
+    def fold(self, p: Pass, structure: Structure, wanted: Sequence[str]) -> None:
+        """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
+        calls, record = self.streams.calls, self.run.record
+        folds = self.run.folds.find(self.opened, self.name, calls[0])
+        record.not_folded += [reason for reason in folds.rejected if reason not in record.not_folded]
+        # Nothing is collected for layers that no fold serves.
+        sites = self.sites(structure, folds.served.intersection(wanted))
+        if not sites:
+            return
+        observed: dict[str, Observed] = {}
+
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            statistics = collected(p.fold_needs(), site[0], arrivals, self.run.comm)
+            if statistics is not None:
+                observed.update({layer.name: (layer, statistics[0]) for layer in site})
+
+        suspended_forward(self.opened.block, calls, sites, visit, (), self.versions)
+        record.block_forwards += len(calls)
+        folded, records = folds.rescale(p, observed, set(self.made))
+        self.folded += folded
+        self.fold_records += records
+
+    def observe(self, p: Pass, structure: Structure, wanted: Sequence[str], last: bool) -> dict[str, Decision]:
+        """One suspended forward: statistics, decisions and new weights, site after site."""
+        calls, reference = self.streams.calls, self.streams.reference
+        self.name_unseen(structure, wanted)
+        made: dict[str, Decision] = {}
+
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            made.update(self.decide_site(p, site, arrivals))
+
+        sites = self.sites(structure, wanted)
+        outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
+        self.run.record.block_forwards += len(calls) + len(reference)
+        if last:
+            self.streams, self.forwarded = self.streams.after(outputs, others), True
+        return made
+
+    def name_unseen(self, structure: Structure, wanted: Sequence[str]) -> None:
+        """Say which layers of a pass no statistic can be about, and what it cost to find out."""
+        record = self.run.record
+        for name in wanted:
+            if name in structure.unreached:
+                record.left_alone[name] = "never called during calibration"
+            elif name in structure.repeated:
+                record.left_alone[name] = "called several times in one forward pass"
+        if not structure.traced:
+            record.note(
+                self.run.reporter,
+                "blocks could not be traced without data: one more forward pass of one "
+                "micro-batch per block shows which layers share inputs",
+            )
+
+    def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
+        """Collect, decide, install, while the forwards wait before the site."""
+        statistics = collected(p.needs(), site[0], arrivals, self.run.comm)
+        if statistics is None:
+            self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
+            return {}
+        decisions = decide(p, site, self.opened, self.run.comm, statistics)
+        for name, decision in decisions.items():
+            self.versions.install(self.layers[name], decision)
+        rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
+        decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
+        return self.with_outputs(p, decisions, arrivals)
+
+    def with_outputs(
+        self, p: Pass, made: Mapping[str, Decision], arrivals: Iterable[Arrival | None]
+    ) -> dict[str, Decision]:
+        """The decisions about a site's layers, which are installed, with how each of them rounds what it returns."""
+        decisions = dict(made)
+        if not p.output_needs():
+            return decisions
+        site = [self.layers[name] for name in made]
+        outputs = ((self.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
+        statistics = collected_outputs(p.output_needs(), site, outputs, self.run.comm)
+        for layer, of_layer in zip(site, statistics, strict=True):
+            codes = p.output_codes(of_layer, self.opened.dtype_of(layer.parameter))
+            self.versions.round_output(layer, codes)
+            rounded = replace(made[layer.name], outputs=codes)
+            decisions |= self.ranges.of_layers(of_layer, {layer.name: rounded}, "output")
+        return decisions
+
+    def round_caches(self, kv: KVCache) -> None:
+        """Let the attentions keep codes, after one more forward where their ranges are calibrated."""
+        ranges: dict[str, tuple[Range, Range]] = {}
+        needs, calls = kv.needs(), self.streams.calls
+        if needs:
+            per_head = kv.granularity == "head"
+            ranges = cache_ranges(self.opened.block, calls, self.attentions, needs["range"], per_head, self.run.comm)
+            self.run.record.block_forwards += len(calls)
+        for name, attention in self.attentions.items():
+            if needs and name not in ranges:
+                self.run.record.left_alone[name] = "keeps no keys and values of its own"
+                continue
+            dtype = self.opened.dtype_of(next(attention.parameters()))
+            self.caches[name] = kv.decide(ranges.get(name), dtype)
+            if name in ranges:
+                self.ranges.of_cache(name, *ranges[name])
+            self.versions.keep_codes(attention, self.caches[name])
+
+    def propagate(self) -> None:
+        """Plain forwards with the weights as they are now (and the original ones for the reference)."""
+        if not self.run.plan.calibrated or self.streams.end:
+            return
+        block, streams = self.opened.block, self.streams
+        with torch.no_grad():
+            outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
+            with self.versions.original():
+                others = [block(*call.args, **call.kwargs) for call in streams.reference]
+        self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
+        self.streams, self.forwarded = streams.after(outputs, others), True
+
+    def finished(self) -> Finished:
+        """All that was decided, for the sink and the record."""
+        left_alone = self.run.record.left_alone
+        alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
+        ranges = self.ranges.in_order(self.opened.block, self.name)
+        return Finished(self.made, self.records, alone, self.folded, self.fold_records, ranges, self.caches)

@@ -1,0 +1,84 @@
+"""What a run works with, and what flows through it: the calls of the next block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from compress.checkpoint.record import RunRecord, Sink
+from compress.comm import Comm
+from compress.model.calls import Batch, Call, hidden_of
+from compress.progress import Reporter
+from compress.run.plan import Plan
+from compress.run.residency import Residency
+from compress.run.rewrite import FoldFinder
+
+
+class Steps:
+    """Counts tables and blocks for the person who waits."""
+
+    def __init__(self, reporter: Reporter, total: int) -> None:
+        self.reporter, self.total, self.done = reporter, total, 0
+
+    def begin(self) -> None:
+        """The next begins now."""
+        self.reporter.step(self.done, self.total, "")
+
+    def finish(self, name: str, usual: bool) -> None:
+        """One more is done. usual: it took the time that the others will take, too."""
+        self.done += 1
+        if not usual:
+            self.reporter.step(self.done, self.total, "")
+        self.reporter.step(self.done, self.total, name)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration)."""
+
+    model: nn.Module
+    plan: Plan
+    batches: Sequence[Batch]
+    residency: Residency
+    sink: Sink
+    comm: Comm
+    record: RunRecord
+    reporter: Reporter
+    folds: FoldFinder
+    steps: Steps
+
+    @property
+    def compares(self) -> bool:
+        """Whether a pass compares with the original model."""
+        return any(p.needs_reference for p in self.plan.passes)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The calls of a block on the compressed model's hidden states, and on those of the original model (`reference`;
+    empty where no pass compares with it)."""
+
+    calls: list[Call]
+    reference: list[Call]
+
+    @property
+    def end(self) -> bool:
+        """Whether the block is the whole model, which hands nothing on."""
+        return bool(self.calls) and self.calls[0].key is None
+
+    def called_as(self, own: Sequence[Call]) -> "Streams":
+        """These hidden states in a block's own calls: masks and rotary tables differ between blocks."""
+        if self.end:
+            return self
+        calls = [to.with_hidden(call.hidden) for to, call in zip(own, self.calls, strict=True)]
+        # Not strict: there may be no reference.
+        return Streams(calls, [to.with_hidden(c.hidden) for to, c in zip(own, self.reference, strict=False)])
+
+    def after(self, outputs: Sequence[Any], others: Sequence[Any]) -> "Streams":
+        """The same calls on what the block returned for each of them."""
+        return self if self.end else Streams(_onto(self.calls, outputs), _onto(self.reference, others))
+
+
+def _onto(calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]

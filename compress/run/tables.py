@@ -1,0 +1,48 @@
+"""The token embedding and the output head, for which no data is needed."""
+
+from torch import nn
+
+from compress.checkpoint.record import Finished
+from compress.model.layers import Table
+from compress.model.opened import Opened
+from compress.passes.base import Pass
+from compress.run.decide import decide
+from compress.run.installed import Versions
+from compress.run.remarks import layer_record
+from compress.run.state import Run
+
+
+def round_tables(run: Run) -> None:
+    """Round the tables of a plan: before the blocks run, so that they are calibrated on what they will be given."""
+    plan, p = run.plan, run.plan.embeddings
+    for name in (n for table in plan.tables for n in (table.name, *table.shared)):
+        run.record.left_alone.pop(name, None)
+    done = {layer.name for layer in run.record.layers}  # by a first try, whose blocks were no chain
+    tables = [table for table in plan.tables if table.name not in done]
+    run.steps.done = len(plan.tables) - len(tables)
+    if p is None or not tables:
+        return
+    blocks: set[nn.Module] = {block for stack in plan.stacks for _, block in stack.blocks}
+    # What is not in a block is the root's; the blocks' calibration reads it again, so the edits have to stay.
+    keep = run.residency.keep or plan.calibrated
+    with run.residency.open(run.model, blocks - {run.model}, keep) as opened:
+        for table in tables:
+            _round_table(run, p, table, opened.inside(table.module))
+    run.record.changed += [table.name for table in tables]
+
+
+def _round_table(run: Run, p: Pass, table: Table, opened: Opened) -> None:
+    """One table, by what an earlier run has decided about it or else by what the pass does."""
+    finished = run.sink.finished(table.name)
+    if finished is not None:
+        Versions().install(table, finished.decided[table.name])
+    else:
+        decision = decide(p, [table], opened, run.comm)[table.name]
+        Versions().install(table, decision)
+        described = layer_record(p, table, decision)
+        if table.shared:
+            described.figures["shared_with"] = ", ".join(table.shared)
+        finished = Finished({table.name: decision}, [described], {})
+        run.sink.write(table.name, opened, {table.name: table}, finished)
+    run.record.take(finished)
+    run.steps.finish(table.name, usual=False)  # tables take less time than blocks
