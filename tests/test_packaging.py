@@ -130,7 +130,10 @@ STOREYS = (
     ("checkpoint", "passes"),
     ("runtime",),
     ("run", "evaluation"),
-    ("api", "verification"),
+    ("verification",),
+    ("job",),
+    ("prepare",),
+    ("api",),
     ("compress",),
     ("cli", "recipes"),
 )
