@@ -15,8 +15,9 @@ from compress.errors import CheckpointError, CompressError, InputError
 from compress.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.api import Result, quantize
+    from compress.api import quantize
     from compress.evaluation.evaluate import Evaluation, evaluate
+    from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
     from compress.passes.base import Pass
@@ -49,7 +50,7 @@ _HOMES = {
     "Pass": "compress.passes.base",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
-    "Result": "compress.api",
+    "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from compress.checkpoint.shown import shown
 from compress.checkpoint.source import DEMO, path_of
 from compress.errors import InputError, first_line
 from compress.model.calls import Batch
@@ -32,6 +33,15 @@ class Tokens:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
+
+    def described(self) -> dict[str, Any]:
+        """What the record of a run says about them."""
+        return {
+            "source": shown(self.source),
+            "samples": len(self.ids),
+            "length": self.ids.shape[1],
+            "sha256": self.fingerprint(),
+        }
 
 
 def read_text(source: str, what: str) -> str:

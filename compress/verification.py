@@ -1,34 +1,44 @@
 """Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
 
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.files import RECORD, checksum
+from compress.checkpoint.directory import Directory
+from compress.checkpoint.files import RECORD, checksum, read_json, write_json
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.pretrained import from_pretrained
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in, weight_of
+from compress.comm import Comm
 from compress.errors import CheckpointError, CompressError, InputError, first_line
-from compress.progress import without_bars
-from compress.runtime.assembly import compressed_layers
+from compress.progress import Reporter, without_bars
 from compress.runtime.caches import rounded_cache
-from compress.runtime.linear import QuantLinear, RowLinear, SumLinear
 from compress.runtime.loading import load_source, transformers_alone
+from compress.runtime.twin import compared
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+from compress.weights.formats import foreign_modules
 from compress.weights.own_words import METHOD
-from compress.weights.rounding import ActivationCodes
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 PROBE_SIZE = 64  # pixels, height and width
-# Of the standard deviation of logits, and of a layer's output, for models that round what their layers multiply.
+# Of the standard deviation of logits, for models that round what their layers multiply: transformers rounds for itself,
+# and takes the other code of some ties.
 ACTIVE_TOLERANCE = 0.05
+
+
+class NotComparedError(Exception):
+    """Why transformers is not asked about a checkpoint."""
 
 
 def check_record(source: Source) -> int:
@@ -61,6 +71,7 @@ def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
     CheckpointError that names one which is missing, superfluous or not what was written."""
     if recorded is None:
         return
+    # By the index: a copy of a tensor in another file must not stand for the one that is read.
     found = {name: checksum(source.weights.tensor(name)) for name in source.weights}
     if lost := sorted(recorded.keys() - found.keys()):
         raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
@@ -100,56 +111,6 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
     decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     result = model(input_ids=ids, **decoder)
     return result.logits if "logits" in result else result[0]
-
-
-def activation_codes(layer: QuantLinear, side: Literal["input", "output"]) -> ActivationCodes | None:
-    """How the input or the output of a layer is rounded."""
-    grid = layer.scheme.inputs if side == "input" else layer.scheme.outputs
-    if grid is None:
-        return None
-    fixed = (getattr(layer, f"{side}_{part}", None) for part in ("scale", "zero"))
-    return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
-
-
-def rounded_product(layer: QuantLinear, x: Tensor) -> Tensor:
-    """What the codes of a layer and of its input stand for, by torch's own product; its output is not rounded yet."""
-    codes = activation_codes(layer, "input")
-    return nn.functional.linear(x if codes is None else codes.fake_quantize(x), layer.dequantize(), layer.bias)
-
-
-@contextmanager
-def plain_products(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within: compressed layers return `rounded_product`, rounded where they round their output. Yields how far off
-    their kernels are on the same input, by name: the largest difference over the standard deviation of the output,
-    before it is rounded and of what rounding makes of it.
-
-    Whole models cannot be compared where inputs are rounded: a difference in the last place makes another code of a
-    tie, a whole step then makes more of them in the layers that follow, and few blocks make it as large as what
-    rounding does. With float8, whose steps are the widest, that is the rule.
-    """
-    worst: dict[str, float] = {}
-
-    def forward(name: str, layer: QuantLinear, x: Tensor) -> Tensor:
-        expected = rounded_product(layer, x)
-        codes = activation_codes(layer, "output")
-        if codes is None:
-            difference = (type(layer).forward(layer, x) - expected).abs().max()
-        else:
-            assert isinstance(layer, RowLinear | SumLinear)
-            returned = codes.fake_quantize(expected)
-            apart = (layer.product(x) - expected, layer.rounded(expected) - returned)
-            difference = torch.stack([each.abs().max() for each in apart]).max()
-        worst[name] = max(worst.get(name, 0.0), float(difference / expected.std().clamp(min=1e-30)))
-        return expected if codes is None else returned
-
-    layers = dict(compressed_layers(model))
-    for name, layer in layers.items():
-        vars(layer)["forward"] = partial(forward, name, layer)
-    try:
-        yield worst
-    finally:
-        for layer in layers.values():
-            del vars(layer)["forward"]
 
 
 @contextmanager
@@ -210,6 +171,16 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().mean())
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What our own model makes of the probe. uncached: with keys and values as they are. unknown_mix: whether
+    transformers cannot load its schemes together."""
+
+    outputs: Tensor
+    uncached: Tensor
+    unknown_mix: bool
+
+
 @without_bars()
 def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
@@ -224,57 +195,29 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     """
     source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
-    ours_alone = (source.quantization or {}).get("quant_method") == METHOD
-    if source.quantization is not None and not ours_alone:
-        try:
-            import compressed_tensors  # noqa: F401
-        except ImportError:
-            return {**result, "transformers": "not compared: install compress-models[hf]"}
-    ids = probe_of(source.config)
-    if ids is None:
-        return {**result, "transformers": "not compared: the configuration names neither vocab_size nor num_channels"}
-    # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
-    cached = stored_in(source).caches is not None
-    active = (
-        cached or ours_alone or any(stored.scheme.inputs is not None for stored in stored_in(source).layers.values())
-    )
-    dtype = torch.float32 if active else None
-    dense = source.quantization is not None and not active
-    ours = load_source(source, dtype, dequantize=dense)
     try:
-        products: AbstractContextManager[dict[str, float]] = plain_products(ours) if active else nullcontext({})
-        with products as worst:
-            expected = outputs(ours, ids)
-            with exact_caches(ours):
-                uncached = outputs(ours, ids) if cached else expected
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        what = "images" if ids.is_floating_point() else "token ids"
-        refusal = f"{type(ours).__name__} takes no plain {what} ({first_line(error)})"
-        return {**result, "transformers": f"not compared: {refusal}"}
-    for name, difference in worst.items():
-        if not difference <= ACTIVE_TOLERANCE:
-            raise CompressError(
-                f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
-                "standard deviations of its output"
-            )
-    if ours_alone:
-        return {**result, "transformers": "not compared: it has no sums of terms"}
-    result["dtype"] = str(expected.dtype).removeprefix("torch.")
-    unknown = _unknown_mix(source, ours)
-    del ours
-    try:
-        theirs, result["loader"] = load_with_transformers(source, dtype)
-    except CheckpointError as error:
-        if not unknown:
-            raise
-        return {**result, "transformers": f"not compared: it cannot load this mix of schemes ({error})"}
-    found = outputs(theirs, ids)
+        ids = comparable_probe(source)
+        stored, sums = stored_in(source), _is_sums(source)
+        cached = stored.caches is not None
+        active = cached or sums or any(layer.scheme.inputs is not None for layer in stored.layers.values())
+        # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
+        dtype = torch.float32 if active else None
+        dense = source.quantization is not None and not active
+        ours = seen(load_source(source, dtype, dequantize=dense), source, ids, active)
+        if sums:
+            raise NotComparedError("it has no sums of terms; ours computes what they stand for")
+        result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
+        theirs, result["loader"] = _loaded_by_transformers(source, dtype, ours)
+    except NotComparedError as why:
+        result["transformers"] = f"not compared: {why}"
+        return result
+    found, expected = outputs(theirs, ids), ours.outputs
     if cached and result["loader"] != "default":
-        expected = uncached
+        expected = ours.uncached
         result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
     elif cached:
         result["cache"] = "compared"
-        if _distance(found, expected) > _distance(found, uncached):
+        if _distance(found, expected) > _distance(found, ours.uncached):
             raise CompressError(f"{source.path} loads in transformers without a rounded key-value cache")
     result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
     allowed = ACTIVE_TOLERANCE * float(expected.float().std()) if active else 0.0
@@ -284,3 +227,91 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
             f"{result['logits_max_difference']:.3g} from what its codes stand for"
         )
     return result
+
+
+def _is_sums(source: Source) -> bool:
+    """Whether a checkpoint is in our own words, which transformers does not know."""
+    return (source.quantization or {}).get("quant_method") == METHOD
+
+
+def comparable_probe(source: Source) -> Tensor:
+    """What both models are shown. Raises NotComparedError where transformers cannot read the checkpoint, or where there
+    is nothing to show."""
+    if source.quantization is not None and not _is_sums(source):
+        try:
+            import compressed_tensors  # noqa: F401
+        except ImportError:
+            raise NotComparedError("install compress-models[hf]") from None
+    ids = probe_of(source.config)
+    if ids is None:
+        raise NotComparedError("the configuration names neither vocab_size nor num_channels")
+    return ids
+
+
+def seen(model: nn.Module, source: Source, ids: Tensor, active: bool) -> Sight:
+    """What our model makes of the probe; by torch's own products where it is `active` (rounds inputs or caches).
+    Raises CompressError for a layer whose kernel computes something else, NotComparedError for a model that takes
+    something else."""
+    try:
+        products: AbstractContextManager[dict[str, float]] = compared(model) if active else nullcontext({})
+        with products as worst:
+            found = outputs(model, ids)
+            with exact_caches(model):
+                uncached = found if stored_in(source).caches is None else outputs(model, ids)
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        what = "images" if ids.is_floating_point() else "token ids"
+        raise NotComparedError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
+    for name, difference in worst.items():
+        if difference > 1:
+            raise CompressError(
+                f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
+                "times what roundings explain"
+            )
+    return Sight(found, uncached, _unknown_mix(source, model))
+
+
+def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
+    try:
+        return load_with_transformers(source, dtype)
+    except CheckpointError as error:
+        if not ours.unknown_mix:
+            raise
+        raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None
+
+
+def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:
+    """Verify a run's checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
+    found, problem = None, None
+    if comm.rank == 0:
+        reporter.note("verifying the output in a fresh process")
+        try:
+            found = in_fresh_process(place, trust_remote_code)
+            write_json(place.model / RECORD, {**read_json(place.model / RECORD), "verification": found})
+        except CompressError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write {place.model / RECORD}: {error.strerror}"
+    comm.fail_together(problem)
+    return found
+
+
+def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any]:
+    """`compress verify` in a process of its own, outside any process group."""
+    distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+    environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
+    # Not from the current directory, unless that is where this package is: what lies there is anybody's.
+    home = Path(__file__).resolve().parents[1]
+    if home == Path.cwd():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environment.get("PYTHONPATH"))))
+    words = [sys.executable, "-P", "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    words += [word for module in foreign_modules() for word in ("--plugin", module)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CompressError(
+            f"{place.output} does not verify, so it stays {place.model}: {lines[-1] if lines else 'no message'}"
+        )
+    # What is recorded names the output as it will be called, wherever it lies.
+    found: dict[str, Any] = json.loads(done.stdout.replace(json.dumps(str(place.model))[1:-1], place.output.name))
+    return found

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from compress.checkpoint.pretrained import load_tokenizer, read_config
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in
-from compress.data import load_tokens
+from compress.data import Tokens, load_tokens
 from compress.device import find_device
 from compress.errors import InputError
-from compress.evaluation.quality import measure
+from compress.evaluation.quality import Quality, measure
 from compress.evaluation.size import Size, measure_size
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
@@ -85,6 +85,42 @@ def _ready(model: nn.Module | Source, dtype: torch.dtype | None, device: torch.d
     return network
 
 
+def _check_vocabulary(config: Any, original: Any) -> None:
+    """Refuse a reference that predicts other tokens."""
+    if original.vocab_size != config.vocab_size:
+        raise InputError(
+            f"the reference has a vocabulary of {original.vocab_size}, the model of {config.vocab_size}; KL needs the "
+            "same one"
+        )
+
+
+def _summary(
+    quality: Quality, sizes: tuple[Size | None, Size | None], dtype: torch.dtype, tokens: Tokens
+) -> Evaluation:
+    """The figures of a model, with what they were measured on. sizes: of the model and of the reference."""
+    return Evaluation(
+        perplexity=quality.perplexity,
+        reference_perplexity=quality.reference_perplexity,
+        log_perplexity_ratio=quality.log_perplexity_ratio,
+        kl_mean=quality.kl_mean,
+        kl_median=quality.kl_median,
+        kl_p99=quality.kl_p99,
+        same_top=quality.same_top,
+        standard_errors=quality.errors,
+        token_standard_errors=quality.token_errors,
+        tokens=quality.tokens,
+        windows=quality.windows,
+        length=quality.length,
+        bytes=sizes[0].bytes if sizes[0] else None,
+        reference_bytes=sizes[1].bytes if sizes[1] else None,
+        bits_per_weight=sizes[0].bits_per_weight if sizes[0] else None,
+        bits_per_parameter=sizes[0].bits_per_parameter if sizes[0] else None,
+        dtype=str(dtype).removeprefix("torch."),
+        text=tokens.source,
+        text_sha256=tokens.fingerprint(),
+    )
+
+
 def evaluate(
     model: nn.Module | str | Path,
     *,
@@ -120,12 +156,8 @@ def evaluate(
         return load_tokenizer(sources[0])
 
     tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
-    original_config = None if theirs is None else _config_of(theirs)
-    if original_config is not None and original_config.vocab_size != config.vocab_size:
-        raise InputError(
-            f"the reference has a vocabulary of {original_config.vocab_size}, the model of {config.vocab_size}; KL "
-            "needs the same one"
-        )
+    if theirs is not None:
+        _check_vocabulary(config, _config_of(theirs))
     reporter = reporter or Silent()
     for note in tokens.notes:
         reporter.note(note)
@@ -136,24 +168,4 @@ def evaluate(
         quality = measure(
             network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")
         )
-    return Evaluation(
-        perplexity=quality.perplexity,
-        reference_perplexity=quality.reference_perplexity,
-        log_perplexity_ratio=quality.log_perplexity_ratio,
-        kl_mean=quality.kl_mean,
-        kl_median=quality.kl_median,
-        kl_p99=quality.kl_p99,
-        same_top=quality.same_top,
-        standard_errors=quality.errors,
-        token_standard_errors=quality.token_errors,
-        tokens=quality.tokens,
-        windows=quality.windows,
-        length=quality.length,
-        bytes=sizes[0].bytes if sizes[0] else None,
-        reference_bytes=sizes[1].bytes if sizes[1] else None,
-        bits_per_weight=sizes[0].bits_per_weight if sizes[0] else None,
-        bits_per_parameter=sizes[0].bits_per_parameter if sizes[0] else None,
-        dtype=str(next(network.parameters()).dtype).removeprefix("torch."),
-        text=tokens.source,
-        text_sha256=tokens.fingerprint(),
-    )
+    return _summary(quality, sizes, next(network.parameters()).dtype, tokens)

@@ -24,6 +24,7 @@ import random
 import sysconfig
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -35,6 +36,7 @@ PROSE_REPEATS = 3  # prose is what the model is asked about; sources are filler
 CALIBRATION_BYTES = 320_000
 HELD_OUT_BYTES = 128_000
 CONTEXT, BATCH, VOCABULARY = 256, 24, 2048
+WARMUP = 50  # steps
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"}
 
 
@@ -97,61 +99,63 @@ def perplexity(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
     return math.exp(total / len(rows))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("compress/demo"))
-    parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of 24 x 256 tokens")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    random.seed(arguments.seed)
-    torch.manual_seed(arguments.seed)
+class Texts(NamedTuple):
+    """What the model reads, in the order in which it was shuffled, and what it never does."""
 
+    prose: list[str]
+    sources: list[str]
+    held_out: list[str]
+
+
+def gathered() -> Texts:
     prose, sources = documents()
-    train_prose = [text for name, text in prose.items() if not held_out(name)]
-    train_sources = [text for name, text in sources.items() if not held_out(name)]
-    test_prose = [text for name, text in prose.items() if held_out(name)]
-    random.shuffle(train_prose)
-    random.shuffle(test_prose)
-    tokenizer = train_tokenizer(train_prose)
+    read = [text for name, text in prose.items() if not held_out(name)]
+    more = [text for name, text in sources.items() if not held_out(name)]
+    kept = [text for name, text in prose.items() if held_out(name)]
+    random.shuffle(read)
+    random.shuffle(kept)
+    return Texts(read, more, kept)
+
+
+def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """Token ids of all texts, an end before each."""
     end = tokenizer.eos_token_id
+    return torch.tensor([token for text in texts for token in [end, *tokenizer(text)["input_ids"]]])
 
-    def encode(texts: list[str]) -> torch.Tensor:
-        return torch.tensor([token for text in texts for token in [end, *tokenizer(text)["input_ids"]]])
 
-    stream = torch.cat([encode(train_prose)] * PROSE_REPEATS + [encode(train_sources)])
-    test_text = clipped(test_prose, HELD_OUT_BYTES)
-    test_tokens = encode([test_text])
-    print(f"training tokens {len(stream):,} (prose x{PROSE_REPEATS}), held-out {len(test_tokens):,}", flush=True)
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=end,
-        eos_token_id=end,
+def make_model(end: int) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=5,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=end,
+            eos_token_id=end,
+        )
     )
-    model = LlamaForCausalLM(config)
-    parameters = sum(p.numel() for p in model.parameters())
+
+
+def train(model: LlamaForCausalLM, stream: torch.Tensor, test_tokens: torch.Tensor, steps: int, seed: int) -> None:
+    """Random windows of the stream, so many steps."""
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
         torch.optim.Muon(hidden, lr=0.02, weight_decay=0.05),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    warmup = 50
 
     def rate(step: int) -> float:
-        return min((step + 1) / warmup, (arguments.steps - step) / (arguments.steps - warmup))
+        return min((step + 1) / WARMUP, (steps - step) / (steps - WARMUP))
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     started = time.time()
-    generator = torch.Generator().manual_seed(arguments.seed)
-    for step in range(arguments.steps):
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
         starts = torch.randint(len(stream) - CONTEXT, (BATCH,), generator=generator)
         batch = torch.stack([stream[s : s + CONTEXT] for s in starts.tolist()])
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -161,19 +165,38 @@ def main() -> None:
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step % 50 == 0 or step == arguments.steps - 1:
+        if step % 50 == 0 or step == steps - 1:
             test = perplexity(model, test_tokens) if step % 400 == 0 else float("nan")
             print(f"{step} loss {loss.item():.3f} held-out {test:.2f} {time.time() - started:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("compress/demo"))
+    parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of 24 x 256 tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    random.seed(arguments.seed)
+    torch.manual_seed(arguments.seed)
+
+    texts = gathered()
+    tokenizer = train_tokenizer(texts.prose)
+    stream = torch.cat([encoded(tokenizer, texts.prose)] * PROSE_REPEATS + [encoded(tokenizer, texts.sources)])
+    test_text = clipped(texts.held_out, HELD_OUT_BYTES)
+    test_tokens = encoded(tokenizer, [test_text])
+    print(f"training tokens {len(stream):,} (prose x{PROSE_REPEATS}), held-out {len(test_tokens):,}", flush=True)
+    model = make_model(tokenizer.eos_token_id)
+    train(model, stream, test_tokens, arguments.steps, arguments.seed)
 
     model.half()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    (output / "calibration.txt").write_text(clipped(train_prose, CALIBRATION_BYTES), encoding="utf-8")
+    (output / "calibration.txt").write_text(clipped(texts.prose, CALIBRATION_BYTES), encoding="utf-8")
     (output / "heldout.txt").write_text(test_text, encoding="utf-8")
     record = {
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "steps": arguments.steps,
         "tokens_per_step": BATCH * CONTEXT,
         "training_tokens": len(stream),

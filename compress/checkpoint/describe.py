@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its `quantization_config`."""
+"""What a checkpoint says of itself: its configuration, and the `quantization_config` in it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,33 @@ from typing import Any
 
 from torch import nn
 
+from compress.checkpoint.shown import shown
+from compress.checkpoint.source import Source
 from compress.model.layers import Table
 from compress.weights import own_words
 from compress.weights.codes import Int8Table
 from compress.weights.compressed_tensors import group_entry, layout_of, why_not
 from compress.weights.scheme import Scheme
+
+
+def configuration(model: Any, source: Source | None) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """A model's configuration (None for one that has none), and {file: content} of what goes beside it.
+
+    source: where the model was read, with its files beside it; None for one that was given in memory.
+    """
+    config: dict[str, Any] | None = None
+    companions: dict[str, str] = {}
+    if source is not None:
+        config = dict(source.config)
+    elif hasattr(model, "config"):
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            companions["generation_config.json"] = generation.to_json_string()
+    if config is not None and isinstance(config.get("_name_or_path"), str):
+        config["_name_or_path"] = shown(config["_name_or_path"])
+    return config, companions
 
 
 def quantization_config(

@@ -1,11 +1,20 @@
-"""What a run has written about itself, read back: `compress.json`."""
+"""What a run writes about itself, and reads back: `compress.json`."""
 
+import platform
+import resource
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import RECORD, read_json
-from compress.checkpoint.record import LayerRecord, RangeRecord
+from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
+from compress.checkpoint.shown import command
 from compress.schema import fits
+from compress.version import VERSION
+
+RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
 
 
 class Run(TypedDict):
@@ -23,3 +32,39 @@ def read_record(directory: Path) -> dict[str, Any]:
     found = read_json(directory / RECORD)
     fits(found, Run, directory / RECORD)
     return found
+
+
+def manifest(
+    record: RunRecord,
+    *,
+    model: str,
+    identity: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    ranks: int,
+) -> dict[str, Any]:
+    """The record of a run that is done, but for what `Writer.complete` knows and what verifying it will say.
+
+    identity: what a resumed run must have in common with it. calibration: what the model was shown.
+    """
+    return {
+        "compress": VERSION,
+        "model": model,
+        "identity": identity,
+        "command": command(),
+        "calibration": calibration,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in RECORDED_VERSIONS}},
+        "seeds": "none: a run draws no random numbers",
+        "world_size": ranks,
+        "seconds": round(record.seconds, 3),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "block_forwards": record.block_forwards,
+        "coverage": None if record.coverage is None else asdict(record.coverage),
+        "layers": [asdict(layer) for layer in record.layers],
+        "caches": record.caches,
+        "ranges": [asdict(each) for each in record.ranges],
+        "folds": [asdict(fold) for fold in record.folds],
+        "not_folded": record.not_folded,
+        "left_alone": record.left_alone,
+        "notes": record.notes,
+        "verification": None,
+    }

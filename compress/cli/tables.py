@@ -5,7 +5,6 @@ from typing import Literal
 
 from rich.table import Table
 
-from compress.api import Result
 from compress.checkpoint.record import RangeRecord
 from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
@@ -13,6 +12,7 @@ from compress.evaluation.calibration import interval, most_clipped, percent
 from compress.evaluation.evaluate import Evaluation
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
+from compress.job import Result
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from places import SUPPORT
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress import api
+from compress import verification
 from compress.checkpoint import shards, writer
 from compress.checkpoint.shards import pieces_of
 from compress.checkpoint.source import find_source
@@ -408,7 +408,7 @@ def test_a_byte_that_changed_in_a_finished_weight_file_is_found_by_resume(llama,
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "_verify", stop)
+    monkeypatch.setattr(verification, "in_fresh_process", stop)
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(llama, compress.RTN(group_size=16), output=tmp_path / "out")
     path = tmp_path / "out.partial/model/model.safetensors"

@@ -24,7 +24,7 @@ from places import SHARED
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress import api
+from compress import verification
 from compress.checkpoint import source
 from compress.cli import progress
 
@@ -189,7 +189,7 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
         assert desk.rtn(desk.model) == Outcome(130, "", "compress: stopped\n")
     assert not partial.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(api, "_verify", stopped)
+        patch.setattr(verification, "in_fresh_process", stopped)
         outcome = desk.rtn(desk.model, "--verify")
     assert outcome.code == 130
     assert last_line(outcome) == f"compress: stopped; 2 finished blocks are kept in {partial}: run again with --resume"

@@ -20,6 +20,7 @@ from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
 from compress.kernels import ops
 from compress.kernels.measure import benchmark, ceilings
+from compress.runtime import twin
 from compress.runtime.assembly import compressed_layers, fuse
 
 CPU = torch.device("cpu")
@@ -354,7 +355,7 @@ def test_what_is_not_a_number_is_wrong() -> None:
 
 def test_the_twin_is_gone_afterwards() -> None:
     model = tiny()
-    with check.dequantized(model):
+    with twin.dequantized(model):
         pass
     assert all("forward" not in vars(layer) for _, layer in compressed_layers(model))
 

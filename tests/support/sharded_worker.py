@@ -16,7 +16,7 @@ import compress
 from compress.calibration.hessian import Hessian
 from compress.calibration.stats import MinMax
 from compress.checkpoint import writer
-from compress.cli.main import leave
+from compress.cli.exits import leave
 from compress.comm import Comm
 from compress.model.layers import find_stacks
 from compress.progress import Silent

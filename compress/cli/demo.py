@@ -1,0 +1,50 @@
+"""`compress demo`: two methods on the built-in model, side by side."""
+
+import tempfile
+from pathlib import Path
+
+import click
+
+import compress
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import begin, quiet_option
+from compress.errors import InputError
+
+
+@click.command(short_help="Compare plain rounding and GPTQ on the built-in model.")
+@click.option("--scheme", default="w3a16", show_default=True, help="w2a16 ... w8a16.")
+@click.option("--group-size", type=int, default=128, show_default=True)
+@click.option("--output", metavar="DIR", help="Keep the two checkpoints here.  [default: a temporary directory]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoints of an earlier demo in --output.")
+@quiet_option
+@exits_cleanly
+def demo(scheme: str, group_size: int, output: str | None, overwrite: bool, quiet: bool) -> None:
+    """Quantize the built-in model by plain rounding and by GPTQ, and compare both with the original."""
+    from compress.cli.progress import reporting
+
+    if overwrite and output is None:
+        raise InputError("--overwrite needs --output; without it the demo keeps nothing")
+    begin()
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = []
+        for made in (
+            compress.RTN(scheme=scheme, group_size=group_size),
+            compress.GPTQ(scheme=scheme, group_size=group_size),
+        ):
+            target = Path(output or scratch) / f"demo-{scheme}-{made.name}"
+            with reporting(f"{made.name} quantize", quiet) as reporter:
+                compress.quantize(
+                    "demo",
+                    made,
+                    calibration="demo" if made.calibrated else None,
+                    output=target,
+                    overwrite=overwrite,
+                    reporter=reporter,
+                )
+            with reporting(f"{made.name} evaluate", quiet) as reporter:
+                found = compress.evaluate(target, reference="demo", text="demo", reporter=reporter)
+            rows.append((f"{made.name.upper()} {scheme} g{group_size}", found))
+    if not quiet:
+        from compress.cli import tables as show
+
+        show.evaluations(rows, "fp16 (original)")

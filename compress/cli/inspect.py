@@ -1,0 +1,155 @@
+"""`compress inspect`, `evaluate` and `verify`: what a checkpoint holds, what it cost, and whether it is right."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+import compress
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import (
+    begin,
+    check_page,
+    device_option,
+    html_option,
+    json_option,
+    plugin_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
+from compress.cli.terminal import visible
+from compress.errors import InputError
+
+
+@click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
+@click.argument("model")
+@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
+@click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
+@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option("--samples", type=int, help="At most so many windows, spread over the text.")
+@trust_option
+@plugin_option
+@device_option
+@json_option
+@quiet_option
+@exits_cleanly
+def evaluate(model: str, reference: str | None, text: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+    """Measure perplexity, KL divergence to the original, and true size.
+
+    Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
+    token. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens, too).
+    """
+    begin()
+    from compress.cli.progress import reporting
+    from compress.device import find_device
+    from compress.evaluation.report import recipe_of, report
+
+    recipe = recipe_of(model) if json_file is not None else None
+    with reporting("evaluate", quiet) as reporter:
+        found = compress.evaluate(model, reference=reference, text=text, reporter=reporter, **options)
+    if json_file is not None:
+        write_report(json_file, report(model, reference, recipe, found, find_device(options["device"])))
+    if not quiet and json_file != "-":
+        from compress.cli import tables as show
+
+        show.evaluations([(model, found)], reference)
+
+
+@click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
+@click.argument("model")
+@click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
+@click.option("--calibration", is_flag=True, help="The ranges that calibration fixed, and what they clip.")
+@html_option("With --calibration: write its table and histograms as one page")
+@trust_option
+@plugin_option
+@device_option
+@json_option
+@quiet_option
+@exits_cleanly
+def inspect(
+    model: str,
+    kernels: bool,
+    calibration: bool,
+    html: str | None,
+    trust_remote_code: bool,
+    device: str | None,
+    json_file: str | None,
+    quiet: bool,
+) -> None:
+    """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
+    if kernels and calibration:
+        raise InputError("--kernels and --calibration are two reports; ask for one")
+    if html is not None and not calibration:
+        raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
+    if device is not None and not kernels:
+        raise InputError("--device is for --kernels: without it nothing depends on a device")
+    if trust_remote_code and not kernels:
+        raise InputError("--trust-remote-code is for --kernels: without it nothing of the model is run")
+    check_page(html)
+    if html is not None:
+        from compress.evaluation.page import check_plotly
+
+        check_plotly()
+    begin()
+    silent = quiet or json_file == "-"
+    if kernels:
+        _kernels(model, device, trust_remote_code, json_file, silent)
+    elif calibration:
+        _calibration(model, html, json_file, silent)
+    else:
+        _layers(model, json_file, silent)
+
+
+def _kernels(model: str, device: str | None, trust_remote_code: bool, json_file: str | None, silent: bool) -> None:
+    """Which kernel each layer gets."""
+    from compress.cli import tables as show
+    from compress.device import find_device
+    from compress.evaluation.routes import kernel_rows
+
+    target = find_device(device)
+    rows = kernel_rows(model, target, trust_remote_code=trust_remote_code)
+    write_report(json_file, {"device": str(target), "layers": [asdict(row) for row in rows]})
+    if not silent:
+        show.kernels(rows, str(target))
+
+
+def _calibration(model: str, html: str | None, json_file: str | None, silent: bool) -> None:
+    """The ranges that calibration fixed."""
+    from compress.cli import tables as show
+    from compress.evaluation.calibration import calibrated_ranges, content, write_ranges
+
+    ranges = calibrated_ranges(model)
+    write_report(json_file, {"model": model, "ranges": content(ranges)})
+    if html is not None:
+        write_ranges(model, ranges, Path(html))
+    if not silent:
+        show.calibration(ranges)
+
+
+def _layers(model: str, json_file: str | None, silent: bool) -> None:
+    """Every layer, and the size of the whole."""
+    from compress.cli import tables as show
+    from compress.evaluation.size import inspect_checkpoint
+
+    rows, size = inspect_checkpoint(model)
+    write_report(json_file, {"layers": [asdict(row) for row in rows], "size": asdict(size)})
+    if not silent:
+        show.inspection(rows, size)
+
+
+@click.command(short_help="Check that a checkpoint holds what its run decided.")
+@click.argument("model")
+@trust_option
+@plugin_option
+@json_option
+@quiet_option
+@exits_cleanly
+def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:
+    """Check that a written checkpoint holds what its run decided and loads in transformers as exactly that."""
+    begin()
+    found = compress.verify(model, trust_remote_code)
+    write_report(json_file, found)
+    if not quiet and json_file != "-":
+        click.echo(visible(f"{found['layers']} layers bit for bit; transformers {found['transformers']}"))

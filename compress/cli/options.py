@@ -1,0 +1,110 @@
+"""What several commands take, and what that means before their work begins."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from compress.errors import InputError
+from compress.reading import LOOP, special
+
+
+def writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse a file that cannot be written before the work whose figures it is to hold."""
+    if value is None or value == "-":
+        return value
+    path = Path(value)
+    if path.is_dir() or special(path) == LOOP:
+        raise click.BadParameter(f"{value!r} is {special(path)}; give a file, or '-' for standard output")
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
+    return value
+
+
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, no table; errors only.")
+trust_option = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    help="Run Python code that comes with the model. Read it first: it can do whatever you can.",
+)
+PLUGINS = "compress.plugins"
+
+
+def remember(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> None:
+    """Keep the modules for `begin`, which may fail as commands do."""
+    context.meta[PLUGINS] = value
+
+
+plugin_option = click.option(
+    "--plugin",
+    metavar="MODULE",
+    multiple=True,
+    expose_value=False,
+    callback=remember,
+    help="Import this module first: it has formats that MODEL is stored in. May be given several times.",
+)
+json_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    callback=writable,
+    help="Write the figures as JSON ('-': standard output).",
+)
+device_option = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 ... [default: a GPU if there is one]"
+)
+
+
+def html_option(about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """--html FILE: a page that the report extra draws."""
+    return click.option("--html", metavar="FILE", callback=writable, help=f"{about} (needs the report extra).")
+
+
+def check_page(html: str | None) -> None:
+    """Refuse standard output for a page."""
+    if html == "-":
+        raise InputError("--html '-'; give a file")
+
+
+def given(name: str) -> bool:
+    """Whether a person wrote this option of the running command, rather than leaving its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def begin() -> None:
+    """How every command with a model begins its work, after what it can refuse without the libraries, whose import
+    takes seconds: the risk that is taken is said, and what libraries say between our lines is not."""
+    chosen = click.get_current_context().params
+    if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
+        click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
+    warnings.filterwarnings("ignore")
+    if plugins := click.get_current_context().meta.get(PLUGINS):
+        from compress.weights.formats import import_plugin
+
+        for module in plugins:
+            import_plugin(module)
+    import huggingface_hub
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
+
+
+def write_report(target: str | None, value: Any) -> None:
+    """JSON to a file, or to standard output for `-`."""
+    if target is None:
+        return
+    text = json.dumps(value, indent=2, default=str) + "\n"
+    if target == "-":
+        click.echo(text, nl=False)
+    else:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {target}: {error.strerror}") from None

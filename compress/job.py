@@ -1,0 +1,193 @@
+"""A run that is ready to begin: block by block through the model, then the checkpoint."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compress.checkpoint import coverage
+from compress.checkpoint.describe import configuration, quantization_config
+from compress.checkpoint.manifest import manifest
+from compress.checkpoint.record import RunRecord
+from compress.checkpoint.shown import shown
+from compress.checkpoint.source import Source
+from compress.checkpoint.writer import Discard, Writer
+from compress.comm import Comm
+from compress.data import Tokens
+from compress.errors import CompressError
+from compress.model.calls import Batch, evaluating
+from compress.progress import Reporter
+from compress.recipe import describe
+from compress.request import Request
+from compress.run.batches import ChainBrokenError
+from compress.run.pipeline import run
+from compress.run.plan import Plan, plan
+from compress.run.remarks import nothing_done
+from compress.run.residency import Residency
+from compress.run.restore import hooks_and_buffers, naming, undone, values
+from compress.run.storable import notes_for_readers
+from compress.verification import verified
+
+VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
+
+
+@dataclass
+class Result:
+    """What `quantize` did. model: the compressed model, where one is in memory. output: where it was written."""
+
+    record: RunRecord
+    model: nn.Module | None = None
+    output: Path | None = None
+    verification: dict[str, Any] | None = None
+
+
+@dataclass
+class Job:
+    """Everything that a run needs. source: where the model was read, None for one that was given in memory. plan: of
+    one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
+    have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
+    """
+
+    request: Request
+    source: Source | None
+    model: nn.Module
+    plan: Plan
+    batches: Sequence[Batch]
+    tokens: Tokens | None
+    identity: dict[str, Any]
+    residency: Residency
+    sink: Writer | Discard
+    cache: dict[str, Any] | None
+    comm: Comm
+    record: RunRecord
+    reporter: Reporter
+
+    def run(self) -> Result:
+        """Compress, and write what was asked for. Raises CompressError for work that failed or compressed nothing."""
+        result = Result(self.record)
+        with self.undoing():
+            with evaluating(self.model):
+                broken = self.walk()
+                if broken is not None:
+                    self.join_blocks(broken)
+                    self.walk()
+                self.check_done()
+            self.record.coverage = self.covered()
+            if isinstance(self.sink, Writer):
+                self.complete(self.sink)
+                if self.wants_verification():
+                    trusted = self.request.trust_remote_code
+                    result.verification = verified(self.sink.place, self.comm, self.reporter, trusted)
+                self.sink.take_name()
+                result.output = self.sink.output
+        if self.residency.keep:
+            result.model = self.model
+        return result
+
+    def undoing(self) -> AbstractContextManager[None]:
+        """Within: a failure leaves a model in memory as it was, or says what it is. One that was read is nobody's."""
+        if self.source is not None:
+            return nullcontext()
+        if not self.request.work.restore:
+            return naming(self.record.changed)
+        return undone(values(self.model), hooks_and_buffers(self.model))
+
+    def walk(self) -> ChainBrokenError | None:
+        """Through all blocks of the plan; why not, with nothing changed, where they do not hand the hidden state on."""
+        try:
+            run(
+                self.model,
+                self.plan,
+                self.batches,
+                self.residency,
+                self.sink,
+                self.comm,
+                self.record,
+                self.reporter,
+            )
+        except ChainBrokenError as why:
+            if self.plan.stacks[0].container is None:
+                raise
+            return why
+        return None
+
+    def join_blocks(self, why: ChainBrokenError) -> None:
+        """Plan the whole model as one block instead."""
+        extent = self.request.extent
+        self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
+        self.plan = plan(
+            self.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions
+        )
+        self.identity["recipe"] = describe(self.plan.recipe)  # of more layers: a group size may be another
+        for note in self.plan.notes:
+            self.note(note)
+
+    def check_done(self) -> None:
+        """Raise CompressError for a run in which a pass found nothing that it could compress."""
+        problem = nothing_done(self.plan, self.record)
+        if problem is None:
+            return
+        if isinstance(self.sink, Writer):
+            self.sink.forget()  # what it wrote is the original: nothing to go on with
+        raise CompressError(problem)
+
+    def covered(self) -> coverage.Coverage:
+        """How much of the model is compressed."""
+        dense = self.sink.dense_layers() if isinstance(self.sink, Writer) else ()
+        return coverage.achieved(self.model, [r.name for r in self.record.layers], dense, self.record.left_alone)
+
+    def complete(self, sink: Writer) -> None:
+        """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
+        schemes = sink.schemes()
+        if dense := sink.dense_layers():
+            kinds = sorted({type(self.model.get_submodule(name)).__name__ for name in dense})
+            self.note(
+                f"{len(dense)} layers are stored dense, with their compressed values: "
+                f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk"
+            )
+        for note in notes_for_readers(schemes, self.plan):
+            self.note(note)
+        config, companions = configuration(self.model, self.source)
+        if config is not None and (schemes or self.cache is not None):
+            config["quantization_config"] = quantization_config(schemes, self.model, self.plan.tables, self.cache)
+        blocks = [block for stack in self.plan.stacks for block in stack.blocks]
+        blocks += [(table.name, table.module) for table in self.plan.tables]
+        about = manifest(
+            self.record,
+            model=shown(self.source.name) if self.source is not None else type(self.model).__name__,
+            identity=self.identity,
+            calibration=None if self.tokens is None else self.tokens.described(),
+            ranks=self.comm.world,
+        )
+        folder = self.source.path if self.source is not None else None
+        sink.complete(outside(self.model, blocks), config, folder, companions, about)
+
+    def wants_verification(self) -> bool:
+        """Whether the output is reloaded and compared: as asked, and otherwise where that takes no long time."""
+        asked = self.request.delivery.verify
+        if asked is not None:
+            return asked
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return hasattr(self.model, "config") and weights <= VERIFY_LIMIT
+
+    def note(self, message: str) -> None:
+        """Keep a remark and say it."""
+        self.record.note(self.reporter, message)
+
+
+def outside(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the model that are in none of the blocks, each gathered when its turn comes."""
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    prefixes = tuple(f"{name}." if name else "" for name, _ in blocks)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{module_name}.{name}" if module_name else name
+            if name not in module._non_persistent_buffers_set and not full.startswith(prefixes):
+                yield full, buffer

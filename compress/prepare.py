@@ -1,0 +1,235 @@
+"""What is settled before any work: from what was asked for to a job that can run.
+
+What can be refused without the model is refused before it is loaded.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from compress.checkpoint import coverage
+from compress.checkpoint.directory import Directory
+from compress.checkpoint.files import checksum, fingerprint
+from compress.checkpoint.pretrained import load_dense, load_tokenizer, model_fingerprint, read_config
+from compress.checkpoint.record import RunRecord
+from compress.checkpoint.source import Source, check_dense, find_source
+from compress.checkpoint.writer import Discard, Writer
+from compress.comm import Comm
+from compress.data import Tokens, batches_of, load_tokens
+from compress.device import find_device
+from compress.errors import InputError
+from compress.job import Job
+from compress.model.calls import Batch
+from compress.model.layers import find_stacks
+from compress.progress import Reporter
+from compress.recipe import describe
+from compress.request import Request
+from compress.run.batches import check_batches
+from compress.run.plan import Plan, plan, planned
+from compress.run.residency import Local, Residency, Sharded, shard
+from compress.run.storable import cache_entry_of, check_storable
+from compress.runtime.embedding import QuantEmbedding
+from compress.runtime.linear import QuantLinear
+from compress.version import VERSION
+
+WINDOWS = 128  # of calibration text, where nobody says how many
+
+
+def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
+    """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
+    source = _source(request)
+    if request.work.fsdp:
+        _check_group()
+    device = find_device(request.work.device) if source is not None or request.work.device is not None else None
+    config = read_config(source) if source is not None else getattr(request.model, "config", None)
+    tokens, batches = _calibration(request, config, source)
+    if len(batches) < comm.world and any(p.calibrated for p in request.passes):
+        raise InputError(
+            f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
+        )
+    # What follows needs the model.
+    record = RunRecord()
+    model = load_dense(source, notes=record.notes) if source is not None else request.model
+    assert isinstance(model, nn.Module)
+    _check_no_codes(model)
+    extent = request.extent
+    plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+    check_batches(model, batches)
+    device = next(model.parameters()).device if device is None else device
+    dtype = _compute_dtype(model, device, request.work.dtype)
+    identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
+    sink, cache = _sink(request, place, comm, model, plan_, identity)
+    record.notes += _remarks(request, model, plan_, tokens, sink)
+    for note in record.notes:
+        reporter.note(note)
+    return Job(
+        request=request,
+        source=source,
+        model=model,
+        plan=plan_,
+        batches=batches[comm.rank :: comm.world],
+        tokens=tokens,
+        identity=identity,
+        residency=_residency(request, model, plan_, device, dtype, keep=source is None or place is None),
+        sink=sink,
+        cache=cache,
+        comm=comm,
+        record=record,
+        reporter=reporter,
+    )
+
+
+def _source(request: Request) -> Source | None:
+    """Where the model is read from, None for one in memory."""
+    model: Any = request.model
+    if isinstance(model, nn.Module):
+        if request.delivery.verify and not hasattr(model, "config"):
+            raise InputError(
+                "verify reloads the output by its configuration, which this model has none of; leave it out"
+            )
+        return None
+    if not isinstance(model, str | Path):
+        raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
+    source = find_source(str(model), request.trust_remote_code)
+    check_dense(source)
+    return source
+
+
+def _check_group() -> None:
+    """Refuse a sharded run where there is no process group, or a torch that has none of this kind."""
+    if not torch.distributed.is_initialized():
+        raise InputError("a sharded run needs a process group; start it with torchrun")
+    Sharded.require()
+
+
+def _calibration(request: Request, config: Any, source: Source | None) -> tuple[Tokens | None, list[Batch]]:
+    """The tokens, where what was given is text or token ids, and the batches of all ranks."""
+    data = request.data
+    calibration, windowed = data.calibration, data.samples is not None or data.length is not None
+    needing = next((p for p in request.passes if p.calibrated), None)
+    if needing is None:
+        if calibration is None and windowed:
+            raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
+        return None, []
+    if calibration is None:
+        raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
+    if not isinstance(calibration, str | Path | Tensor):
+        if windowed:
+            raise InputError("samples and length do not apply to ready-made batches; leave them out")
+        return None, batches_of(calibration, data.batch_size, getattr(config, "vocab_size", None))
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(
+            "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
+        )
+
+    def tokenizer() -> Any:
+        if source is None:
+            raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+        return load_tokenizer(source)
+
+    given = calibration if isinstance(calibration, Tensor) else str(calibration)
+    rows = isinstance(given, Tensor) or given.endswith((".pt", ".npy"))  # of token ids: all of them, unless told
+    samples = WINDOWS if data.samples is None and not rows else data.samples
+    tokens = load_tokens(given, tokenizer, config, what="calibration", length=data.length, samples=samples)
+    return tokens, batches_of(tokens.ids, data.batch_size)
+
+
+def _fingerprint_of(tokens: Tokens | None, batches: Sequence[Batch]) -> str:
+    """Of the calibration data."""
+    if tokens is not None:
+        return tokens.fingerprint()
+    return fingerprint(
+        {str(i): {k: checksum(v) for k, v in b.items() if isinstance(v, Tensor)} for i, b in enumerate(batches)}
+    )
+
+
+def _check_no_codes(model: nn.Module) -> None:
+    """Refuse a model that runs compressed already."""
+    coded = next((n for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
+    if coded is not None:
+        raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
+
+
+def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
+    """What blocks are worked on in; None for the dtype of each parameter."""
+    if wanted is not None or device.type != "cpu":
+        return wanted
+    return None if next(model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def _identity(
+    request: Request, source: Source | None, model: nn.Module, plan_: Plan, calibration: str, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What a run must have in common with the one that it resumes."""
+    return {
+        "version": VERSION,
+        "model": source.fingerprint() if source is not None else model_fingerprint(model),
+        "recipe": describe(plan_.recipe),
+        "ignore": list(request.extent.ignore),
+        "calibration": calibration,
+        "batch_size": request.data.batch_size,
+        "compute_dtype": str(dtype),
+        "one_block": request.extent.one_block,
+        "convolutions": plan_.convolutions,
+    }
+
+
+def _sink(
+    request: Request,
+    place: Directory | None,
+    comm: Comm,
+    model: nn.Module,
+    plan_: Plan,
+    identity: Mapping[str, Any],
+) -> tuple[Writer | Discard, dict[str, Any] | None]:
+    """What takes the finished blocks, and what the configuration will say about key-value caches."""
+    if place is None:
+        return Discard(), None
+    check_storable(plan_)
+    cache = cache_entry_of(plan_, model)
+    delivery = request.delivery
+    return Writer(place, fingerprint(identity), comm, resume=delivery.resume, overwrite=delivery.overwrite), cache
+
+
+def _remarks(
+    request: Request, model: nn.Module, plan_: Plan, tokens: Tokens | None, sink: Writer | Discard
+) -> list[str]:
+    """What a person should know before the work begins."""
+    notes = []
+    if request.data.calibration is not None and not plan_.calibrated:
+        notes.append("no pass uses calibration data: what is given stays unread")
+    notes += [*plan_.notes, *(tokens.notes if tokens is not None else ())]
+    several = plan_.stacks[0].container is None and not request.extent.one_block
+    if several and len(find_stacks(model, plan_.convolutions)) > 1:
+        notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
+    if request.delivery.resume and isinstance(sink, Writer) and not sink.blocks:
+        notes.append(f"no finished block of an earlier run for {sink.output.name}: started from the beginning")
+    if plan_.passes and not any(p.rounds for p in plan_.passes):
+        notes.append(
+            "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
+        )
+    elif plan_.passes and (little := coverage.remark(planned(model, plan_, isinstance(sink, Writer)))):
+        notes.append(little)
+    return notes
+
+
+def _residency(
+    request: Request,
+    model: nn.Module,
+    plan_: Plan,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    keep: bool,
+) -> Residency:
+    """Where the weights live meanwhile; keep: whether the model itself is changed."""
+    if isinstance(model, FSDPModule):
+        return Sharded(model, device, dtype)
+    if not request.work.fsdp:
+        return Local(device, dtype, keep)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    return Sharded(shard(model, find_stacks(model, plan_.convolutions), mesh), device, dtype)

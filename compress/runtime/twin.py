@@ -1,0 +1,130 @@
+"""A compressed model's twin: what its codes stand for by torch's own products, and how far a kernel may be from that.
+
+    t = x^ W^T + b  in fp64        x^: the values of the input's codes, where the layer rounds its input
+
+An output is right within t - a and t + a, after the output's own rounding where there is one. Allowed, a:
+
+    sums and result rounded      `reference.tolerance`
+    weights rounded or not       `reference.weight_rounding`
+    the bias added               eps |t|
+    ties of the input            the step between the two codes, times |w|, where the last places of x decide
+    int8 input, weight-only      2 step |W|, step of the token's grid: seven standard deviations of what rounding does
+
+Shapes: M tokens, N outputs, K inputs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.kernels import reference
+from compress.model.hollow import replaced_forwards
+from compress.runtime.assembly import compressed_layers
+from compress.runtime.linear import PackedLinear, QuantLinear, RowLinear
+from compress.weights.grid import decode, encode, quantize, working_dtype
+from compress.weights.rounding import ActivationCodes
+
+# Of an input over its scale: the quotient, and the scale itself, are each off by a place or two in fp32.
+TIE = 4 * torch.finfo(torch.float32).eps
+INT8_STEP = 1 / reference.INT8_HALF_RANGE  # of the largest magnitude
+
+
+def rounding_of(layer: QuantLinear, side: Literal["input", "output"]) -> ActivationCodes | None:
+    """How a layer rounds its input or its output; None where it does not."""
+    grid = layer.scheme.inputs if side == "input" else layer.scheme.outputs
+    if grid is None:
+        return None
+    fixed = (getattr(layer, f"{side}_{part}", None) for part in ("scale", "zero"))
+    return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
+
+
+def weight_values(layer: QuantLinear) -> Tensor:
+    """[N, K] what the weight's codes stand for: of rows of codes before they are rounded to the layer's dtype."""
+    if isinstance(layer, RowLinear):
+        return layer.weight_codes.to(torch.float32) * layer.weight_scale.unsqueeze(-1)
+    return layer.dequantize()
+
+
+def plain(layer: QuantLinear, x: Tensor) -> Tensor:
+    """What a layer computes, by torch's own product, in the dtype of x."""
+    inputs, outputs = rounding_of(layer, "input"), rounding_of(layer, "output")
+    if inputs is None:
+        out = nn.functional.linear(x, weight_values(layer).to(x.dtype), layer.bias)
+    else:
+        work = working_dtype(x)
+        bias = None if layer.bias is None else layer.bias.to(work)
+        out = nn.functional.linear(inputs.fake_quantize(x.to(work)), weight_values(layer).to(work), bias).to(x.dtype)
+    return out if outputs is None else outputs.fake_quantize(out)
+
+
+def rounded_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, apart) in fp64: what the codes of x stand for, and how far apart the two codes of a tie are: of a value
+    whose code the last places decide; 0 of all others."""
+    work = x_MK.to(working_dtype(x_MK))
+    scale, zero = codes.scale, codes.zero_point
+    if scale is None:
+        fitted = quantize(work, codes.grid, torch.float32)
+        scale, zero = fitted.scale, fitted.zero_point
+    scale = scale.to(work)
+    zero = torch.zeros_like(scale) if zero is None else zero.to(work)
+
+    def values(factor: float) -> Tensor:
+        rounded = encode(work * factor, scale, zero, codes.grid).double()
+        return decode(rounded, scale.double(), zero.double(), torch.float64)
+
+    return values(1.0), (values(1 + TIE) - values(1 - TIE)).abs()
+
+
+def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
+    """Distance of what a layer returned from what its codes stand for, over what is allowed: the largest of all
+    outputs. Above 1 is wrong; infinite where something is not a number."""
+    x_MK, out_MN = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).double()
+    weight_NK, exact_MK = weight_values(layer).double(), x_MK.double()
+    codes, outputs = rounding_of(layer, "input"), rounding_of(layer, "output")
+    slack: Tensor | float = 0.0
+    if codes is not None:
+        exact_MK, apart_MK = rounded_input(codes, x_MK)
+        slack = apart_MK @ weight_NK.abs().t()
+    elif isinstance(layer, PackedLinear) and layer.input_group is not None:
+        slack = 2 * INT8_STEP * exact_MK.abs().amax(-1, keepdim=True) * weight_NK.norm(dim=-1)
+    truth_MN = exact_MK @ weight_NK.t()
+    allowed_MN = reference.tolerance(exact_MK, weight_NK, truth_MN, layer.dtype) + slack
+    allowed_MN += reference.weight_rounding(exact_MK, weight_NK, layer.dtype)
+    if layer.bias is not None:
+        truth_MN = truth_MN + layer.bias.double()
+        allowed_MN += torch.finfo(layer.dtype).eps * truth_MN.abs()
+    if outputs is not None:
+        low, high = (outputs.fake_quantize(truth_MN + sign * allowed_MN) for sign in (-1, 1))
+        truth_MN, last = (low + high) / 2, torch.finfo(layer.dtype)
+        allowed_MN = (high - low) / 2 + last.eps * truth_MN.abs() + last.tiny
+    worst = ((out_MN - truth_MN).abs() / allowed_MN).max().item()
+    return worst if worst == worst else float("inf")
+
+
+@contextmanager
+def dequantized(model: nn.Module) -> Iterator[None]:
+    """Within: the model is its own twin, one dense weight at a time."""
+    with replaced_forwards({layer: partial(plain, layer) for _, layer in compressed_layers(model)}):
+        yield
+
+
+@contextmanager
+def compared(model: nn.Module) -> Iterator[dict[str, float]]:
+    """Within: the model is its own twin. Yields the `error` of its kernels on the inputs that the twin has, by name.
+
+    Whole models cannot be compared where inputs are rounded: a difference in the last place makes another code of a
+    tie, a whole step then makes more of them in the layers that follow, and few blocks make it as large as what
+    rounding does. With float8, whose steps are the widest, that is the rule.
+    """
+    worst: dict[str, float] = {}
+
+    def forward(name: str, layer: QuantLinear, x: Tensor) -> Tensor:
+        worst[name] = max(worst.get(name, 0.0), error(layer, x, type(layer).forward(layer, x)))
+        return plain(layer, x)
+
+    with replaced_forwards({layer: partial(forward, name, layer) for name, layer in compressed_layers(model)}):
+        yield worst
