@@ -308,7 +308,7 @@ def _calibration(
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
+        raise InputError(f"{needing.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if samples is not None or length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")

@@ -10,7 +10,6 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,8 @@ import pytest
 import compress
 from compress.cli.cards import card_of, summary_of
 from compress.kernels.cpu.build import SOURCES
-from compress.recipe import BUILT_IN, PASSES, pass_class
+from compress.passes.base import Pass
+from compress.recipe import BUILT_IN, PASSES, options_of, pass_class
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
@@ -325,6 +325,10 @@ def test_the_card_of_a_method_is_what_its_class_says() -> None:
         kind, card = pass_class(name), card_of(name)
         about = (inspect.getmodule(kind).__doc__ or "").strip()
         assert (card.about, summary_of(name)) == (about, about.splitlines()[0])
-        assert list(card.defaults.items()) == [(f.name, f.default) for f in fields(kind)]
-        bases = [base for base in reversed(kind.__mro__) if "__dataclass_fields__" in vars(base) and fields(base)]
+        assert list(card.defaults.items()) == [(key, f.default) for key, f in options_of(kind).items()]
+        bases = [
+            base
+            for base in reversed(kind.__mro__)
+            if "__dataclass_fields__" in vars(base) and issubclass(base, Pass) and options_of(base)
+        ]
         assert card.options == tuple(inspect.getdoc(base) for base in bases)

@@ -79,7 +79,11 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
 def _fields(definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     """The fields of a dataclass with their defaults; every option has one."""
     for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar"):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) != "where"
+            and not ast.unparse(node.annotation).startswith("ClassVar")
+        ):
             assert isinstance(node.target, ast.Name)
             assert node.value is not None
             yield node.target.id, node.value

@@ -67,7 +67,7 @@ class Rescaler:
             apply(opened.block, fold, scale_C, opened.dtypes)
             done.append(Folded(fold, scale_C.cpu()))
             consumers = [prefix + c.name for c in fold.consumers]
-            records.append(FoldRecord(prefix + fold.producer, consumers, p.innermost.name, dict(scaling.figures)))
+            records.append(FoldRecord(prefix + fold.producer, consumers, p.name, dict(scaling.figures)))
         return done, records
 
     @staticmethod

@@ -17,9 +17,9 @@ def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
     that are stored dense, where the checkpoint would not say so."""
     for p in plan.passes:
-        if p.rounds_inputs and getattr(p.innermost, "per_channel_inputs", False):
+        if p.rounds_inputs and getattr(p, "per_channel_inputs", False):
             raise InputError(
-                f"per_channel_inputs of {p.innermost.name} cannot be written: no format holds a scale per input "
+                f"per_channel_inputs of {p.name} cannot be written: no format holds a scale per input "
                 "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
             )
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
@@ -27,7 +27,7 @@ def check_storable(plan: Plan) -> None:
             if p.rounds_inputs and p.wants(layer.name):
                 raise InputError(
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
-                    f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
+                    f"rounded input ({p.name}); ignore it, give it weights only, or leave the output out"
                 )
 
 

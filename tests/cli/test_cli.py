@@ -331,12 +331,12 @@ def test_methods_lists_every_method_in_a_line() -> None:
 
 
 def test_methods_gptq_shows_source_and_every_option_with_its_default() -> None:
-    from dataclasses import fields
+    from compress.recipe import options_of
 
     out = command("methods", "gptq").out
     assert "arXiv 2210.17323" in out
     defaults = out.split("Defaults: ")[1]
-    for option in fields(compress.GPTQ):
+    for option in options_of(compress.GPTQ).values():
         assert f"{option.name}={option.default}" in defaults
         assert re.search(rf"\b{option.name}\b", out.split("Defaults: ")[0])
 
