@@ -172,11 +172,11 @@ def about(text: str) -> str:
 def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], list[str]]":
     """(The passes with another group size, the names of those that had one before.) Passes that give each output
     channel one scale keep it. Raises InputError where no pass has groups."""
-    from compress.passes.quantize import QuantizeWeights
+    from compress.passes.weight_format import WeightFormat
 
     found, changed = [], []
     for p in passes:
-        if isinstance(p, QuantizeWeights) and p.weight_grid().granularity == "group":
+        if isinstance(p, WeightFormat) and p.weight_grid().granularity == "group":
             changed.append(p.name)
             p = replace(p, group_size=size)
         found.append(p)

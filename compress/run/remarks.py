@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from compress.checkpoint.record import LayerRecord, RunRecord
 from compress.model.layers import Layer
 from compress.passes.base import Pass
+from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
 
@@ -54,13 +55,12 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    grid = decision.weight.grid
+    words = (p.scheme, p.grid) if isinstance(p, WeightFormat) else ("", "")
     return LayerRecord(
         layer.name,
         p.name,
-        getattr(p, "scheme", ""),
-        getattr(p, "grid", ""),
-        grid.group_size,
+        *words,
+        decision.weight.grid.group_size,
         layer.shape,
         dict(decision.figures),
     )

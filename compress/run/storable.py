@@ -8,6 +8,7 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
+from compress.passes.activation_format import ActivationFormat
 from compress.run.plan import Plan
 from compress.weights.compressed_tensors import cache_entry, group_entry
 from compress.weights.scheme import Scheme
@@ -17,7 +18,7 @@ def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
     that are stored dense, where the checkpoint would not say so."""
     for p in plan.passes:
-        if p.rounds_inputs and getattr(p, "per_channel_inputs", False):
+        if isinstance(p, ActivationFormat) and p.rounds_inputs and p.per_channel_inputs:
             raise InputError(
                 f"per_channel_inputs of {p.name} cannot be written: no format holds a scale per input "
                 "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
