@@ -117,7 +117,7 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        raise InputError(f"{needing.innermost.name} needs calibration data; give text, token ids or 'demo'")
+        raise InputError(f"{needing.name} needs calibration data; give text, token ids or 'demo'")
     if not isinstance(calibration, str | Path | Tensor):
         if windowed:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")

@@ -12,7 +12,7 @@ passes:
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, Field, asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +47,15 @@ def pass_class(name: str) -> "type[Pass]":
     return kind
 
 
+def options_of(kind: "type[Pass]") -> "dict[str, Field[Any]]":
+    """The options of a pass, by name. Which layers it is for (`where`) is none: a recipe says that beside them."""
+    return {f.name: f for f in fields(kind) if f.name != "where"}
+
+
 def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
     """A pass by name (or `module:Class`) with its options. Raises InputError for a wrong name, option or value."""
     kind = pass_class(name)
-    known = {f.name: f for f in fields(kind)}
+    known = options_of(kind)
     arguments = {}
     for key, value in options.items():
         one_of(f"option of {name}", key, known)
@@ -63,7 +68,6 @@ def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
 
 def _third_party(path: str) -> "type[Pass]":
     from compress.passes.base import Pass
-    from compress.passes.where import Only
 
     module, _, attribute = path.partition(":")
     try:
@@ -75,7 +79,7 @@ def _third_party(path: str) -> "type[Pass]":
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, Pass)):
         raise InputError(f"{path!r} is no subclass of compress.Pass")
-    if not hasattr(kind, "name") or issubclass(kind, Only):
+    if not hasattr(kind, "name"):
         raise InputError(f"{path!r} is no pass that runs by itself; give a subclass of compress.Pass with a name")
     return kind
 
@@ -130,9 +134,9 @@ def _step(step: Any, where: str) -> "Pass":
             patterns = step[key]
             if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns) or not patterns:
                 raise InputError(f"{where}: `{key}` must be a list of layer patterns")
-            from compress.passes.where import Only
+            from compress.passes.where import but, only
 
-            result = Only(inner=result, patterns=tuple(patterns), but=key == "but")
+            result = (only if key == "only" else but)(result, *patterns)
     return result
 
 
@@ -168,41 +172,30 @@ def about(text: str) -> str:
 def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], list[str]]":
     """(The passes with another group size, the names of those that had one before.) Passes that give each output
     channel one scale keep it. Raises InputError where no pass has groups."""
-    from compress.passes.quantize import QuantizeWeights
+    from compress.passes.weight_format import WeightFormat
 
     found, changed = [], []
     for p in passes:
-        inner = p.innermost
-        if isinstance(inner, QuantizeWeights) and inner.weight_grid().granularity == "group":
-            changed.append(inner.name)
-            p = _around(p, replace(inner, group_size=size))
+        if isinstance(p, WeightFormat) and p.weight_grid().granularity == "group":
+            changed.append(p.name)
+            p = replace(p, group_size=size)
         found.append(p)
     if not changed:
         raise InputError(f"no pass of the recipe has groups, so group size {size} has no say; leave it out")
     return tuple(found), changed
 
 
-def _around(p: "Pass", inner: "Pass") -> "Pass":
-    """`inner` with the filters that are around a pass."""
-    from compress.passes.where import Only
-
-    return replace(p, inner=_around(p.inner, inner)) if isinstance(p, Only) else inner
-
-
 def describe(passes: "Sequence[Pass]") -> dict[str, Any]:
     """The recipe as resolved, every option spelled out; `parse_recipe` reads it back."""
-    from compress.passes.where import Only
-
     steps = []
     for p in passes:
-        filters: dict[str, Any] = {}
-        while isinstance(p, Only):
-            key = "but" if p.but else "only"
-            if key in filters:
-                raise InputError(f"a recipe cannot hold two `{key}` filters around one pass")
-            filters[key] = list(p.patterns)
-            p = p.inner
+        filters: dict[str, list[str]] = {}
+        for each in reversed(p.where):  # the last one first, as it would be read from outside
+            if each.kind in filters:
+                raise InputError(f"a recipe cannot hold two `{each.kind}` filters around one pass")
+            filters[each.kind] = list(each.patterns)
         path = f"{type(p).__module__}:{type(p).__qualname__}"
         name = p.name if PASSES.get(p.name) == path else path
-        steps.append({name: asdict(p), **filters})
+        known = options_of(type(p))
+        steps.append({name: {key: value for key, value in asdict(p).items() if key in known}, **filters})
     return {"passes": steps}

@@ -10,18 +10,21 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import compress
+from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.cli.cards import card_of, summary_of
+from compress.cli.main import quantize
 from compress.kernels.cpu.build import SOURCES
-from compress.recipe import BUILT_IN, PASSES, pass_class
+from compress.recipe import BUILT_IN, PASSES, options_of, pass_class
+from compress.weights.scheme import BY_NAME
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "compress"
@@ -341,11 +344,30 @@ def test_type_checkers_see_the_same_public_names() -> None:
     assert found == compress._HOMES
 
 
-def test_the_card_of_a_method_is_what_its_class_says() -> None:
+def test_the_card_of_a_method_is_what_its_file_says() -> None:
     for name in PASSES:
         kind, card = pass_class(name), card_of(name)
         about = (inspect.getmodule(kind).__doc__ or "").strip()
         assert (card.about, summary_of(name)) == (about, about.splitlines()[0])
-        assert list(card.defaults.items()) == [(f.name, f.default) for f in fields(kind)]
-        bases = [base for base in reversed(kind.__mro__) if "__dataclass_fields__" in vars(base) and fields(base)]
-        assert card.options == tuple(inspect.getdoc(base) for base in bases)
+        assert [(o.name, o.default) for o in card.options] == [(key, f.default) for key, f in options_of(kind).items()]
+        types = get_type_hints(kind)
+        for option in card.options:
+            # A docstring below each field, or below the one whose default it replaces.
+            assert len(option.meaning.split()) > 3, f"{name}: {option.name} does not say what it means"
+            if types[option.name] is bool:
+                assert option.allowed == "true, false"
+            elif get_origin(types[option.name]) is Literal:
+                assert option.allowed == ", ".join(get_args(types[option.name]))
+            else:
+                assert 0 < len(option.allowed) < 60, f"{name}: {option.name} does not say what it may be"
+
+
+def test_cards_and_the_command_line_name_all_schemes_and_calibrators() -> None:
+    """Both are words, because neither may wait for torch."""
+    options = {option.name: option.allowed for option in card_of("gptq").options}
+    assert (options["scheme"], options["calibrator"]) == (BY_NAME, ", ".join(CALIBRATORS))
+    for parameter in quantize.params:
+        if parameter.name == "scheme":
+            assert set(re.findall(r"w\da\d+|fp8", parameter.help)) >= set(re.findall(r"w\da\d+|fp8", BY_NAME))
+        elif parameter.name == "calibrator":
+            assert all(name in parameter.help for name in CALIBRATORS)

@@ -1,27 +1,57 @@
-"""The cards of the methods: what each does, its source, its options and their defaults, as its file states them.
+"""The cards of the methods: what each does, its source, and its options, as its file states them.
 
-Read from the source, without importing it: a pass imports torch, which takes seconds, and a card is only words.
+Read from the source, without importing it: a pass imports torch, which takes seconds, and a card is only words. What
+an option means is the string below its field. What it may be is its type, if that is a choice; otherwise the string
+begins with it, up to a colon.
 """
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.abc import InspectLoader
 from importlib.util import find_spec
+from textwrap import wrap
 from typing import Any
 
 from compress.recipe import PASSES
 
+WIDTH = 110  # characters of a line, as the help of commands has
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of a pass: its name, its default, the values it may have and what it means, both in words."""
+
+    name: str
+    default: Any
+    allowed: str
+    meaning: str
+
+    @property
+    def shown(self) -> str:
+        """The default as a recipe or the command line would give it."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
 
 @dataclass(frozen=True)
 class Card:
-    """about: the docstring of the pass's module. options: the docstrings of its classes, the most general first.
-    defaults: {option: value}, in the order of the fields."""
+    """about: the docstring of the pass's module. options: in the order of the fields."""
 
     about: str
-    options: tuple[str, ...]
-    defaults: dict[str, Any]
+    options: tuple[Option, ...]
+
+    def __str__(self) -> str:
+        """The text, then an option a line: name, default, allowed values and meaning; what is longer is indented."""
+        names = max(len(option.name) for option in self.options)
+        defaults = max(len(option.shown) for option in self.options)
+        indent = " " * (names + defaults + 4)
+        lines = [f"{'option':{names}}  {'default':{defaults}}  allowed: meaning"]
+        for option in self.options:
+            head = f"{option.name:{names}}  {option.shown:{defaults}}  "
+            words = f"{option.allowed}: {option.meaning}"
+            lines += wrap(head + words, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+        return "\n".join((self.about, "", *lines))
 
 
 def summary_of(name: str) -> str:
@@ -32,14 +62,14 @@ def summary_of(name: str) -> str:
 def card_of(name: str) -> Card:
     """The card of a method in `PASSES`."""
     module, _, kind = PASSES[name].partition(":")
-    about = _docstring(_parsed(module))
-    options: list[str] = []
-    defaults: dict[str, Any] = {}
-    for home, definition in reversed(list(_lineage(module, kind))):
-        defaults |= {field: _value(home, node) for field, node in _fields(definition)}
-        if defaults:
-            options.append(_docstring(definition))
-    return Card(about, tuple(options), defaults)
+    options: dict[str, Option] = {}
+    for home, definition in reversed(_lineage(module, kind)):
+        for option in _options(home, definition):
+            before = options.get(option.name)
+            if not option.meaning and before is not None:  # another default, and nothing more to say
+                option = replace(before, default=option.default)
+            options[option.name] = option
+    return Card(_docstring(_parsed(module)), tuple(options.values()))
 
 
 @cache
@@ -54,14 +84,18 @@ def _docstring(node: ast.Module | ast.ClassDef) -> str:
     return (ast.get_docstring(node) or "").strip()
 
 
-def _lineage(module: str, name: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    """A class and what it extends, wherever that is defined, the class first: (module, definition)."""
+def _lineage(module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
+    """A class and what it extends, wherever that is defined, in the order in which Python asks them: (module,
+    definition). What several bases share is asked after all of them."""
     home, node = _definition(module, name)
-    if isinstance(node, ast.ClassDef):
-        yield home, node
-        for base in node.bases:
-            assert isinstance(base, ast.Name), ast.unparse(base)
-            yield from _lineage(home, base.id)
+    if not isinstance(node, ast.ClassDef):
+        return []
+    found = [(home, node)]
+    for base in node.bases:
+        assert isinstance(base, ast.Name), ast.unparse(base)
+        inherited = _lineage(home, base.id)
+        found = [each for each in found if each not in inherited] + inherited
+    return found
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
@@ -76,13 +110,35 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
     return module, None
 
 
-def _fields(definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
-    """The fields of a dataclass with their defaults; every option has one."""
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and not ast.unparse(node.annotation).startswith("ClassVar"):
-            assert isinstance(node.target, ast.Name)
-            assert node.value is not None
-            yield node.target.id, node.value
+def _options(module: str, definition: ast.ClassDef) -> Iterator[Option]:
+    """The fields of a dataclass that are options; every option has a default."""
+    for node, below in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or ast.unparse(node.annotation).startswith("ClassVar"):
+            continue
+        name = ast.unparse(node.target)
+        if name == "where":  # which layers the pass is for is said beside its options
+            continue
+        assert node.value is not None, name
+        text = ""
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            text = " ".join(str(below.value.value).split()).removesuffix(".")
+        allowed = _choices(module, node.annotation)
+        if not allowed:
+            allowed, _, text = text.partition(": ")
+        yield Option(name, _value(module, node.value), allowed, text[:1].lower() + text[1:])
+
+
+def _choices(module: str, annotation: ast.expr) -> str:
+    """The values of a type that has few of them; nothing of another one."""
+    if isinstance(annotation, ast.Name) and annotation.id == "bool":
+        return "true, false"
+    if isinstance(annotation, ast.Name):
+        home, definition = _definition(module, annotation.id)
+        return _choices(home, definition.value) if isinstance(definition, ast.Assign) else ""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
+        chosen = ast.literal_eval(annotation.slice)
+        return ", ".join(map(str, chosen if isinstance(chosen, tuple) else (chosen,)))
+    return ""
 
 
 def _value(module: str, node: ast.expr) -> Any:

@@ -10,7 +10,7 @@ from compress.errors import one_of
 @click.argument("name", required=False)
 @exits_cleanly
 def methods(name: str | None) -> None:
-    """List the methods, or show the card of one: what it does, its source, its options and their defaults."""
+    """List the methods, or show the card of one: what it does, its source, and an option a line."""
     from compress.cli.cards import card_of, summary_of
     from compress.recipe import PASSES
 
@@ -18,9 +18,7 @@ def methods(name: str | None) -> None:
         for key in PASSES:
             click.echo(f"{key:12} {summary_of(key)}")
         return
-    card = card_of(one_of("method", name, PASSES))
-    click.echo("\n\n".join((card.about, *card.options)))
-    click.echo("\nDefaults: " + ", ".join(f"{option}={value}" for option, value in card.defaults.items()))
+    click.echo(str(card_of(one_of("method", name, PASSES))))
 
 
 @click.command(short_help="List the built-in recipes, or print one.")

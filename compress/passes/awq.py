@@ -43,15 +43,15 @@ SMALLEST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class AWQ(FoldThenRound):
-    """AWQ, then rounding to nearest (or rounding=none, and another pass: gptq, say).
-
-    clip: also try shrunken ranges. statistics: float32 or float64.
-    """
+    """AWQ, then rounding to nearest."""
 
     name: ClassVar[str] = "awq"
 
     clip: bool = True
+    """Try for each row the range of least error, too, and keep what serves its outputs better."""
+
     statistics: Literal["float32", "float64"] = "float32"
+    """The dtype in which the Hessian and the means are summed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,9 +107,9 @@ class AWQ(FoldThenRound):
             weight = stored.to(hessian.dtype)
             round_part = partial(self._round, hessian, site.scale_dtypes[name])
             if self.per_tensor:
-                quantized = round_part(weight, slice(0, len(weight)))
+                quantized = round_part(weight)
             else:
-                quantized = solve_rows(site.comm, weight, self.weight_grid(), round_part)
+                quantized = solve_rows(site.comm, {"weight_NK": weight}, self.weight_grid(), round_part)
             nearest = quantize(weight, self.weight_grid().with_range("minmax"), site.scale_dtypes[name])
             energy = quadratic(site.comm, weight, hessian) or 1.0
             error, plain = (q.dequantize(hessian.dtype) - weight for q in (quantized, nearest))
@@ -122,7 +122,7 @@ class AWQ(FoldThenRound):
             decisions[name] = Decision(quantized, figures, inputs.get(name))
         return decisions
 
-    def _round(self, hessian_KK: Tensor, scale_dtype: torch.dtype, weight_NK: Tensor, rows: slice) -> Quantized:
+    def _round(self, hessian_KK: Tensor, scale_dtype: torch.dtype, weight_NK: Tensor) -> Quantized:
         """Each row over its whole range or the clipped one, whichever errs less."""
         grid = self.weight_grid()
         whole = quantize(weight_NK, grid.with_range("minmax"), scale_dtype)

@@ -7,6 +7,7 @@ there are, it cannot tell. To add a pass: one file beside this one, one line in 
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -70,18 +71,40 @@ class Scaling:
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Filter:
+    """Shell-style patterns, of which a layer's full name has to match one (`only`) or none (`but`)."""
+
+    kind: Literal["only", "but"]
+    patterns: tuple[str, ...]
+
+    def lets_through(self, layer: str) -> bool:
+        return any(fnmatchcase(layer, pattern) for pattern in self.patterns) == (self.kind == "only")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {', '.join(self.patterns)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Base of every pass. Subclasses are frozen dataclasses whose fields are the pass's options."""
+    """Base of every pass. Subclasses are frozen dataclasses, whose fields but `where` are the pass's options.
+
+    where: filters that a layer has to get through, all of them (`compress.only`, `compress.but`).
+    """
 
     name: ClassVar[str]
     treats: ClassVar[Treats] = "layers"
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "dense weight"
 
+    where: tuple[Filter, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse options that are out of range or do not go together: each group of options its own, after `super`."""
+
     def wants(self, layer: str) -> bool:
         """Whether this pass treats the layer of this (full) name."""
-        return True
+        return all(each.lets_through(layer) for each in self.where)
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         """The statistics of a layer's input to collect, by name. None: the pass needs no calibration data."""
@@ -124,11 +147,6 @@ class Pass:
     def needs_reference(self) -> bool:
         """Whether statistics compare with the uncompressed model's inputs (a second forward stream)."""
         return False
-
-    @property
-    def innermost(self) -> "Pass":
-        """The pass itself, without the combinators around it."""
-        return self
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""

@@ -9,22 +9,28 @@ from typing import ClassVar
 
 from compress.errors import InputError
 from compress.passes.base import Site, Treats
-from compress.passes.quantize import SCHEMES, QuantizeWeights
 from compress.passes.rtn import round_to_nearest
+from compress.passes.weight_format import WeightFormat
 from compress.weights.decision import Decision
+from compress.weights.scheme import SCHEMES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embeddings(QuantizeWeights):
-    """Round the token embedding, one scale per token unless group_size says otherwise; weights only. head: an output
-    head with a weight of its own, too. One that is tied to the embedding has the codes of the embedding, always."""
+class Embeddings(WeightFormat):
+    """Round the token embedding and the output head, weights only."""
 
     name: ClassVar[str] = "embeddings"
     treats: ClassVar[Treats] = "embeddings"
 
     scheme: str = "w8a16"
+    """w2a16 ... w8a16: bits of a weight."""
+
     group_size: int = -1
+    """-1, 0 or a size: elements that share a scale. -1: all of a token's. 0: the usual number."""
+
     head: bool = True
+    """Round an output head that has a weight of its own, too. One that is tied to the embedding always has its
+    codes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,4 +41,4 @@ class Embeddings(QuantizeWeights):
             )
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self)
+        return round_to_nearest(site, self.weight_grid(), {})

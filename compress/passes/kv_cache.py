@@ -24,35 +24,43 @@ from compress.calibration.calibrators import Range, scale_and_zero_point
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
 from compress.passes.base import Pass, Treats
-from compress.passes.quantize import PERCENTILE, calibrated_range, check_calibrator
+from compress.passes.fixed_ranges import PERCENTILE, FixedRanges
 from compress.weights.caches import CacheCodes, CacheGranularity, CacheScheme
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCache(Pass):
-    """8-bit key-value caches.
-
-    type: int8 or fp8 (e4m3). granularity: token, head or tensor. calibrator: of head and tensor: minmax,
-    moving-average, percentile (see `percentile`), mse or kl (int8 only). histograms: keep a histogram of what each
-    range was chosen from, for `compress inspect OUT --calibration`.
-    """
-
-    name: ClassVar[str] = "kv-cache"
-    treats: ClassVar[Treats] = "caches"
+class CacheFormat(Pass):
+    """The options of a number format of caches."""
 
     type: Literal["int8", "fp8"] = "int8"
+    """Numbers of 8 bits; fp8 is e4m3."""
+
     granularity: CacheGranularity = "token"
-    calibrator: str = "minmax"
-    percentile: float = PERCENTILE
-    histograms: bool = False
+    """What has a scale of its own, for keys and for values; those of head and tensor are calibrated."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.type not in ("int8", "fp8"):
             raise InputError(f"type {self.type!r} of a key-value cache; allowed: int8, fp8")
         if self.granularity not in get_args(CacheGranularity):
             allowed = ", ".join(get_args(CacheGranularity))
             raise InputError(f"granularity {self.granularity!r} of a key-value cache; allowed: {allowed}")
-        check_calibrator(self.calibrator, self.percentile)
+
+    @property
+    def scheme(self) -> CacheScheme:
+        """What these options describe."""
+        return CacheScheme(type="int" if self.type == "int8" else "float", granularity=self.granularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache(FixedRanges, CacheFormat):
+    """8-bit key-value caches."""
+
+    name: ClassVar[str] = "kv-cache"
+    treats: ClassVar[Treats] = "caches"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         chosen = self.calibrator != "minmax" or self.percentile != PERCENTILE or self.histograms
         if self.scheme.dynamic and chosen:
             raise InputError(
@@ -60,15 +68,10 @@ class KVCache(Pass):
             )
         self.needs()
 
-    @property
-    def scheme(self) -> CacheScheme:
-        """What these options describe."""
-        return CacheScheme(type="int" if self.type == "int8" else "float", granularity=self.granularity)
-
     def needs(self) -> Mapping[str, StatisticFactory]:
         if self.scheme.dynamic:
             return {}
-        return {"range": calibrated_range(self.scheme.grid, self.calibrator, self.percentile, self.histograms)}
+        return {"range": self.fixed_range(self.scheme.grid)}
 
     def decide(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
         """From the ranges of keys and values, [1] or [H], the scales in their stored dtype."""

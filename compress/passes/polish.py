@@ -16,7 +16,11 @@ from compress.weights.grid import Grid, decode, encode, fit, round_scale
 
 @dataclass
 class GridRule:
-    """Round each target to the grid; scales are fitted when a group begins, or given."""
+    """Round each target to the grid; scales are fitted when a group begins, or given.
+
+    kept [K, N], in sweep order as the codes are: weights that are not kept have the code of 0, and no say in a range
+    (every range holds 0, which is exact in it).
+    """
 
     grid: Grid
     scale_dtype: torch.dtype
@@ -26,9 +30,12 @@ class GridRule:
     codes: Tensor
     scale: Tensor
     zero_point: Tensor
+    kept: Tensor | None = None
 
     def begin(self, column: int, updated_gN: Tensor) -> None:
         importance = self.importance_K[column : column + len(updated_gN)]
+        if self.kept is not None:
+            updated_gN = updated_gN * self.kept[column : column + len(updated_gN)]
         scale, zero_point = fit(updated_gN.t(), self.grid, self.scale_dtype, importance)
         self.scale[self.group_of[column]] = scale
         self.zero_point[self.group_of[column]] = zero_point
@@ -37,6 +44,8 @@ class GridRule:
         group = self.group_of[column]
         scale, zero_point = self.scale[group], self.zero_point[group]
         codes = encode(target_N, scale, zero_point, self.grid)
+        if self.kept is not None:
+            codes = torch.where(self.kept[column], codes, zero_point)
         self.codes[column] = codes
         return decode(codes, scale, zero_point, self.scale_dtype)
 

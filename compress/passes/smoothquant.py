@@ -42,15 +42,13 @@ SAMPLED = 32
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothQuant(FoldThenRound):
-    """SmoothQuant, then rounding to nearest (or rounding=none, and another pass).
-
-    alpha: 0 to 1, how much of the input's range moves into the weights; -1 searches it for each fold.
-    """
+    """SmoothQuant, then rounding to nearest."""
 
     name: ClassVar[str] = "smoothquant"
 
     scheme: str = "w8a8"
     alpha: float = -1.0
+    """0 to 1, or -1: how much of the input's range moves into the weights; -1 searches it for each fold."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +103,7 @@ class SmoothQuant(FoldThenRound):
         return ActivationCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self)
+        return round_to_nearest(site, self.weight_grid(), self.input_codes(site))
 
 
 def smoothing(largest_C: Tensor, heaviest_C: Tensor, alpha: float) -> Tensor:

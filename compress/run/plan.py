@@ -21,8 +21,9 @@ from compress.model.layers import (
     whole_model,
 )
 from compress.passes.base import Pass
+from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
-from compress.passes.where import Only
+from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
 
@@ -119,9 +120,9 @@ def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
     widths = {layer.shape[1] for layer in layers}
     found = p.fitted(widths) if widths else p
     odd = next((layer for layer in layers if layer.shape[1] % DEFAULT_GROUP), None)
-    if found == p or odd is None:
+    if found == p or odd is None or not isinstance(found, WeightFormat):
         return found
-    size = getattr(found.innermost, "group_size", None)
+    size = found.group_size
     example = f"{odd.name} has {odd.shape[1]} inputs"
     if size == -1 and len(widths) > 1:
         notes.append(
@@ -139,7 +140,7 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
     found = [p for p in passes if p.treats == "caches"]
     if not found:
         return None
-    if len(found) > 1 or isinstance(found[0], Only):
+    if len(found) > 1 or found[0].where:
         raise InputError("one kv-cache pass rounds the caches of all attentions; give one, without `only` or `but`")
     if passes[-1] is not found[0]:
         raise InputError("kv-cache rounds what the compressed layers compute; put it last")
@@ -171,12 +172,10 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple
     for table in found:
         if ignored.asked_for(table.name, *table.shared):
             continue
-        if (table is found[0] or getattr(p.innermost, "head", True)) and p.wants(table.name):
+        if (table is found[0] or not isinstance(p, Embeddings) or p.head) and p.wants(table.name):
             kept.append(table)
     if not kept:
-        raise InputError(
-            f"pass {p.innermost.name!r} is left without a table; the embedding is called {found[0].name!r}"
-        )
+        raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")
     for table in kept:
         if problem := obstacle(table.module):
             raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
@@ -192,16 +191,16 @@ def _check(plan: Plan) -> None:
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
         if not wanted:
-            named = f"pass {p.innermost.name!r}"
-            if isinstance(p, Only):
-                named += f" ({'but' if p.but else 'only'} {', '.join(p.patterns)})"
+            named = f"pass {p.name!r}"
+            if p.where:
+                named += f" ({p.where[-1]})"
             raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
         p.check({layer.name: layer.shape for layer in wanted})
         _check_grouped(p, wanted)
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
             if earlier is not None and p.reads == "dense weight":
-                names = [q.innermost.name for q in (p, earlier)]
+                names = [q.name for q in (p, earlier)]
                 advice = "give them different layers (`only`, `but`)"
                 if p.writes != "quantized weight":
                     advice = f"put {names[0]!r} first or {advice}"
@@ -215,12 +214,12 @@ def _check(plan: Plan) -> None:
 
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
     """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
-    if not getattr(p.innermost, "per_tensor", False) or not set(p.needs()) - {"range"}:
+    if not (isinstance(p, WeightFormat) and p.per_tensor) or not set(p.needs()) - {"range"}:
         return
     for layer in layers:
         if layer.geometry is not None and layer.geometry.groups > 1:
             raise InputError(
-                f"{p.innermost.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
+                f"{p.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
                 "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
             )
 

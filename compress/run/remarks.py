@@ -11,6 +11,7 @@ from compress.calibration.calibrators import Range
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
+from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized
@@ -24,12 +25,12 @@ def nothing_done(plan: Plan, record: RunRecord) -> str | None:
         if p.rounds and not made & set(wanted):
             reasons = Counter(record.left_alone.get(name, "no reason known") for name in wanted)
             told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            return f"{p.innermost.name} compressed nothing: of its layers, like {wanted[0]}, {told}"
+            return f"{p.name} compressed nothing: of its layers, like {wanted[0]}, {told}"
     if plan.kv is not None and not record.caches:
         return "kv-cache compressed nothing: no attention keeps keys and values of its own"
     if plan.passes and not any(p.rounds for p in plan.passes) and not record.folds:
         why = f" ({record.not_folded[0]})" if record.not_folded else ""
-        return f"{plan.passes[0].innermost.name} did nothing: there is no fold in this model{why}"
+        return f"{plan.passes[0].name} did nothing: there is no fold in this model{why}"
     return None
 
 
@@ -60,15 +61,13 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    """What the report says about a layer that a pass has decided about."""
-    inner = p.innermost
+    words = (p.scheme, p.grid) if isinstance(p, WeightFormat) else ("", "")
     first = decision.sum.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
     return LayerRecord(
         layer.name,
-        inner.name,
-        getattr(inner, "scheme", ""),
-        getattr(inner, "grid", ""),
+        p.name,
+        *words,
         None if grid is None else grid.group_size,
         layer.shape,
         dict(decision.figures),

@@ -67,7 +67,7 @@ class BlockFolds:
             scale_C = usable_scales(scaling.scale_C.float())
             apply(self.opened.block, fold, scale_C, self.opened.dtypes)
             done.append(Folded(fold, scale_C.cpu()))
-            records.append(FoldRecord(producer, consumers, p.innermost.name, dict(scaling.figures)))
+            records.append(FoldRecord(producer, consumers, p.name, dict(scaling.figures)))
         return done, records
 
     def _readers(self, fold: Fold, observed: Mapping[str, Observed]) -> dict[str, Reader]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
+from compress.passes.activation_format import ActivationFormat
 from compress.run.plan import Plan
 from compress.weights.compressed_tensors import cache_entry, group_entry, needs_dequantizing, why_not
 from compress.weights.scheme import Scheme
@@ -17,9 +18,9 @@ def check_storable(plan: Plan) -> None:
     """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
     that are stored dense, where the checkpoint would not say so."""
     for p in plan.passes:
-        if p.rounds_inputs and getattr(p.innermost, "per_channel_inputs", False):
+        if isinstance(p, ActivationFormat) and p.rounds_inputs and p.per_channel_inputs:
             raise InputError(
-                f"per_channel_inputs of {p.innermost.name} cannot be written: no format holds a scale per input "
+                f"per_channel_inputs of {p.name} cannot be written: no format holds a scale per input "
                 "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
             )
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
@@ -27,7 +28,7 @@ def check_storable(plan: Plan) -> None:
             if p.rounds_inputs and p.wants(layer.name):
                 raise InputError(
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
-                    f"rounded input ({p.innermost.name}); ignore it, give it weights only, or leave the output out"
+                    f"rounded input ({p.name}); ignore it, give it weights only, or leave the output out"
                 )
 
 

@@ -10,12 +10,16 @@ from torch import Tensor
 from compress.errors import CheckpointError, InputError
 from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats import read_format
-from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, usual_group
+from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own
 
 NARROW, WIDE = 4, 8
-BY_NAME = "w2a16 ... w8a16, w4a8, w8a8, fp8"
+# {name: bits of a weight}: beside inputs that stay as they are (a16), 8-bit integers (a8), or both float8 (fp8).
+SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)} | {"w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
+# Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
+WHOLE = ("w8a8", "fp8")
+BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
 SHAPE = Part((2,), (torch.int64, torch.int32))
 
 
@@ -202,17 +206,14 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
     usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
     """
-    if name in ("w8a8", "fp8") and group_size not in (None, -1):
+    if name not in SCHEMES:
+        raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
+    if name in WHOLE and group_size not in (None, -1):
         raise InputError(f"{name} has one scale per output; leave group_size out")
     if name == "fp8":
         return scheme_on(Grid(bits=WIDE, type="float"), Grid(bits=WIDE, granularity="token", type="float"))
-    numbers = name.removeprefix("w").split("a")
-    known = len(numbers) == 2 and all(n.isdigit() for n in numbers) and name.startswith("w")
-    bits, active = (int(n) for n in numbers) if known else (0, 0)
-    if not 2 <= bits <= WIDE or active not in (WIDE, 16) or (active == WIDE and bits not in (NARROW, WIDE)):
-        raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
-    size = usual_group([columns]) if group_size is None else group_size
-    tokens = Grid(bits=8, granularity="token") if active == WIDE else None
-    if size == -1 or (tokens is not None and bits == WIDE):
+    tokens = None if name.endswith("a16") else Grid(bits=WIDE, granularity="token")
+    bits, size = SCHEMES[name], usual_group([columns]) if group_size is None else group_size
+    if size == -1 or name in WHOLE:
         return scheme_on(Grid(bits=bits), tokens)
     return scheme_on(Grid(bits=bits, granularity="group", group_size=size), tokens)

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.errors import InputError, one_of
 from compress.runtime.linear import QuantLinear
+from compress.weights.scheme import SCHEMES
 
 DENSE = "dense"
-SCHEMES = (DENSE, "w4a16", "w8a16", "w4a8", "w8a8", "fp8")
+VARIANTS = (DENSE, *SCHEMES)
 
 # name -> what differs from LlamaConfig's defaults. The two Llamas: the config.json of Meta-Llama-3-8B and -70B.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -67,8 +68,8 @@ def config_of(shape: str) -> LlamaConfig:
 
 def random_llama(config: LlamaConfig, scheme: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A Llama of random weights; the linear layers of its blocks rounded to a scheme, unless that is `dense`."""
-    if scheme not in SCHEMES:
-        raise InputError(f"scheme {scheme!r}; allowed: {', '.join(SCHEMES)}")
+    if scheme not in VARIANTS:
+        raise InputError(f"scheme {scheme!r}; allowed: {', '.join(VARIANTS)}")
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(dtype)
     for name, module in list(model.named_modules()):

@@ -6,7 +6,7 @@ import torch
 
 from compress.device import find_device
 from compress.errors import InputError, one_of
-from compress.evaluation.speed.decoder import DENSE, SCHEMES
+from compress.evaluation.speed.decoder import DENSE, VARIANTS
 from compress.kernels.measure import benchmark
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -91,7 +91,7 @@ def model_options(
     """Defaults for what is None, smaller on a CPU. schemes: only of a shape. Raises InputError."""
     names = None
     if schemes is not None:
-        names = tuple(one_of("scheme", name.strip(), SCHEMES) for name in schemes.split(","))
+        names = tuple(one_of("scheme", name.strip(), VARIANTS) for name in schemes.split(","))
         if len(set(names)) < len(names):
             raise InputError(f"--schemes {schemes!r} names one twice")
     batches = parse_numbers("batch", batch) if batch is not None else None

@@ -330,15 +330,17 @@ def test_methods_lists_every_method_in_a_line() -> None:
     assert [line.split()[0] for line in lines] == list(PASSES)
 
 
-def test_methods_gptq_shows_source_and_every_option_with_its_default() -> None:
-    from dataclasses import fields
+def test_methods_gptq_shows_source_and_an_option_a_line_with_its_default_and_what_it_may_be() -> None:
+    from compress.recipe import options_of
 
-    out = command("methods", "gptq").out
-    assert "arXiv 2210.17323" in out
-    defaults = out.split("Defaults: ")[1]
-    for option in fields(compress.GPTQ):
-        assert f"{option.name}={option.default}" in defaults
-        assert re.search(rf"\b{option.name}\b", out.split("Defaults: ")[0])
+    about, _, table = command("methods", "gptq").out.partition("\noption ")
+    assert "arXiv 2210.17323" in about
+    lines = [line.split(maxsplit=2) for line in table.splitlines()[1:] if not line.startswith(" ")]
+    assert [(name, default) for name, default, _ in lines] == [
+        (key, str(field.default).lower()) for key, field in options_of(compress.GPTQ).items()
+    ]
+    assert {name: words for name, _, words in lines}["act_order"].startswith("none, static, group: ")
+    assert max(map(len, table.splitlines())) <= 110
 
 
 def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:

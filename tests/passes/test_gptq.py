@@ -14,9 +14,11 @@ from compress.calibration.hessian import FEW, Hessian, HessianResult
 from compress.comm import Comm
 from compress.errors import CompressError, InputError
 from compress.passes.base import Site
-from compress.passes.gptq import GPTQ, POLISH_DAMP, column_order, drift_correction, gptq, reliability
-from compress.passes.sweep import damped, factorize
-from compress.weights.grid import Grid, Quantized, fit_matrix, quantize
+from compress.passes.columns import POLISH_DAMP, column_order, gptq
+from compress.passes.drift import drift_correction, reliability
+from compress.passes.gptq import GPTQ
+from compress.passes.sweep import damped
+from compress.weights.grid import Grid, Quantized, quantize
 
 STORED = GOLDEN / "gptq.safetensors"
 # Stored settings (tests/golden/make_gptq.py): name -> (grid, bits, group size, act_order). Scales are float16.
@@ -158,17 +160,15 @@ def published_gptq(
     return codes, scale, zero
 
 
-# --- the code under test, as the pass calls it ----------------------------------------------------------------------
+# --- the code under test, as a notebook calls it ----------------------------------------------------------------------
 
 
 def solve(
     weight: Tensor, hessian: Tensor, grid: Grid, act_order: str = "none", stored=torch.float32, **polish
 ) -> tuple[Quantized, Tensor]:
-    order = column_order(hessian.diagonal(), act_order, grid.group_size)
-    ordered = hessian[order][:, order]
-    static = fit_matrix(weight, grid, stored, hessian.diagonal()) if act_order == "static" else None
-    factor = factorize(ordered, DAMP)
-    return gptq(weight, ordered, factor, order, grid=grid, scale_dtype=stored, static=static, **polish)
+    solved = gptq(weight, hessian, grid=grid, damp=DAMP, act_order=act_order, scale_dtype=stored, **polish)
+    assert solved.damp == DAMP
+    return solved.weight, solved.loss_N
 
 
 def assert_same_decisions(quantized: Quantized, published: tuple[Tensor, Tensor, Tensor], bits: int) -> None:
@@ -428,7 +428,7 @@ def test_refit_and_descent_serve_new_tokens_however_few_they_are_fitted_to(shrin
             weight, x = realistic_layer(32, 96, seed, tokens=2000)
             site, hessian = make_site({"a": weight}, x[:tokens], batch=24), mean_square(x[1000:])
             plain, polished = (
-                one._solve(site, one._prepare(site.stats["hessian"]), "gptq")["a"].quantized
+                one._solve(site, one._relied(site.stats["hessian"]), "gptq")["a"].weight
                 for one in (
                     GPTQ(scheme="w4a16", group_size=32, drift=0, clip=False, shrink=shrink, refit=n, sweeps=n)
                     for n in (0, 2)

@@ -74,7 +74,7 @@ def test_a_size_that_is_asked_for_stays_an_error_where_it_does_not_divide() -> N
 
 def test_each_pass_of_a_recipe_has_its_own_size_and_the_plan_states_it() -> None:
     def sizes(*passes: Pass) -> list[int]:
-        return [p.innermost.group_size for p in plan(chain(80, 128, 160, 8), passes).recipe]
+        return [p.group_size for p in plan(chain(80, 128, 160, 8), passes).recipe]
 
     halves = [compress.only(compress.RTN(), "0"), compress.but(compress.RTN(scheme="w3a16"), "0")]
     assert sizes(*halves) == [80, 32]

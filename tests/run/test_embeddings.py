@@ -18,7 +18,7 @@ from compress.checkpoint.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.routes import kernel_rows
 from compress.evaluation.size import inspect_checkpoint, measure_size
-from compress.recipe import describe, parse_recipe
+from compress.recipe import describe, make_pass, parse_recipe
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.embedding import QuantEmbedding, TiedLinear, take_over
 from compress.verification import outputs, probe
@@ -278,12 +278,17 @@ def test_subclasses_go_on_with_their_rows_or_are_refused():
     [
         ({"scheme": "w8a8"}, "rounds inputs, and an embedding is given token ids; allowed: w2a16"),
         ({"scheme": "fp8"}, "rounds inputs"),
-        ({"scheme": "w4a16", "activations": "static"}, "its inputs are not rounded"),
     ],
 )
 def test_what_an_embedding_cannot_have_is_refused(options, message):
     with pytest.raises(InputError, match=message):
         compress.Embeddings(**options)
+
+
+def test_an_embedding_has_no_options_of_inputs():
+    for option in ("activations", "activation_grid", "outputs", "per_channel_inputs", "calibrator", "histograms"):
+        with pytest.raises(InputError, match=f"unknown option of embeddings '{option}'"):
+            make_pass("embeddings", {option: "static"})
 
 
 def test_plans_that_cannot_work_are_refused():

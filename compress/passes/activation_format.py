@@ -1,0 +1,92 @@
+"""The options of a number format of what layers multiply and return, beside that of their weights."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from compress.errors import InputError
+from compress.passes.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
+from compress.weights.grid import Granularity, Grid
+from compress.weights.scheme import WHOLE
+
+Activations = Literal["dynamic", "static"]
+ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
+Outputs = Literal["none", "static"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationFormat(WeightFormat):
+    """A pass that may round the inputs and outputs of its layers to 8 bits, as the scheme says."""
+
+    activations: Activations = "dynamic"
+    """Whether 8-bit inputs are fitted to every token as it comes (of a convolution: every sample), or by
+    calibration."""
+
+    activation_grid: ActivationGrid = "symmetric"
+    """Of static inputs and outputs; unsigned is for inputs that are never negative (after a ReLU), whose outputs are
+    asymmetric."""
+
+    outputs: Outputs = "none"
+    """Whether what a layer returns, bias included, is rounded to 8 bits, too, by a fixed range per tensor."""
+
+    per_channel_inputs: bool = False
+    """A fixed range for each input channel. For research: no format and no kernel holds it, the model stays in
+    memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, allowed in (
+            ("activations", Activations),
+            ("activation_grid", ActivationGrid),
+            ("outputs", Outputs),
+        ):
+            if getattr(self, option) not in get_args(allowed):
+                raise InputError(f"{option} {getattr(self, option)!r}; allowed: {', '.join(get_args(allowed))}")
+        if self.scheme == "fp8" and self.activation_grid != "symmetric":
+            raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme in WHOLE:
+            self._check_dynamic()
+        elif (
+            self.activations != "dynamic"
+            or self.outputs != "none"
+            or self.per_channel_inputs
+            or self.activation_grid != "symmetric"
+        ):
+            hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
+            raise InputError(
+                "activations, activation_grid, outputs and per_channel_inputs are for "
+                f"{' and '.join(WHOLE)}; {self.scheme}: {hint}"
+            )
+
+    def _check_dynamic(self) -> None:
+        if self.activations != "dynamic":
+            return
+        if self.activation_grid != "symmetric":
+            raise InputError(
+                f"activations fitted to every token are symmetric; give activations=static with {self.activation_grid}"
+            )
+        if self.per_channel_inputs:
+            raise InputError(
+                "per_channel_inputs are fixed ranges, and activations are fitted to every token; give "
+                "activations=static with it"
+            )
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.rounds and self.input_grid() is not None
+
+    def input_grid(self) -> Grid | None:
+        """The 8-bit grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
+        asymmetric grid whose zero point is -128."""
+        if self.scheme.endswith("a16"):
+            return None
+        granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
+        return self.activation_grid_of("token" if self.activations == "dynamic" else granularity)
+
+    def output_grid(self) -> Grid | None:
+        """The 8-bit grid of a layer's output; None where it stays as it is."""
+        return self.activation_grid_of("tensor") if self.outputs == "static" else None
+
+    def activation_grid_of(self, granularity: Granularity) -> Grid:
+        """The 8-bit grid of this format with so many scales."""
+        symmetric = self.activation_grid == "symmetric"
+        return Grid(bits=8, symmetric=symmetric, granularity=granularity, type=self.number_type)

@@ -1,0 +1,163 @@
+"""GPTQ as functions of tensors: a weight and the Hessian of its input in, codes out (see `compress.passes.gptq`).
+
+Shapes: N outputs, K inputs, G groups. A notebook needs one call:
+
+    H = X.T @ X / len(X)                                    # of the inputs X [tokens, K] of a layer
+    solved = gptq(layer.weight.data, H, grid=Grid(bits=4, granularity="group", group_size=128))
+    solved.weight.dequantize(), solved.loss_N.sum()         # values [N, K]; tr(E H E^T), E = W - Q
+
+Several weights with one Hessian share what is computed of it: `ordered` once, `solve_ordered` for each.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.passes.polish import GridRule, Polish
+from compress.passes.sweep import Factor, damped, factorize, sweep
+from compress.weights.grid import Grid, Quantized, fit_matrix, to_quantized
+
+ActOrder = Literal["none", "static", "group"]
+DAMP = 0.01
+# However many tokens: just enough damping to divide by the diagonal of H.
+POLISH_DAMP = 1e-6
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A Hessian as a sweep visits it: its columns [K] in that order, itself [K, K] and its damped factor in the order,
+    its diagonal [K] in the layer's own. fixed: scales are fitted before the sweep, not as it comes to a group."""
+
+    order_K: Tensor
+    hessian_KK: Tensor
+    factor: Factor
+    diagonal_K: Tensor
+    fixed: bool
+
+
+@dataclass(frozen=True)
+class Solved:
+    """weight: codes, scales and zero points. loss_N: tr(E H E^T) of each row, H damped as the last step has it. damp:
+    what the sweep's factor needed."""
+
+    weight: Quantized
+    loss_N: Tensor
+    damp: float
+
+
+def gptq(
+    weight_NK: Tensor,
+    hessian_KK: Tensor,
+    *,
+    grid: Grid,
+    damp: float = DAMP,
+    act_order: ActOrder = "none",
+    refit: int = 0,
+    sweeps: int = 0,
+    scale_dtype: torch.dtype | None = None,
+    kept_NK: Tensor | None = None,
+) -> Solved:
+    """Quantize a weight for the least tr(E H E^T). Pure: no rank, no device, no state.
+
+    H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
+    sweeps: rounds of `polish` after the sweep. scale_dtype: that of the stored scales (the weight's own, if not given).
+    kept: bool, which weights are not pruned; the others become exactly 0, whatever they were, and the ones that are
+    kept make up for it as they do for rounding.
+    """
+    work = weight_NK.to(hessian_KK.dtype)
+    seen = ordered(hessian_KK, damp, act_order, grid.group_size)
+    dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
+    return solve_ordered(work, seen, grid=grid, scale_dtype=dtype, kept_NK=kept_NK, refit=refit, sweeps=sweeps)
+
+
+def ordered(hessian_KK: Tensor, damp: float, act_order: ActOrder, group_size: int | None) -> Ordered:
+    """What GPTQ needs of a Hessian. Raises CompressError where no damping makes it positive definite."""
+    diagonal_K = hessian_KK.diagonal()
+    order_K = column_order(diagonal_K, act_order, group_size)
+    in_order = hessian_KK[order_K][:, order_K]
+    return Ordered(order_K, in_order, factorize(in_order, damp), diagonal_K, act_order == "static")
+
+
+def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:
+    """The permutation [K] in which columns are visited; dead columns come last (of their group, for `group`)."""
+    columns = len(diagonal_K)
+    if act_order == "none":
+        return torch.arange(columns, device=diagonal_K.device)
+    if act_order == "static" or group_size is None:
+        return torch.argsort(diagonal_K, descending=True, stable=True)
+    groups = diagonal_K.view(-1, group_size)
+    inside = torch.argsort(groups, dim=1, descending=True, stable=True)
+    outside = torch.argsort(groups.amax(1), descending=True, stable=True)
+    starts = torch.arange(0, columns, group_size, device=diagonal_K.device).unsqueeze(1)
+    return (inside + starts)[outside].reshape(-1)
+
+
+def solve_ordered(
+    weight_NK: Tensor,
+    seen: Ordered,
+    *,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    scale_NG: Tensor | None = None,
+    zero_NG: Tensor | None = None,
+    kept_NK: Tensor | None = None,
+    refit: int = 0,
+    sweeps: int = 0,
+    polish_damp: float = POLISH_DAMP,
+) -> Solved:
+    """`gptq` of rows of a weight, [N, K] in its own column order and the Hessian's dtype.
+
+    scale, zero: fixed beforehand, for rows that share them with others. polish_damp: of H in refit and descent.
+    """
+    if scale_NG is None and (seen.fixed or grid.granularity == "tensor"):
+        survivors = weight_NK if kept_NK is None else weight_NK * kept_NK
+        scale_NG, zero_NG = fit_matrix(survivors, grid, scale_dtype, seen.diagonal_K)
+    kept_KN = None if kept_NK is None else kept_NK[:, seen.order_K].t().contiguous()
+    rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
+    weight = weight_NK[:, seen.order_K]
+    values, loss = sweep(weight, seen.factor, rule)
+    if refit or sweeps:
+        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
+        for step in range(max(refit, sweeps)):
+            if step < refit:
+                state.refit_scales()
+            if step < sweeps:
+                state.descend()
+        loss = state.loss()
+    codes = torch.empty_like(weight)
+    codes[:, seen.order_K] = rule.codes.t()
+    scale, zero = (t.t().contiguous() for t in (rule.scale, rule.zero_point))
+    return Solved(to_quantized(codes, scale, zero, grid, scale_dtype), loss, seen.factor.damp)
+
+
+def grid_rule(
+    weight_NK: Tensor,
+    seen: Ordered,
+    grid: Grid,
+    scale_dtype: torch.dtype,
+    scale_NG: Tensor | None,
+    zero_NG: Tensor | None,
+    kept_KN: Tensor | None,
+) -> GridRule:
+    """How the columns of a weight are rounded, before the first of them is."""
+    rows, columns = weight_NK.shape
+    length = columns if grid.granularity == "tensor" else grid.group_length(columns)
+    group_of = (seen.order_K // length).tolist()
+    groups = columns // length
+    if scale_NG is None or zero_NG is None:
+        scale_GN, zero_GN = weight_NK.new_ones(groups, rows), weight_NK.new_zeros(groups, rows)
+    else:
+        scale_GN, zero_GN = (t.expand(rows, groups).t().contiguous() for t in (scale_NG, zero_NG))
+    return GridRule(
+        grid,
+        scale_dtype,
+        length if scale_NG is None else 0,
+        group_of,
+        seen.hessian_KK.diagonal(),
+        weight_NK.new_empty(columns, rows),
+        scale_GN,
+        zero_GN,
+        kept_KN,
+    )

@@ -1,0 +1,102 @@
+"""The options of a number format of weights: bits, groups, grid and the range of the codes."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+from compress.errors import InputError
+from compress.passes.base import Aspect, Pass
+from compress.weights.grid import DEFAULT_GROUP, Granularity, Grid, NumberType, RangeChoice, suggest_groups, usual_group
+from compress.weights.scheme import SCHEMES, WHOLE
+
+GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
+FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat(Pass):
+    """A pass that writes quantized weights. Scales are stored in the model's own dtype."""
+
+    reads: ClassVar[Aspect] = "dense weight"
+    writes: ClassVar[Aspect] = "quantized weight"
+
+    scheme: str = "w4a16"
+    """w2a16 ... w8a16, w4a8, w8a8, fp8: bits of a weight beside 16-bit inputs; a8 rounds inputs, too (int8), as does
+    fp8 (both e4m3)."""
+
+    group_size: int = 0
+    """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that
+    does not divide all layers 64, 32 or the largest that does."""
+
+    grid: GridName = "signed-scale"
+    """What codes stand for. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
+    asymmetric: has a zero point."""
+
+    per_tensor: bool = False
+    """One scale for the whole matrix."""
+
+    clip: bool = False
+    """Shrink each range to the one of least error (fp8: widen it)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scheme not in SCHEMES:
+            raise InputError(f"scheme {self.scheme!r}; allowed: {', '.join(SCHEMES)} (weight bits 2 to 8)")
+        if self.grid not in get_args(GridName):
+            raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
+        if self.group_size < -1:
+            raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
+        if self.per_tensor and self.group_size > 0:
+            raise InputError(
+                f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
+            )
+        if self.group_size == 0 and (self.per_tensor or self.scheme in WHOLE):
+            object.__setattr__(self, "group_size", -1)
+        if self.scheme == "fp8" and self.grid == "signed-scale":
+            # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
+            object.__setattr__(self, "grid", "symmetric")
+        if self.scheme == "fp8" and self.grid in ("asymmetric", "narrow"):
+            raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme in WHOLE and (self.group_size != -1 or self.grid == "asymmetric"):
+            raise InputError(
+                f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
+                "groups; leave group_size and grid out"
+            )
+        self.weight_grid()
+
+    @property
+    def number_type(self) -> NumberType:
+        return "float" if self.scheme == "fp8" else "int"
+
+    def weight_grid(self) -> Grid:
+        """The grid that these options describe; of groups of 128 while the size is left open (see `fitted`)."""
+        granularity: Granularity = "channel" if self.group_size == -1 else "group"
+        if self.per_tensor:
+            granularity = "tensor"
+        chosen: RangeChoice = "mse" if self.clip else "minmax"
+        return Grid(
+            bits=SCHEMES[self.scheme],
+            symmetric=self.grid != "asymmetric",
+            narrow=self.grid == "narrow",
+            signed_scale=self.grid == "signed-scale",
+            granularity=granularity,
+            group_size=(self.group_size or DEFAULT_GROUP) if granularity == "group" else None,
+            range_choice=chosen,
+            type=self.number_type,
+        )
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        if self.per_tensor or self.group_size <= 0:
+            return
+        bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
+        if bad:
+            widths = {columns for _, columns in shapes.values()}
+            raise InputError(
+                f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of "
+                f"{bad[0]} ({len(bad)} layers in all); {suggest_groups(widths)}"
+            )
+
+    def fitted(self, widths: Collection[int]) -> Pass:
+        """One size for all layers, because not every reader takes several. Where none from 16 up divides the inputs of
+        them all (a CNN whose first layer has 27), it is one scale per output channel."""
+        return self if self.group_size else replace(self, group_size=usual_group(widths))
