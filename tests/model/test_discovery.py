@@ -9,7 +9,8 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from compress.model.calls import Call, without_cache
 from compress.model.discovery import Finder, discover, verify
 from compress.model.excerpt import TOKENS, short_call
-from compress.model.folds import UNTOUCHED, apply, undo
+from compress.model.changes import undo
+from compress.model.folds import UNTOUCHED, apply
 from compress.model.hollow import codes, decode, exponents
 from compress.model.layers import find_stacks
 from compress.model.producers import shared_parameters
