@@ -7,7 +7,7 @@ the edited one has (`intermediate_size` 64 -> 48), or in the same ratio (q has 1
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from compress.errors import InputError, first_line
-from compress.model.changes import Applied, Change, change, changing
+from compress.model.changes import Applied, change, changing
+from compress.model.keep import Coupling
 
 PLAIN = (bool, int, float, str, tuple, type(None))
 PASSING = ("training", "gradient_checkpointing")  # attributes that say how a model is used, not what it is
 Facts = dict[tuple[str, str], Any]  # {(parameter or module, "" for its shape or the attribute): value}
+Differing = dict[tuple[str, str], tuple[Any, Any]]
 Pair = tuple[int, int]
+MOST_FIELDS = 4  # numbers of a configuration that are changed together: heads, key-value heads, head size, blocks
+STATES = 4  # of the search, that are followed at a time
 
 
 @dataclass(frozen=True)
@@ -39,33 +43,50 @@ class Field:
         return config
 
 
-def configure(model: nn.Module, pairs: Collection[Pair] = (), kept: Sequence[int] | None = None) -> Applied:
+Fields = tuple[Field, ...]
+
+
+def configure(
+    model: nn.Module,
+    unread: Collection[tuple[str, str]] = (),
+    pairs: Collection[Pair] = (),
+    kept: Sequence[int] | None = None,
+) -> Applied:
     """Make a model's configuration say what the model is now. Nothing happens for a model without one.
 
-    pairs: numbers (before, after) that no shape shows, of blocks. kept: which blocks of how many are left (pairs);
+    unread: (module, attribute) of copies of the configuration's numbers that may be out of date (`unread_of`).
+    pairs: numbers (before, after) that no shape shows, of blocks. kept: which blocks of how many (pairs) are left;
     lists of the configuration with an element for each are cut. Raises InputError where no configuration was found.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return Applied(())
-    ours = facts_of(model)
-    fields = [] if kept is None else [f for before, _ in pairs for f in _lists(config, before, kept)]
-    differing, said = _differing(model, ours, fields)
-    while differing is None or differing:
-        best: tuple[int, Field] | None = None
-        for moves in _moves(config, fields, differing, pairs):
-            for move in moves:
-                left, problem = _differing(model, ours, [*fields, move])
-                said = said or problem
-                if left is not None and (best is None or len(left) < best[0]):
-                    best = len(left), move
-            if best is not None and (differing is None or best[0] < len(differing)):
-                break
-        if best is None or (differing is not None and best[0] >= len(differing)):
-            raise InputError(_refusal(model, differing, said))
-        fields.append(best[1])
-        differing, _ = _differing(model, ours, fields)
-    return _written(model, config, fields)
+    search = _Search(model, frozenset(unread))
+    lists = () if kept is None else tuple(f for before, _ in pairs for f in _lists(config, before, kept))
+    states = {lists: search.differing(lists)}
+    for _ in range(MOST_FIELDS):
+        fields, differing = next(iter(states.items()))
+        if differing is not None and not differing:
+            return search.written(fields)
+        tried = {}
+        for fields, differing in states.items():
+            for move in _moves(config, fields, differing, pairs):
+                found = search.differing((*fields, move))
+                if found is not None and (differing is None or len(found) < len(differing)):
+                    tried[(*fields, move)] = found
+        best = sorted(tried, key=lambda each: len(tried[each]))[:STATES]
+        if not best:
+            break
+        states = {each: tried[each] for each in best}
+    fields, differing = next(iter(states.items()))
+    if differing is not None and not differing:
+        return search.written(fields)
+    raise InputError(search.refusal(search.differing(lists)))
+
+
+def unread_of(prefix: str, coupling: Coupling) -> list[tuple[str, str]]:
+    """`Coupling.unread` of a block with the name `prefix`, under the names that its modules have in the model."""
+    return [(".".join(filter(None, (prefix, name))), attribute) for name, attribute in coupling.unread]
 
 
 def facts_of(model: nn.Module) -> Facts:
@@ -78,29 +99,62 @@ def facts_of(model: nn.Module) -> Facts:
     return found
 
 
-def _made(model: nn.Module, fields: Sequence[Field]) -> nn.Module:
-    """The model that transformers makes of the configuration with these numbers, without weights."""
-    config = copy.deepcopy(model.config)
-    for field in fields:
-        setattr(field.owner(config), field.name, field.value)
-    with torch.device("meta"):
-        return type(model)(config)
+class _Search:
+    """Compares an edited model with those that transformers would make."""
+
+    def __init__(self, model: nn.Module, unread: frozenset[tuple[str, str]]) -> None:
+        self.model, self.unread = model, unread
+        self.ours = facts_of(model)
+        self.said = ""
+
+    def made(self, fields: Fields) -> nn.Module:
+        """The model of the configuration with these numbers, without weights."""
+        config = copy.deepcopy(self.model.config)
+        for field in fields:
+            setattr(field.owner(config), field.name, listed(field.value))
+        with torch.device("meta"):
+            return type(self.model)(config)
+
+    def differing(self, fields: Fields) -> Differing | None:
+        """{what differs: (in the made model, in ours)}; None where no model can be made."""
+        try:
+            made = facts_of(self.made(fields))
+        except Exception as error:  # noqa: BLE001 - a configuration that its class refuses is none
+            self.said = f"{type(error).__name__}: {first_line(error)}"
+            return None
+        keys = (self.ours.keys() | made.keys()) - self.unread
+        return {k: (made.get(k), self.ours.get(k)) for k in keys if made.get(k) != self.ours.get(k)}
+
+    def written(self, fields: Fields) -> Applied:
+        """Change the model's configuration, and the copies that its modules have of it."""
+        made, modules = facts_of(self.made(fields)), dict(self.model.named_modules())
+        with changing() as done:
+            for name, attribute in sorted(self.unread & made.keys()):
+                if self.ours[name, attribute] != made[name, attribute]:
+                    done.append(change(modules[name], attribute, made[name, attribute]))
+            for field in fields:
+                owner = field.owner(self.model.config)
+                if not hasattr(owner, field.name):
+                    setattr(owner, field.name, None)
+                done.append(change(owner, field.name, listed(field.value)))
+        return Applied(tuple(done))
+
+    def refusal(self, differing: Differing | None) -> str:
+        """Why there is no configuration, with one thing that differs from what today's would make."""
+        start = f"no configuration of {type(self.model).__name__} describes the edited model"
+        if not differing:
+            return f"{start} ({self.said}); leave this edit out"
+        (name, attribute), (made, own) = min(differing.items(), key=lambda each: each[0])
+        what = f"{name}.{attribute}" if attribute else f"the shape of {name}"
+        return (
+            f"{start}: {what} is {own}, and would be {made}; cut every block alike, in heads and channels that the "
+            "configuration counts"
+        )
 
 
-def _differing(model: nn.Module, ours: Facts, fields: Sequence[Field]) -> tuple[dict[Any, Any] | None, str]:
-    """({what differs: (in the made model, in ours)}, ""), or (None, why no model can be made)."""
-    try:
-        made = facts_of(_made(model, fields))
-    except Exception as error:  # noqa: BLE001 - a configuration that its class refuses is none
-        return None, f"{type(error).__name__}: {first_line(error)}"
-    copied = {(getattr(f.owner(model.config), f.name, None), f.value) for f in fields}
-    differing = {}
-    for key in ours.keys() | made.keys():
-        own, other = ours.get(key), made.get(key)
-        # A module's copy of a number that nothing reads may be the old one: `_written` mends it.
-        if own != other and not (key[1] and (own, other) in copied):
-            differing[key] = (other, own)
-    return differing, ""
+def listed(value: Any) -> Any:
+    """A field's value as the configuration has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -110,68 +164,35 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
             yield from _configs(value, (*path, name))
 
 
-def _lists(config: Any, count: int, kept: Sequence[int]) -> list[Field]:
+def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
     """Lists with an element for each block, cut. Those of tokens and classes are about something else."""
-    return [
-        Field(path, name, [value[i] for i in kept])
+    return tuple(
+        Field(path, name, tuple(value[i] for i in kept))
         for path, owner in _configs(config)
         for name, value in vars(owner).items()
         if isinstance(value, list) and len(value) == count and "token" not in name and name != "architectures"
-    ]
+    )
 
 
-def _moves(
-    config: Any, fields: Sequence[Field], differing: Mapping[Any, Any] | None, pairs: Collection[Pair]
-) -> Iterator[list[Field]]:
-    """Numbers that could be changed, the likeliest first: those that are what differs, those that may count it."""
+def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Collection[Pair]) -> Iterator[Field]:
+    """Numbers that could be changed: those that are what differs, those that may count it, those that are missing."""
     wanted = dict.fromkeys(pairs)
-    named: dict[str, Any] = {}
+    named: dict[str, int] = {}
     for (_, attribute), (made, own) in (differing or {}).items():
         sizes = zip(made, own, strict=False) if type(made) is type(own) is tuple else [(made, own)]
         wanted |= dict.fromkeys((a, b) for a, b in sizes if type(a) is type(b) is int and a != b and a > 0)
         if attribute and type(own) is int:
             named[attribute] = own
     taken = {(field.path, field.name) for field in fields}
-    same, counted = [], []
+    found: dict[Field, None] = {}
     for path, owner in _configs(config):
         for name, value in vars(owner).items():
             if name.startswith("_") or (path, name) in taken:
                 continue
             for before, after in wanted:
-                if value is None or (type(value) is int and value == before):
-                    same.append(Field(path, name, after))
+                if value is None:
+                    found[Field(path, name, after)] = None
                 elif type(value) is int and value > 1 and value * after % before == 0 and value * after:
-                    counted.append(Field(path, name, value * after // before))
-        same += [Field(path, n, v) for n, v in named.items() if not hasattr(owner, n) and (path, n) not in taken]
-    yield list(dict.fromkeys(same))
-    yield list(dict.fromkeys(counted))
-
-
-def _written(model: nn.Module, config: Any, fields: Sequence[Field]) -> Applied:
-    made = facts_of(_made(model, fields))
-    modules = dict(model.named_modules())
-    with changing() as done:
-        for (name, attribute), own in facts_of(model).items():
-            if attribute and made[name, attribute] != own:
-                done.append(change(modules[name], attribute, made[name, attribute]))
-        for field in fields:
-            done.append(_set(field.owner(config), field))
-    return Applied(tuple(done))
-
-
-def _set(owner: Any, field: Field) -> Change:
-    if not hasattr(owner, field.name):
-        setattr(owner, field.name, None)
-    return change(owner, field.name, field.value)
-
-
-def _refusal(model: nn.Module, differing: Mapping[Any, Any] | None, said: str) -> str:
-    kind = type(model).__name__
-    if differing is None:
-        return f"no configuration of {kind} describes the edited model ({said}); undo the edit, or keep something else"
-    (name, attribute), (made, own) = min(differing.items())
-    what = f"{name}.{attribute}" if attribute else f"the shape of {name}"
-    return (
-        f"no configuration of {kind} describes the edited model: {what} is {own}, and would be {made}; cut every block "
-        "alike, in heads and channels that its configuration can count"
-    )
+                    found[Field(path, name, value * after // before)] = None
+        found |= dict.fromkeys(Field(path, n, v) for n, v in named.items() if not hasattr(owner, n))
+    yield from found

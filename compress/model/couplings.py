@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from compress.errors import first_line
 from compress.model.calls import Call, evaluating
 from compress.model.changes import undo
+from compress.model.convolution import is_convolution
 from compress.model.dependence import NONE, Dependence, Wiring, dependence_of
 from compress.model.excerpt import in_float32, short_call
 from compress.model.folds import layer_at
-from compress.model.hollow import repeatable, tensors_of
+from compress.model.hollow import hollow_forward, repeatable, tensors_of
 from compress.model.keep import ROLES, Coupling, Keep, Member, Number, channels_between
 from compress.model.layers import Layer, is_layer, obstacle
 from compress.model.producers import ROUNDING, Producer, distance, shared_parameters
@@ -56,12 +57,22 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     """Why a coupling found on another block of the same kind does not hold for this one; empty where it does."""
     with evaluating(block), in_float32(block, short_call(call)) as exact_call:
-        problem = _Trial(block, exact_call, coupling).problem(coupling)
+        problem = _Trial(block, exact_call, layers_of(block), coupling).problem(coupling)
     return [] if problem is None else [problem]
 
 
 def _depthwise(module: nn.Module) -> bool:
-    return is_layer(module) and getattr(module, "groups", 1) == getattr(module, "in_channels", 0) == len(module.weight)
+    return is_convolution(module) and module.groups == module.in_channels == module.out_channels
+
+
+def layers_of(block: nn.Module) -> dict[str, Producer]:
+    """The layers of a block whose rows or inputs may be cut, by name. A depthwise convolution is none of them: it is a
+    number (or some) per channel."""
+    return {
+        name: Producer(module, "linear", Layer(name, module).shape[0])
+        for name, module in block.named_modules()
+        if is_layer(module) and not _depthwise(module) and obstacle(module) is None
+    }
 
 
 class _Search:
@@ -69,11 +80,7 @@ class _Search:
 
     def __init__(self, block: nn.Module, call: Call, shared: set[int]) -> None:
         self.block, self.call = block, call
-        layers = {
-            name: Producer(module, "linear", Layer(name, module).shape[0])
-            for name, module in block.named_modules()
-            if is_layer(module) and not _depthwise(module) and obstacle(module) is None
-        }
+        layers = layers_of(block)
         # Modules that hold one number per channel: norms above all. What has modules inside is no such thing.
         between = {
             name: Producer(module, "norm", channels_between(module))
@@ -101,7 +108,7 @@ class _Search:
         couplings: list[Coupling] = []
         for candidate in alike(dependence, self.wiring.watched.keys()):
             problem = self.unusable(candidate, fixed)
-            result = problem or _Trial(self.block, self.call, candidate).settled()
+            result = problem or _Trial(self.block, self.call, self.wiring.producers, candidate).settled()
             if isinstance(result, Coupling):
                 couplings.append(result)
             else:
@@ -142,12 +149,12 @@ def alike(dependence: Dependence, between: Collection[str]) -> Iterator[Coupling
     kinds, kind_of = counts.unique(dim=1, return_inverse=True)
     for kind, sizes in enumerate(kinds.T):
         members = labels[kind_of == kind]
-        inside: dict[str, list[Member]] = {role: [] for role in ROLES}
+        inside: dict[str, tuple[Member, ...]] = dict.fromkeys(ROLES, ())
         for (role, name, part), size in zip(places, sizes.tolist(), strict=True):
             if size:
-                inside[role].append(Member(name, _index(members, part)))
+                inside[role] += (Member(name, _index(members, part)),)
         if len(members) > 1 and inside["producers"] and inside["consumers"]:
-            yield Coupling(len(members), *(tuple(inside[role]) for role in ROLES))
+            yield Coupling(len(members), inside["producers"], inside["between"], inside["consumers"])
 
 
 def _index(labels: Tensor, part: Tensor) -> Tensor:
@@ -157,17 +164,19 @@ def _index(labels: Tensor, part: Tensor) -> Tensor:
 
 
 class _Trial:
-    """Half of the groups of a coupling cut, beside the block with the inputs of the other half zeroed."""
+    """Half of the groups of a coupling cut: hollow, every layer must read what it did, without the channels that are
+    gone; and the block must compute what it does with the inputs of the other half zeroed."""
 
-    def __init__(self, block: nn.Module, call: Call, coupling: Coupling) -> None:
-        self.block, self.call, self.coupling = block, call, coupling
-        self.kept = torch.arange(0, coupling.groups, 2)
+    def __init__(self, block: nn.Module, call: Call, layers: Mapping[str, Producer], coupling: Coupling) -> None:
+        self.block, self.call, self.layers, self.coupling = block, call, layers, coupling
+        self.edit = Keep(coupling, torch.arange(0, coupling.groups, 2))
+        self.base = hollow_forward(block, call, layers)
         before: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for member in coupling.consumers:
                 parameter = layer_at(block, member.name).parameter
                 before.append((parameter, parameter.data))
-                parameter.data = zeroed(layer_at(block, member.name), Keep(coupling, self.kept).staying(member))
+                parameter.data = zeroed(layer_at(block, member.name), self.edit.staying(member))
             self.expected = self.run()
         finally:
             for parameter, data in reversed(before):
@@ -180,14 +189,33 @@ class _Trial:
 
     def problem(self, coupling: Coupling) -> str | None:
         """Why the cut block computes something else, or nothing."""
-        applied = Keep(coupling, self.kept).apply(self.block)
+        applied = Keep(coupling, self.edit.kept).apply(self.block)
         try:
-            change = distance(self.run(), self.expected)
+            change = self.hollow_harm()
+            change = distance(self.run(), self.expected) if change <= ROUNDING else change
         except Exception as error:  # noqa: BLE001 - a block that does not run so cannot be cut so
             return f"cut, the block does not run: {type(error).__name__}: {first_line(error)}"
         finally:
             undo(applied)
-        return None if change <= ROUNDING else f"cut, the block's output is off by {change:.1e} of its largest value"
+        return None if change <= ROUNDING else f"cut, what the block computes is off by {change:.1e} of the largest"
+
+    def hollow_harm(self) -> float:
+        """How far what the layers of the cut block read is from what they read before."""
+        rows = {member.name: self.edit.staying(member) for member in self.coupling.producers}
+        columns = {member.name: self.edit.staying(member) for member in self.coupling.consumers}
+
+        def given(name: str, output: Tensor) -> Tensor:
+            return output[..., rows[name].to(output.device)] if name in rows else output
+
+        seen = hollow_forward(self.block, self.call, self.layers, given)
+        if seen.inputs.keys() != self.base.inputs.keys():
+            return float("inf")
+        now, before = [], []
+        for (name, index), x in self.base.inputs.items():
+            full, now_rows = self.layers[name].rows(x), self.layers[name].rows(seen.inputs[name, index])
+            now.append(now_rows)
+            before.append(full[:, columns[name].to(full.device)] if name in columns else full)
+        return distance(now, before)
 
     def settled(self) -> Coupling | str:
         """The coupling with the attributes that count its groups, or why it cannot be cut."""
@@ -198,9 +226,22 @@ class _Trial:
             coupling = replace(self.coupling, numbers=numbers)
             problem = self.problem(coupling)
             if problem is None:
-                return coupling
+                others = [(n.module, n.attribute) for n in candidates if n not in numbers]
+                return replace(coupling, unread=tuple(each for each in others if self.ignores(*each)))
             first = first or problem
         return first
+
+    def ignores(self, name: str, attribute: str) -> bool:
+        """Whether the block runs without an attribute of a module."""
+        attributes = vars(self.block.get_submodule(name))
+        value = attributes.pop(attribute)
+        try:
+            self.run()
+        except Exception:  # noqa: BLE001 - whatever it says, it was read
+            return False
+        finally:
+            attributes[attribute] = value
+        return True
 
     def countable(self) -> Sequence[Number]:
         """Attributes of the modules around the members (and in between) that may be multiples of the groups."""

@@ -159,7 +159,7 @@ def _untangle(
             if torch.equal(more_K, grown_K):
                 break
             grown_K = more_K
-        renamed = torch.arange(int(max(part_K.max(), count)) + 1)
+        renamed = torch.arange(count)
         renamed[parts] = count + torch.arange(len(parts))
         count += len(parts)
         found_C &= torch.isin(part_C, parts)

@@ -178,8 +178,9 @@ def changed(base: Seen, seen: Seen, producers: Mapping[str, Producer]) -> dict[s
     for (name, index), before in base.inputs.items():
         rows = producers[name].rows(before.detach())
         after = seen.inputs.get((name, index))
-        same = after is not None and after.shape == before.shape
-        different_K = (rows != producers[name].rows(after)).any(0) if same else torch.ones_like(rows[0]).bool()
+        different_K = torch.ones_like(rows[0], dtype=torch.bool)
+        if after is not None and after.shape == before.shape:
+            different_K = (rows != producers[name].rows(after)).any(0)
         found[name] = found[name] | different_K if name in found else different_K
     return found
 

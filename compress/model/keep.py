@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import InputError
+from compress.errors import CheckpointError, InputError
 from compress.model.changes import DATA, Applied, Change, change, changing
 from compress.model.convolution import is_convolution
 from compress.model.parts import indices
@@ -44,13 +44,18 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Coupling:
-    """What is cut together. The channels of a producer are its rows, those of a consumer its inputs."""
+    """What is cut together. The channels of a producer are its rows, those of a consumer its inputs.
+
+    unread: (module, attribute) of numbers that may count channels, too, but that the block never reads: copies of the
+    configuration, which `model.configured` brings up to date.
+    """
 
     groups: int
     producers: tuple[Member, ...]
     between: tuple[Member, ...]
     consumers: tuple[Member, ...]
     numbers: tuple[Number, ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -72,6 +77,7 @@ class KeepEntry(TypedDict):
     between: list[str]
     consumers: list[str]
     numbers: list[Number]
+    unread: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +124,9 @@ class Keep:
     def entry(self) -> dict[str, Any]:
         """A `KeepEntry`."""
         numbers = [{"module": n.module, "attribute": n.attribute, "each": n.each} for n in self.coupling.numbers]
-        names = {role: [member.name for member in getattr(self.coupling, role)] for role in ROLES}
-        return {"edit": self.kind, "groups": self.coupling.groups, **names, "numbers": numbers}
+        entry = {"edit": self.kind, "groups": self.coupling.groups, "numbers": numbers}
+        entry |= {str(role): [member.name for member in getattr(self.coupling, role)] for role in ROLES}
+        return {**entry, "unread": [list(each) for each in self.coupling.unread]}
 
     def parts(self) -> dict[str, Tensor]:
         """The groups kept, and the group of every channel of every member."""
@@ -135,15 +142,20 @@ class Keep:
         fits(entry, KeepEntry, "an edit that keeps channels")
         groups = entry["groups"]
         members = {
-            role: tuple(
+            str(role): tuple(
                 Member(name, indices(parts, f"{role}.{i}", (None,), OUTSIDE, groups))
                 for i, name in enumerate(entry[role])
             )
             for role in ROLES
         }
         numbers = tuple(Number(**number) for number in entry["numbers"])
-        coupling = Coupling(groups, members["producers"], members["between"], members["consumers"], numbers)
-        return cls(coupling, indices(parts, "kept", (None,), 0, groups))
+        unread = tuple((module, attribute) for module, attribute in entry["unread"])
+        coupling = Coupling(groups, **members, numbers=numbers, unread=unread)
+        kept = indices(parts, "kept", (None,), 0, groups)
+        try:
+            return cls(coupling, kept)
+        except InputError as error:
+            raise CheckpointError(str(error)) from None
 
 
 def _layer_dimension(layer: nn.Module, role: Role) -> int:
@@ -174,15 +186,14 @@ def _cut_layer(layer: nn.Module, staying: Tensor, role: Role) -> list[Change]:
 
 def _cut_between(module: nn.Module, staying: Tensor, role: Role) -> list[Change]:
     """Every tensor and every number of a module that has one per channel."""
-    staying_of = len(staying)
     done: list[Change] = []
     width = channels_between(module)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.ndim > 0 and tensor.shape[0] == width:
             done.append(_cut(tensor, 0, staying))
-    for name, value in vars(module).items():
+    for name, value in list(vars(module).items()):
         if not name.startswith("_") and type(value) is int and value == width:
-            done.append(change(module, name, staying_of))
+            done.append(change(module, name, len(staying)))
     return done
 
 
