@@ -144,7 +144,7 @@ class _Search:
         start = f"no configuration of {type(self.model).__name__} describes the edited model"
         if not differing:
             return f"{start} ({self.said}); leave this edit out"
-        (name, attribute), (made, own) = min(differing.items(), key=lambda each: each[0])
+        (name, attribute), (made, own) = min(differing.items(), key=lambda each: (each[0][1] != "", each[0]))
         what = f"{name}.{attribute}" if attribute else f"the shape of {name}"
         return (
             f"{start}: {what} is {own}, and would be {made}; cut every block alike, in heads and channels that the "

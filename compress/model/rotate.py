@@ -183,7 +183,7 @@ def widest(block: nn.Module, call: Call, fold: Fold) -> int | None:
 def random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
     """[D, D] float32, uniformly distributed: the Q of a QR decomposition with the signs of R's diagonal."""
     q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).float()
+    return (q * r.diagonal().sign()).float().contiguous()
 
 
 def random_hadamard(size: int, generator: torch.Generator) -> Tensor:
@@ -195,6 +195,6 @@ def random_hadamard(size: int, generator: torch.Generator) -> Tensor:
         odd //= 2
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * 0.5**0.5
     if odd > 1:
-        matrix = torch.kron(random_orthogonal(odd, generator).double(), matrix)
+        matrix = torch.kron(random_orthogonal(odd, generator).double().contiguous(), matrix)
     signs = torch.randint(2, (size, 1), generator=generator) * 2 - 1
     return (matrix * signs).float()
