@@ -1,4 +1,4 @@
-"""Cutting a coupling on trial: whether the block then computes what it should, and which attributes count its groups."""
+"""Cutting a coupling on trial: does the block then compute what it should, and which attributes count its groups?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
