@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.model.calls import Call, evaluating
+from compress.model.changes import Applied, undo
 from compress.model.excerpt import in_float32, short_call
-from compress.model.folds import Applied, Consumer, Fold, apply, layer_at, undo
+from compress.model.folds import Consumer, Fold, apply, layer_at
 from compress.model.hollow import (
     Seen,
     codes,
@@ -158,7 +159,11 @@ class _Discoverer:
 
     def hollow(self, scaled: str | None = None, scale_C: Tensor | None = None) -> Seen:
         self.probes += 1
-        return hollow_forward(self.block, self.call, self.producers, scaled, scale_C)
+
+        def given(name: str, output: Tensor) -> Tensor:
+            return output if name != scaled or scale_C is None else output * scale_C.to(output.device, output.dtype)
+
+        return hollow_forward(self.block, self.call, self.producers, given)
 
     def readers(self, name: str, base: Seen) -> tuple[tuple[Consumer, ...], str | None]:
         """The layers that read a producer as a scale, or why it cannot be folded into its readers."""

@@ -16,13 +16,16 @@ per channel out of the fold, and several times that in a norm that multiplies by
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from compress.errors import InputError
+from compress.model.changes import DATA, Applied, change
 from compress.model.layers import Layer
+from compress.model.parts import indices, numbers
+from compress.schema import fits
 
 Kind = Literal["norm", "norm_plus_one", "linear"]
 Merge = Literal["max", "mean"]
@@ -65,19 +68,9 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Edit:
-    """One parameter's data before and after."""
+class Folding(Applied):
+    """What `apply` did, and the scales that are in the weights now (rounded, 1 where nobody reads)."""
 
-    parameter: nn.Parameter
-    before: Tensor
-    after: Tensor
-
-
-@dataclass(frozen=True)
-class Applied:
-    """What `apply` did: the edits, and the scales that are in the weights now (rounded, 1 where nobody reads)."""
-
-    edits: tuple[Edit, ...]
     scale_C: Tensor
 
 
@@ -125,7 +118,7 @@ def layer_at(block: nn.Module, name: str) -> Layer:
 
 def apply(
     block: nn.Module, fold: Fold, scale_C: Tensor, stored_dtypes: Mapping[str, torch.dtype] | None = None
-) -> Applied:
+) -> Folding:
     """Fold scales [C] into a block's parameters (`.data`, full tensors), computed in float32 or better.
 
     stored_dtypes: by parameter name inside the block, the dtype in which the model stores it, where that is not its
@@ -148,28 +141,15 @@ def apply(
     else:
         stored = (stored_dtypes or {}).get(f"{fold.producer}.weight", weight.dtype)
         divided, scale_C = divided_norm(weight.data, scale_C, fold.kind == "norm_plus_one", stored)
-    edits = [_edit(weight, divided)]
+    done = [change(weight, DATA, divided)]
     if bias is not None:
-        edits.append(_edit(bias, (bias.data.to(working) / scale_C).to(bias.dtype)))
+        done.append(change(bias, DATA, (bias.data.to(working) / scale_C).to(bias.dtype)))
     for consumer in fold.consumers:
         layer = layer_at(block, consumer.name)
         scale_K = spread_scales(scale_C, consumer.channel_of_K).to(layer.weight.device)
         product_NK = (layer.weight.to(working) * scale_K).to(layer.weight.dtype)
-        edits.append(_edit(layer.parameter, layer.stored(product_NK)))
-    return Applied(tuple(edits), scale_C)
-
-
-def _edit(parameter: nn.Parameter, after: Tensor) -> Edit:
-    edit = Edit(parameter, parameter.data, after)
-    parameter.data = after
-    return edit
-
-
-def undo(applied: Applied) -> None:
-    """Put back, bit for bit, what was there before. Folds of a block are undone in reverse order."""
-    for edit in reversed(applied.edits):
-        assert edit.parameter.data_ptr() == edit.after.data_ptr(), "the parameter was replaced after the fold"
-        edit.parameter.data = edit.before
+        done.append(change(layer.parameter, DATA, layer.stored(product_NK)))
+    return Folding(tuple(done), scale_C)
 
 
 @dataclass
@@ -182,9 +162,70 @@ class FoldRecord:
     figures: dict[str, float | int | str] = field(default_factory=dict)
 
 
+class FoldEntry(TypedDict):
+    """A fold as JSON has it; the maps of its consumers are tensors, named by their numbers."""
+
+    edit: str
+    producer: str
+    kind: Kind
+    channels: int
+    consumers: list[str]
+
+
+def fold_entry(fold: Fold, edit: str) -> dict[str, Any]:
+    """The `FoldEntry` of an edit along a fold."""
+    consumers = [consumer.name for consumer in fold.consumers]
+    return {
+        "edit": edit,
+        "producer": fold.producer,
+        "kind": fold.kind,
+        "channels": fold.channels,
+        "consumers": consumers,
+    }
+
+
+def fold_parts(fold: Fold) -> dict[str, Tensor]:
+    """The channel maps of the consumers: copies, as two edits may share a fold, which safetensors refuses."""
+    return {str(i): c.channel_of_K.cpu().clone().contiguous() for i, c in enumerate(fold.consumers)}
+
+
+def read_fold(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Fold:
+    """The fold of an entry. Raises CheckpointError for what is none."""
+    fits(entry, FoldEntry, "an edit along a fold")
+    channels = entry["channels"]
+    consumers = tuple(
+        Consumer(name, indices(parts, str(i), (None,), UNTOUCHED, channels))
+        for i, name in enumerate(entry["consumers"])
+    )
+    return Fold(entry["producer"], entry["kind"], channels, consumers)
+
+
 @dataclass(frozen=True)
-class Folded:
-    """A fold that was applied to a block, with the scales that were asked for: enough to do it again."""
+class Scale:
+    """The edit: a fold and the scales [C] that were asked for, enough to apply it again."""
+
+    kind: ClassVar[str] = "scale"
 
     fold: Fold
     scale_C: Tensor
+
+    def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Folding:
+        """`apply`, of the block."""
+        return apply(module, self.fold, self.scale_C, stored_dtypes)
+
+    def entry(self) -> dict[str, Any]:
+        """A `FoldEntry`."""
+        return fold_entry(self.fold, self.kind)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The scales and the maps."""
+        return {"scale": self.scale_C.cpu().clone().contiguous(), **fold_parts(self.fold)}
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Scale":
+        """What was stored. Raises CheckpointError for what is no scale edit."""
+        fold = read_fold(entry, parts)
+        return cls(fold, numbers(parts, "scale", (fold.channels,)))
+
+
+Folded = Scale  # what it is called where blocks are rewritten and written

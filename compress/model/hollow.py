@@ -13,7 +13,7 @@ seen with both signs, so that functions linear on one side only (ELU) show.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,15 +29,15 @@ from compress.model.producers import Producer, distance
 LARGEST_EXPONENT = 96  # 2^96 leaves 2^31 for what a channel's values are multiplied with before float32 overflows
 INTEGER_TOLERANCE = 1e-3  # far above float32's rounding in a backward pass, far below what chance would produce
 
+NOBODY: Mapping[str, Producer] = {}
+
 
 @dataclass
 class Seen:
-    """What a hollow forward saw: the input of every call of a producer, what the block returned, and the given
-    outputs of the producer that was followed."""
+    """What a hollow forward saw: the input of every call of a producer, and what the block returned."""
 
     inputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-    followed: list[Tensor] = field(default_factory=list)
 
     @property
     def reached(self) -> set[str]:
@@ -80,36 +80,44 @@ def given_output(seed: str, leading: torch.Size, channels: int) -> Tensor:
     return (magnitude * sign).reshape(*leading, channels)
 
 
+def as_given(name: str, output: Tensor) -> Tensor:
+    """The given output of a producer as it is."""
+    return output
+
+
 def hollow_forward(
     block: nn.Module,
     call: Call,
     producers: Mapping[str, Producer],
-    scaled: str | None = None,
-    scale_C: Tensor | None = None,
-    follow: str | None = None,
+    given: Callable[[str, Tensor], Tensor] = as_given,
+    gradients: bool = False,
+    watched: Mapping[str, Producer] = NOBODY,
 ) -> Seen:
-    """Run the block hollow. `scaled`: the producer whose given outputs are multiplied by scale_C. `follow`: the one
-    whose given outputs the returned tensors can be differentiated by."""
+    """Run the block hollow. given: what takes the place of a producer's given output [..., C]. gradients: whether
+    what is seen can be differentiated by it. watched: modules that compute as ever, and whose inputs are seen, too."""
     seen = Seen()
-    counts = dict.fromkeys(producers, 0)
+    counts = dict.fromkeys((*producers, *watched), 0)
 
-    def stand_in(name: str, *args: Any, **kwargs: Any) -> Tensor:
+    def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, int]:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         index, counts[name] = counts[name], counts[name] + 1
         if x.numel() > 0:  # an expert that is called without a token has not been seen
             seen.inputs[name, index] = x.clone()  # the block may go on to change it in place
-        channels = producers[name].channels
-        given = given_output(f"{name}/{index}", x.shape[:-1], channels).to(x.device, x.dtype)
-        if name == scaled:
-            assert scale_C is not None
-            given = given * scale_C.to(x.device, x.dtype)
-        if name == follow:
-            seen.followed.append(given.requires_grad_())
-            return given.clone()  # a leaf must not be changed in place
-        return given
+        return x, index
+
+    def stand_in(name: str, *args: Any, **kwargs: Any) -> Tensor:
+        x, index = note(name, args, kwargs)
+        producer = producers[name]
+        output = given_output(f"{name}/{index}", producer.leading(x), producer.channels).to(x.device, x.dtype)
+        return producer.arranged(given(name, output))
+
+    def look(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        note(name, args, kwargs)
+        return forward(*args, **kwargs)
 
     forwards = {p.module: partial(stand_in, name) for name, p in producers.items()}
-    with repeatable(block), replaced_forwards(forwards), torch.set_grad_enabled(follow is not None):
+    forwards |= {p.module: partial(look, name, p.module.forward) for name, p in watched.items()}
+    with repeatable(block), replaced_forwards(forwards), torch.set_grad_enabled(gradients):
         seen.outputs = tensors_of(block(*call.args, **call.kwargs))
     return seen
 
@@ -163,6 +171,20 @@ def compare(base: Seen, seen: Seen, producers: dict[str, Producer]) -> tuple[dic
     return changes, None
 
 
+def changed(base: Seen, seen: Seen, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
+    """{layer: which of its inputs [K] changed at all, in any token of any call}: dependence, where `compare` asks for
+    scales."""
+    found: dict[str, Tensor] = {}
+    for (name, index), before in base.inputs.items():
+        rows = producers[name].rows(before.detach())
+        after = seen.inputs.get((name, index))
+        different_K = torch.ones_like(rows[0], dtype=torch.bool)
+        if after is not None and after.shape == before.shape:
+            different_K = (rows != producers[name].rows(after)).any(0)
+        found[name] = found[name] | different_K if name in found else different_K
+    return found
+
+
 def codes(channels: int) -> list[Tensor]:
     """Exponents [C] for each of as few probes as it takes to tell the channels apart; 0 is left for `untouched`."""
     count = 1
@@ -199,7 +221,15 @@ def scalable_channels(block: nn.Module, call: Call, producers: Mapping[str, Prod
     quotients by x_j is, for a channel that is only scaled, the number of inputs that read it, and a number without
     meaning for the others: one backward pass per token tells. Its answer is a guess, to be confirmed by probing.
     """
-    seen = hollow_forward(block, call, producers, follow=name)
+    followed: list[Tensor] = []
+
+    def leaf(producer: str, output: Tensor) -> Tensor:
+        if producer != name:
+            return output
+        followed.append(output.requires_grad_())
+        return output.clone()  # a leaf must not be changed in place
+
+    seen = hollow_forward(block, call, producers, leaf, gradients=True)
     good_C = torch.ones(producers[name].channels, dtype=torch.bool)
     readers_C = torch.zeros(producers[name].channels)
     for (reader, _), x in seen.inputs.items():
@@ -210,9 +240,9 @@ def scalable_channels(block: nn.Module, call: Call, producers: Mapping[str, Prod
         # Not the first token: attention over one token does not depend on queries and keys.
         for row in {len(rows) - 1, len(rows) // 2, len(rows) // 3}:
             quotient = (rows[row] / rows[row].detach()).sum()
-            slopes = torch.autograd.grad(quotient, seen.followed, retain_graph=True, allow_unused=True)
+            slopes = torch.autograd.grad(quotient, followed, retain_graph=True, allow_unused=True)
             count_C = torch.zeros_like(readers_C)
-            for given, slope in zip(seen.followed, slopes, strict=True):
+            for given, slope in zip(followed, slopes, strict=True):
                 if slope is not None:
                     count_C += (given * slope).detach().reshape(-1, len(count_C)).sum(0).cpu()
             whole_C = count_C.round()

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from compress.model.convolution import geometry_of, is_convolution, output_sizes
 from compress.model.folds import Kind, divided_norm
 from compress.model.layers import Layer, is_linear
 
 ROUNDING = 2.0**-16  # a norm that multiplies by 1 + w cannot hold every power of two exactly in float32
 LARGEST_SHIFT = 6  # factors up to 2^6: whatever does not scale is far from the result that scaling would have
+
+CHANNELS_SECOND = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.PReLU)  # torch counts channels along dimension 1
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,27 @@ class Producer:
     @property
     def is_linear(self) -> bool:
         return self.kind == "linear"
+
+    def leading(self, x: Tensor) -> torch.Size:
+        """The shape of its output for an input, without the channels."""
+        if not is_convolution(self.module):
+            return x.shape[:-1]
+        geometry = geometry_of(self.module)
+        spatial = len(geometry.kernel)
+        return torch.Size((*x.shape[: -spatial - 1], *output_sizes(x.shape[-spatial:], geometry)))
+
+    def arranged(self, output: Tensor) -> Tensor:
+        """An output [..., C] with its channels where the module has them."""
+        return output.movedim(-1, -1 - len(geometry_of(self.module).kernel)) if is_convolution(self.module) else output
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Its input as rows of channels [M, K]."""
+        axis = x.ndim - 1
+        if is_convolution(self.module):
+            axis -= len(geometry_of(self.module).kernel)
+        elif isinstance(self.module, CHANNELS_SECOND) and x.ndim > 2:
+            axis = 1
+        return x.movedim(axis, -1).reshape(-1, x.shape[axis])
 
 
 def shared_parameters(model: nn.Module) -> set[int]:

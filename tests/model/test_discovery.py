@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from blocks import answer, block_calls, first_block, inputs, livelier
 from models import FAMILIES, GATED, build, tokens
 from torch import nn
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from compress.model.calls import Call, without_cache
+from compress.model.calls import Call
+from compress.model.changes import undo
 from compress.model.discovery import Finder, discover, verify
 from compress.model.excerpt import TOKENS, short_call
-from compress.model.folds import UNTOUCHED, apply, undo
+from compress.model.folds import UNTOUCHED, apply
 from compress.model.hollow import codes, decode, exponents
 from compress.model.layers import find_stacks
 from compress.model.producers import shared_parameters
@@ -72,53 +74,8 @@ EXPECTED = {
 }
 
 
-def inputs(kind, samples=3, length=20):
-    ids = tokens(samples, length)
-    if kind == "t5":
-        return {"input_ids": ids, "decoder_input_ids": tokens(samples, 18, seed=2), "use_cache": False}
-    return {"input_ids": ids}
-
-
-def livelier(model):
-    """Norms and biases as training leaves them, not all alike."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
-def block_calls(model, batch):
-    """The call of every block in a forward of the model."""
-    found = {}
-
-    def note(name):
-        def hook(_, args, kwargs):
-            found[name] = Call(args, kwargs, 0 if args else "hidden_states", None)
-
-        return hook
-
-    hooks = [
-        block.register_forward_pre_hook(note(name), with_kwargs=True)
-        for stack in find_stacks(model)
-        for name, block in stack.blocks
-    ]
-    with torch.no_grad(), without_cache(model):
-        model(**batch)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 def names(folds):
     return {fold.producer: sorted(c.name for c in fold.consumers) for fold in folds}
-
-
-def answer(model, batch):
-    with torch.no_grad():
-        out = model(**batch)
-    return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -145,12 +102,6 @@ def test_every_family_allows_these_folds_and_none_changes_its_answer(kind):
     for done in reversed(applied):
         undo(done)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def first_block(kind, model=None, batch=None):
-    model = model or livelier(build(kind))
-    ((name, block), *_) = find_stacks(model)[0].blocks
-    return block, block_calls(model, batch or inputs(kind))[name]
 
 
 def only_fold(found, producer):

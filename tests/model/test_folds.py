@@ -6,6 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
+from compress.model.changes import undo
 from compress.model.folds import (
     UNTOUCHED,
     Consumer,
@@ -14,7 +15,6 @@ from compress.model.folds import (
     divided_norm,
     reduce_scales,
     spread_scales,
-    undo,
     usable_scales,
 )
 
