@@ -1,0 +1,87 @@
+"""A format and a method that are nobody's here, in one file: written, verified, resumed, loaded, shown, evaluated."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from commands import StopAfterOne, command, last_line
+from places import ROOT
+
+import compress
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import stored_in, weight_of
+from compress.errors import CheckpointError
+from compress.recipe import make_pass
+from compress.runtime.linear import SumLinear
+from compress.weights.formats import FORMATS
+
+MODULE = "somebodys_low_rank"
+LINES = 60
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The example, as a module of its own somewhere else; its format is forgotten afterwards."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    shutil.copy(ROOT / "recipes" / "low_rank.py", folder / f"{MODULE}.py")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delitem(FORMATS, "low-rank", raising=False)
+    sys.modules.pop(MODULE, None)
+    yield MODULE
+    FORMATS.pop("low-rank", None)
+    sys.modules.pop(MODULE, None)
+
+
+def test_it_is_a_file_of_sixty_lines() -> None:
+    assert len((ROOT / "recipes" / "low_rank.py").read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["quantize", llama, "--method", f"{module}:LowRankAndCodes", "--set", "rank=4", "--group-size", "32"]
+    method = make_pass(f"{module}:LowRankAndCodes", {"rank": 4, "group_size": 32})
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, method, output=out, reporter=StopAfterOne())
+    outcome = command(*words, "--output", out, "--resume")
+    assert outcome.code == 0, outcome.err
+    whole = tmp_path / "whole"
+    compress.quantize(llama, method, output=whole, verify=False)
+    assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    record = json.loads((out / "compress.json").read_text())
+    assert record["verification"]["layers"] == len(record["layers"]) == 14
+    assert "sums of terms" in record["verification"]["transformers"]
+    assert "compressed-tensors cannot express 14 layers" in outcome.err
+
+    stored = stored_in(find_source(str(out)))
+    assert {str(layer.scheme) for layer in stored.layers.values()} == {"w4a16 g32 symmetric + low-rank rank 4"}
+    model = compress.load(out)
+    layers = [m for m in model.modules() if isinstance(m, SumLinear)]
+    assert len(layers) == 14
+    name, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, SumLinear))
+    assert torch.equal(layer.dequantize(), weight_of(find_source(str(out)), name).dequantize())
+
+    shown = command("inspect", out)
+    assert shown.out.count("w4a16 g32 symmetric + low-rank rank 4") == 14
+    assert "low-rank has no kernel" in command("inspect", out, "--kernels").out
+    measured = command("evaluate", out, "--reference", llama, "--text", text_file, "--length", "16", "--json", "-")
+    assert measured.code == 0, measured.err
+    assert json.loads(measured.out)["kl_mean"] >= 0
+
+    # In a process that has not imported the module, what to do is said, and done.
+    FORMATS.pop("low-rank")
+    sys.modules.pop(module)
+    find_source(str(out))
+    refused = command("verify", out)
+    assert refused.code == 2
+    assert f"--plugin {module}" in last_line(refused)
+    with pytest.raises(CheckpointError, match="the format 'low-rank' of the module somebodys_low_rank"):
+        compress.load(out)
+    assert command("verify", out, "--plugin", module).code == 0
+    assert command("verify", out, "--plugin", "no_such_module").code == 2
