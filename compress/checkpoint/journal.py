@@ -22,16 +22,11 @@ KIND, FORMAT = "unfinished run", 3
 Files = dict[str, dict[str, str]]  # {file: {tensor: SHA-256}}
 
 
-class NotedFold(TypedDict):
-    producer: str
-    kind: str
-    channels: int
-    consumers: list[str]
+class EditPlace(TypedDict):
+    """The edits of a block: their entries (`model.edits`), and the file of their tensors."""
 
-
-class FoldPlace(TypedDict):
     file: str
-    folds: list[NotedFold]
+    edits: list[dict[str, Any]]
 
 
 class Block(TypedDict):
@@ -43,7 +38,7 @@ class Block(TypedDict):
     ranges: list[RangeRecord]
     left_alone: dict[str, str]
     fold_records: list[FoldRecord]
-    folds: FoldPlace | None
+    edits: EditPlace | None
     caches: dict[str, CacheScheme]
 
 

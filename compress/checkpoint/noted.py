@@ -5,20 +5,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.checkpoint.record import Finished, LayerRecord, RangeRecord
 from compress.checkpoint.stored import read_weight
-from compress.model.folds import Consumer, Fold, Folded, FoldRecord
+from compress.model.edits import Edit, read_edit
+from compress.model.folds import FoldRecord
 from compress.weights.caches import CacheCodes, CacheScheme
 from compress.weights.decision import Decision
 from compress.weights.scheme import Scheme, read_entry
 
 
-def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, folds: Any) -> dict[str, Any]:
+def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, edits: Any) -> dict[str, Any]:
     """The entry of a block: schemes of the layers that are stored as such, the files of its tensors, and what
-    is said about its folds."""
+    is said about its edits."""
     entries = {name: scheme.entry() for name, scheme in schemes.items()}
     return {
         "files": files,
@@ -27,12 +28,12 @@ def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, folds: A
         "ranges": [asdict(r) for r in finished.ranges],
         "left_alone": dict(finished.left_alone),
         "fold_records": [asdict(r) for r in finished.fold_records],
-        "folds": folds,
+        "edits": edits,
         "caches": {n: asdict(c.scheme) for n, c in finished.caches.items()},
     }
 
 
-def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], folded: Sequence[Folded]) -> Finished:
+def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequence[Edit]) -> Finished:
     """Inverse of `note`. Raises CheckpointError that names the tensor at fault."""
     records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
     shapes = {record.name: record.shape for record in records}
@@ -52,29 +53,19 @@ def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], folded: Seq
         caches[name] = CacheCodes.read(CacheScheme(**noted), held)
     described = [FoldRecord(**record) for record in entry["fold_records"]]
     ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
-    return Finished(decided, records, entry["left_alone"], folded, described, ranges, caches)
+    return Finished(decided, records, entry["left_alone"], edits, described, ranges, caches)
 
 
-def folds_of(folded: Sequence[Folded]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """What a resumed run needs to fold again: tensors, and what names them."""
-    tensors, noted = {}, []
-    for i, each in enumerate(folded):
-        # Copies: two passes that use one fold share its maps, which safetensors refuses.
-        tensors[f"{i}.scale"] = each.scale_C.clone().contiguous()
-        maps = (c.channel_of_K.cpu().clone().contiguous() for c in each.fold.consumers)
-        tensors |= {f"{i}.{j}": channel_of_K for j, channel_of_K in enumerate(maps)}
-        fold = each.fold
-        consumers = [c.name for c in fold.consumers]
-        noted.append({"producer": fold.producer, "kind": fold.kind, "channels": fold.channels, "consumers": consumers})
-    return tensors, noted
+def edits_of(edits: Sequence[Edit]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """What a resumed run needs to apply edits again: tensors, and the entries that they belong to."""
+    tensors = {f"{i}.{name}": part for i, edit in enumerate(edits) for name, part in edit.parts().items()}
+    return tensors, [edit.entry() for edit in edits]
 
 
-def read_folds(folds: Sequence[Mapping[str, Any]], path: Path) -> list[Folded]:
-    """Inverse of `folds_of`."""
-    folded = []
-    with safe_open(path, framework="pt") as file:
-        for i, noted in enumerate(folds):
-            consumers = tuple(Consumer(n, file.get_tensor(f"{i}.{j}")) for j, n in enumerate(noted["consumers"]))
-            fold = Fold(noted["producer"], noted["kind"], noted["channels"], consumers)
-            folded.append(Folded(fold, file.get_tensor(f"{i}.scale")))
-    return folded
+def read_edits(entries: Sequence[Mapping[str, Any]], path: Path) -> list[Edit]:
+    """Inverse of `edits_of`, the tensors from a file. Raises CheckpointError for what is no edit."""
+    tensors = load_file(path)
+    return [
+        read_edit(entry, {name.removeprefix(f"{i}."): t for name, t in tensors.items() if name.startswith(f"{i}.")})
+        for i, entry in enumerate(entries)
+    ]

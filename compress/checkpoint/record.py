@@ -9,7 +9,8 @@ from torch import Tensor
 from compress.calibration.calibrators import Range
 from compress.calibration.histogram import merged, merged_edge, pooled
 from compress.checkpoint.coverage import Coverage
-from compress.model.folds import Folded, FoldRecord
+from compress.model.edits import Edit
+from compress.model.folds import FoldRecord
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.progress import Reporter
@@ -116,13 +117,13 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), the folds before them, records,
+    """A block that is done: its decisions (values [N, K] where the codes are not kept), the edits before them, records,
     reasons and ranges, and how its attentions keep keys and values."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
     left_alone: Mapping[str, str]
-    folded: Sequence[Folded] = ()
+    edits: Sequence[Edit] = ()
     fold_records: Sequence[FoldRecord] = ()
     ranges: Sequence[RangeRecord] = ()
     caches: Mapping[str, CacheCodes] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from compress.checkpoint.assembly import Assembly, describe
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum
 from compress.checkpoint.journal import PROGRESS, Files, Journal
-from compress.checkpoint.noted import folds_of, note, read_folds, restore
+from compress.checkpoint.noted import edits_of, note, read_edits, restore
 from compress.checkpoint.record import Finished
 from compress.checkpoint.together import Together, readable
 from compress.comm import Comm
@@ -76,10 +76,10 @@ class Writer:
         entry = self.blocks.get(block)
         if entry is None:
             return None
-        tensors, folds = self._read(entry["files"]), entry["folds"]
-        with readable(f"the folds of the unfinished run in {self.place.blocks}"):
-            folded = [] if folds is None else read_folds(folds["folds"], self.place.blocks / folds["file"])
-        return restore(entry, tensors, folded)
+        tensors, noted = self._read(entry["files"]), entry["edits"]
+        with readable(f"the edits of the unfinished run in {self.place.blocks}"):
+            edits = [] if noted is None else read_edits(noted["edits"], self.place.blocks / noted["file"])
+        return restore(entry, tensors, edits)
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
@@ -97,13 +97,13 @@ class Writer:
         for record in finished.records:
             record.figures["sha256"] = checksum(decided[record.name].sum.dequantize())
         schemes = {name: scheme_of(*_rounded(layers[name], decision)) for name, decision in stored.items()}
-        files, folds = self._saved(f"block-{len(self.blocks):05d}", mine), None
-        if finished.folded:
-            file = f"folds-{len(self.blocks):05d}.safetensors"
-            tensors, noted = folds_of(finished.folded)
+        files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
+        if finished.edits:
+            file = f"edits-{len(self.blocks):05d}.safetensors"
+            tensors, noted = edits_of(finished.edits)
             self.together.first(file, lambda: save_file(tensors, self.place.blocks / file))
-            folds = {"file": file, "folds": noted}
-        self.journal.blocks[block] = note(finished, schemes, files, folds)
+            edits = {"file": file, "edits": noted}
+        self.journal.blocks[block] = note(finished, schemes, files, edits)
         self._note()
 
     def complete(

@@ -226,6 +226,3 @@ class Scale:
         """What was stored. Raises CheckpointError for what is no scale edit."""
         fold = read_fold(entry, parts)
         return cls(fold, numbers(parts, "scale", (fold.channels,)))
-
-
-Folded = Scale  # what it is called where blocks are rewritten and written

@@ -17,7 +17,8 @@ from compress.calibration.calibrators import Range
 from compress.calibration.collect import collected, collected_outputs
 from compress.checkpoint.record import Finished, LayerRecord
 from compress.model.calls import Arrival
-from compress.model.folds import Folded, FoldRecord
+from compress.model.edits import Edit
+from compress.model.folds import FoldRecord
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import Pass
@@ -66,13 +67,13 @@ class BlockRun:
         self.made: dict[str, Decision] = {}
         self.records: list[LayerRecord] = []
         self.ranges = RangeNotes()
-        self.folded: list[Folded] = []
+        self.edits: list[Edit] = []
         self.fold_records: list[FoldRecord] = []
         self.caches: dict[str, CacheCodes] = {}
 
     def repeat(self, before: Finished) -> None:
         """Make of the block again what an earlier run has made of it."""
-        repeat(self.opened, before.folded)
+        repeat(self.opened, before.edits)
         for name, decided in before.decided.items():
             self.versions.install(self.layers[name], decided)
         for name, codes in before.caches.items():
@@ -140,8 +141,8 @@ class BlockRun:
 
         suspended_forward(self.opened.block, calls, sites, visit, (), self.versions)
         record.block_forwards += len(calls)
-        folded, records = folds.rescale(p, observed, set(self.made))
-        self.folded += folded
+        edits, records = folds.rescale(p, observed, set(self.made))
+        self.edits += edits
         self.fold_records += records
 
     def observe(self, p: Pass, structure: Structure, wanted: Sequence[str], last: bool) -> dict[str, Decision]:
@@ -240,4 +241,4 @@ class BlockRun:
         left_alone = self.run.record.left_alone
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
-        return Finished(self.made, self.records, alone, self.folded, self.fold_records, ranges, self.caches)
+        return Finished(self.made, self.records, alone, self.edits, self.fold_records, ranges, self.caches)

@@ -11,7 +11,8 @@ from typing import Any
 from compress.comm import Comm
 from compress.model.calls import Call
 from compress.model.discovery import Discovery, Finder
-from compress.model.folds import Fold, Folded, FoldRecord, apply, usable_scales
+from compress.model.edits import Edit
+from compress.model.folds import Fold, FoldRecord, Scale, usable_scales
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import FoldSite, Pass, Reader
@@ -50,12 +51,12 @@ class BlockFolds:
 
     def rescale(
         self, p: Pass, observed: Mapping[str, Observed], decided: Collection[str]
-    ) -> tuple[list[Folded], list[FoldRecord]]:
+    ) -> tuple[list[Edit], list[FoldRecord]]:
         """Ask the pass for the scale of each fold that serves its layers (`observed`), and apply it.
 
         decided: layers whose codes are fixed, which no fold may touch.
         """
-        done: list[Folded] = []
+        done: list[Edit] = []
         records: list[FoldRecord] = []
         for fold in self.folds:
             producer, consumers = self.prefix + fold.producer, self._consumers(fold)
@@ -65,8 +66,9 @@ class BlockFolds:
             fitted = p.fitted({reader.weight.shape[1] for reader in readers.values()})
             scaling = fitted.scaling(FoldSite(readers, fold.channels, self.comm))
             scale_C = usable_scales(scaling.scale_C.float())
-            apply(self.opened.block, fold, scale_C, self.opened.dtypes)
-            done.append(Folded(fold, scale_C.cpu()))
+            scale = Scale(fold, scale_C)
+            scale.apply(self.opened.block, self.opened.dtypes)
+            done.append(Scale(fold, scale_C.cpu()))
             records.append(FoldRecord(producer, consumers, p.name, dict(scaling.figures)))
         return done, records
 
@@ -95,7 +97,7 @@ class FoldFinder:
         return BlockFolds(opened, prefix, discovery.folds, discovery.rejected, self.comm)
 
 
-def repeat(opened: Opened, folded: Sequence[Folded]) -> None:
-    """Apply again, to the original block, the folds of an earlier run: the same scales give the same bits."""
-    for each in folded:
-        apply(opened.block, each.fold, each.scale_C, opened.dtypes)
+def repeat(opened: Opened, edits: Sequence[Edit]) -> None:
+    """Apply again, to the original block, the edits of an earlier run, which gives the same bits."""
+    for edit in edits:
+        edit.apply(opened.block, opened.dtypes)
