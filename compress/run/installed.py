@@ -62,7 +62,8 @@ class Versions:
         self.caches: list[RoundCache] = []
 
     def add(self, parameter: nn.Parameter, new: Tensor) -> None:
-        self.pairs.append((parameter, parameter.data, new))
+        original = next((old for changed, old, _ in self.pairs if changed is parameter), parameter.data)
+        self.pairs = [pair for pair in self.pairs if pair[0] is not parameter] + [(parameter, original, new)]
         parameter.data = new
 
     def keep_codes(self, attention: nn.Module, codes: CacheCodes) -> None:

@@ -52,12 +52,16 @@ class _Run:
     reference: bool
     rescaler: Rescaler
     ranges: list[RangeRecord] = field(default_factory=list)  # of the block at hand
+    decided: dict[str, Decision] = field(default_factory=dict)  # of the block at hand, by earlier passes
+    before: dict[str, Tensor] = field(default_factory=dict)  # its layers that are pruned, as they were
     repeated: set[str] = field(default_factory=set)  # blocks that an earlier run had finished
 
     def install(self, layer: Layer, decided: Decision | Tensor, versions: Versions) -> None:
         """Give a layer the values [N, K] that its codes stand for."""
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
+        if isinstance(decided, Decision) and decided.kept is not None:
+            self.before.setdefault(layer.name, layer.weight)
         versions.add(parameter, layer.stored(values.to(parameter.device, parameter.dtype)))
         if isinstance(decided, Decision):
             if decided.inputs is not None:
@@ -79,12 +83,18 @@ class _Run:
             if not bool(torch.isfinite(weight).all()):
                 raise CompressError(f"{name} has non-finite weights; the model is damaged")
         scale_dtypes = self.scale_dtypes(names, layers, opened)
+        decided = {n: self.decided[n] for n in names if n in self.decided}
+        before = {n: self.before[n] for n in names if n in self.before}
+        site = Site(weights, {}, scale_dtypes, self.comm, decided, before)
         parts = []
         for i, part in enumerate(stats):
-            rows = {n: w.unflatten(0, (len(stats), -1))[i] for n, w in weights.items()}
-            fitted = p.fitted({weight.shape[1] for weight in rows.values()})
-            parts.append(fitted.apply(Site(rows, part, scale_dtypes, self.comm)))
-        return {n: joined([made[n] for made in parts]) for n in parts[0]}
+            heights = {n: len(w) // len(stats) for n, w in weights.items()}
+            rows = site.rows({n: slice(i * height, (i + 1) * height) for n, height in heights.items()})
+            fitted = p.fitted({weight.shape[1] for weight in weights.values()})
+            parts.append(fitted.apply(replace(rows, stats=part)))
+        made = {n: joined([part[n] for part in parts]) for n in parts[0]}
+        # A mask stays with the layer, whatever is decided about it afterwards.
+        return {n: d if d.kept is not None else replace(d, kept=site.kept(n)) for n, d in made.items()}
 
     @staticmethod
     def scale_dtypes(names: Sequence[str], layers: Mapping[str, Layer], opened: Opened) -> dict[str, torch.dtype]:
@@ -186,6 +196,7 @@ class _Run:
                 self.repeated.add(name)
                 return self.propagate(block, calls, reference, versions)
             made_here: dict[str, Decision] = {}
+            self.decided, self.before = made_here, {}
             records = []
             self.ranges.clear()
             folded: list[Folded] = []

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from compress.weights.grid import Quantized
 from compress.weights.rounding import ActivationCodes
@@ -12,12 +13,14 @@ from compress.weights.rounding import ActivationCodes
 @dataclass(frozen=True)
 class Decision:
     """What a pass decided for one layer, as data: the codes of its weight, how its input and its output are rounded
-    (None: they are not), and the figures that its report shows."""
+    (None: they are not), and the figures that its report shows. kept: bool [N, K], which weights are not pruned (None:
+    all of them); later passes leave the others at zero."""
 
     weight: Quantized
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
     inputs: ActivationCodes | None = None
     outputs: ActivationCodes | None = None
+    kept: Tensor | None = None
 
 
 def joined(parts: Sequence[Decision]) -> Decision:
