@@ -46,6 +46,7 @@ class AWQ(FoldThenRound):
     """AWQ, then rounding to nearest."""
 
     name: ClassVar[str] = "awq"
+    keeps_zeros: ClassVar[bool] = True
 
     clip: bool = True
     """Try for each row the range of least error, too, and keep what serves its outputs better."""

@@ -6,7 +6,7 @@ there are, it cannot tell. To add a pass: one file beside this one, one line in 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +19,8 @@ from compress.model.folds import Merge, reduce_scales
 from compress.weights.decision import Decision
 from compress.weights.rounding import ActivationCodes
 
-Aspect = Literal["dense weight", "quantized weight"]
+# A weight with a mask is dense, and some of it is zero for good.
+Aspect = Literal["dense weight", "mask", "quantized weight"]
 # What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
 Treats = Literal["layers", "embeddings", "caches"]
 
@@ -28,13 +29,38 @@ Treats = Literal["layers", "embeddings", "caches"]
 class Site:
     """Layers that read one tensor: name -> weight [N, K] in the working dtype, and the finished statistics by name.
 
-    scale_dtypes gives the dtype in which each layer's scales are stored.
+    scale_dtypes gives the dtype in which each layer's scales are stored. decided: what earlier passes of the run have
+    decided about layers; before: what the weights of those that were pruned had been, [N, K].
     """
 
     weights: Mapping[str, Tensor]
     stats: Mapping[str, Any]
     scale_dtypes: Mapping[str, torch.dtype]
     comm: Comm
+    decided: Mapping[str, Decision] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, layer: str) -> Tensor | None:
+        """Bool [N, K], which weights of a layer no earlier pass has pruned; None: all."""
+        return self.decided[layer].kept if layer in self.decided else None
+
+    def wanted(self, layer: str) -> Tensor:
+        """The weight whose outputs a layer should have still: of a pruned one what it was before."""
+        return self.before.get(layer, self.weights[layer])
+
+    def rows(self, parts: Mapping[str, slice]) -> "Site":
+        """The site with some rows of some layers; those that `parts` does not name are left out."""
+        decided = {n: d for n, d in self.decided.items() if n in parts}
+        return replace(
+            self,
+            weights={n: self.weights[n][rows] for n, rows in parts.items()},
+            scale_dtypes={n: self.scale_dtypes[n] for n in parts},
+            decided={
+                n: replace(d, weight=d.weight.rows(parts[n]), kept=None if d.kept is None else d.kept[parts[n]])
+                for n, d in decided.items()
+            },
+            before={n: self.before[n][rows] for n, rows in parts.items() if n in self.before},
+        )
 
 
 @dataclass(frozen=True)
@@ -96,6 +122,8 @@ class Pass:
     treats: ClassVar[Treats] = "layers"
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "dense weight"
+    # Whether weights that an earlier pass has pruned (`Site.kept`) stay exactly zero.
+    keeps_zeros: ClassVar[bool] = False
 
     where: tuple[Filter, ...] = ()
 

@@ -32,6 +32,8 @@ Departs from the paper:
   single codes while that lowers the loss (`passes.polish`). Free to move every code, they fit noise more than the
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
+- a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it as they
+  do for rounding (as in SparseGPT, arXiv 2301.00774, for a mask that is given).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
@@ -39,7 +41,7 @@ Departs from the authors' code:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -68,6 +70,7 @@ class GPTQ(QuantizeWeights):
     """GPTQ with input-drift correction."""
 
     name: ClassVar[str] = "gptq"
+    keeps_zeros: ClassVar[bool] = True
 
     damp: float = 0.01
     """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
@@ -127,8 +130,8 @@ class GPTQ(QuantizeWeights):
                 chosen = borne_out(site, statistics.halves, self._by_every_solution)
         decisions = {}
         for solution in sorted(set(chosen.values())):
-            weights = {n: w for n, w in site.weights.items() if chosen[n] == solution}
-            for name, solved in self._solve(replace(site, weights=weights), relied, solution).items():
+            part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
+            for name, solved in self._solve(part, relied, solution).items():
                 figures = self._figures(site, name, solved, relied)
                 decisions[name] = Decision(solved.weight, {**figures, "solution": solution}, inputs.get(name))
         return {name: decisions[name] for name in site.weights}
@@ -155,28 +158,34 @@ class GPTQ(QuantizeWeights):
     def _solve(self, site: Site, relied: "Relied", solution: Solution) -> dict[str, "Aimed"]:
         """The site's layers by one solution."""
         hessian, grid = relied.hessian, self.weight_grid()
-        weights = {n: w.to(hessian.dtype) for n, w in site.weights.items()}
+        weights = {n: site.wanted(n).to(hessian.dtype) for n in site.weights}
         if solution == "rounding":
-            nearest = grid.with_range("minmax")
-            return {n: Aimed(quantize(w, nearest, site.scale_dtypes[n]), w, 0.0) for n, w in weights.items()}
+            return {n: Aimed(self._nearest(site, n, hessian.dtype), w, 0.0) for n, w in weights.items()}
         aims = {n: (w, 0.0) for n, w in weights.items()}
         if relied.correction is not None and solution == "gptq":
             how = (relied.correction, hessian, self.drift, self.shrink)
             aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
-        rows = {n: self._rows(target, site.scale_dtypes[n]) for n, (target, _) in aims.items()}
+        pruned = any(site.kept(n) is not None for n in site.weights)
+        rows = {n: self._rows(site, n, target, pruned) for n, (target, _) in aims.items()}
         codes = solve_stacked(site, rows, grid, partial(self._solve_rows, relied))
         return {n: Aimed(codes[n], target, share) for n, (target, share) in aims.items()}
 
-    def _rows(self, target_NK: Tensor, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """The arguments of `solve_ordered` that have a row for each output of a layer."""
-        if not self.per_tensor:
-            return {"weight_NK": target_NK}
-        scale, zero = fit_matrix(target_NK, self.weight_grid(), scale_dtype)
-        return {
-            "weight_NK": target_NK,
-            "scale_NG": scale.expand(len(target_NK), 1),
-            "zero_NG": zero.expand(len(target_NK), 1),
-        }
+    def _nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized:
+        """A layer's weight, as it is now, rounded to nearest."""
+        return quantize(site.weights[name].to(dtype), self.weight_grid().with_range("minmax"), site.scale_dtypes[name])
+
+    def _rows(self, site: Site, name: str, target_NK: Tensor, pruned: bool) -> dict[str, Tensor]:
+        """The arguments of `solve_ordered` that have a row for each output of a layer. pruned: some layer of the site
+        is."""
+        rows, survivors = {"weight_NK": target_NK}, target_NK
+        if pruned:
+            kept = site.kept(name)
+            rows["kept_NK"] = torch.ones_like(target_NK, dtype=torch.bool) if kept is None else kept
+            survivors = target_NK * rows["kept_NK"]
+        if self.per_tensor:
+            scale, zero = fit_matrix(survivors, self.weight_grid(), site.scale_dtypes[name])
+            rows |= {"scale_NG": scale.expand(len(target_NK), 1), "zero_NG": zero.expand(len(target_NK), 1)}
+        return rows
 
     def _solve_rows(
         self,
@@ -184,6 +193,7 @@ class GPTQ(QuantizeWeights):
         weight_NK: Tensor,
         scale_NG: Tensor | None = None,
         zero_NG: Tensor | None = None,
+        kept_NK: Tensor | None = None,
         *,
         scale_dtype: torch.dtype,
     ) -> Quantized:
@@ -194,6 +204,7 @@ class GPTQ(QuantizeWeights):
             scale_dtype=scale_dtype,
             scale_NG=scale_NG,
             zero_NG=zero_NG,
+            kept_NK=kept_NK,
             refit=self.refit,
             sweeps=self.sweeps,
             polish_damp=relied.polish_damp,
@@ -202,8 +213,7 @@ class GPTQ(QuantizeWeights):
 
     def _figures(self, site: Site, name: str, solved: "Aimed", relied: "Relied") -> dict[str, float | int | str]:
         hessian, target = relied.hessian, solved.target
-        weight = site.weights[name].to(hessian.dtype)
-        nearest = quantize(weight, self.weight_grid().with_range("minmax"), site.scale_dtypes[name])
+        nearest = self._nearest(site, name, hessian.dtype)
         energy = quadratic(site.comm, target, hessian) or 1.0
         loss, rtn_loss = (
             quadratic(site.comm, target - q.dequantize(hessian.dtype), hessian) / energy

@@ -5,7 +5,6 @@ included. Half the tokens serve a solution worse than all of them, so what passe
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -30,13 +29,12 @@ def borne_out(
 
     `solve(site, statistics)` gives (solution, codes of all layers), the most careful solution first.
     """
-    rows = {n: w[:: -(-len(w) // JUDGED_ROWS)] for n, w in site.weights.items()}
-    part = replace(site, weights=rows)
-    losses: dict[str, dict[S, list[float]]] = {n: {} for n in rows}
+    part = site.rows({n: slice(None, None, -(-len(w) // JUDGED_ROWS)) for n, w in site.weights.items()})
+    losses: dict[str, dict[S, list[float]]] = {n: {} for n in site.weights}
     for fitted, judge in zip(halves, reversed(halves), strict=True):
         for solution, solved in solve(part, fitted):
             for name, quantized in solved.items():
-                loss = loss_on(site.comm, rows[name].to(judge.hessian.dtype), quantized, judge)
+                loss = loss_on(site.comm, part.wanted(name).to(judge.hessian.dtype), quantized, judge)
                 losses[name].setdefault(solution, []).append(loss)
     return {name: boldest(found) for name, found in losses.items()}
 

@@ -20,6 +20,7 @@ class RTN(QuantizeWeights):
     """Round to nearest."""
 
     name: ClassVar[str] = "rtn"
+    keeps_zeros: ClassVar[bool] = True
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self.weight_grid(), self.input_codes(site))

@@ -45,6 +45,7 @@ class SmoothQuant(FoldThenRound):
     """SmoothQuant, then rounding to nearest."""
 
     name: ClassVar[str] = "smoothquant"
+    keeps_zeros: ClassVar[bool] = True
 
     scheme: str = "w8a8"
     alpha: float = -1.0

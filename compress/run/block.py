@@ -23,7 +23,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import Pass
 from compress.passes.kv_cache import KVCache
-from compress.run.decide import decide
+from compress.run.decide import Decided, decide
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
 from compress.run.remarks import RangeNotes, layer_record
@@ -64,7 +64,7 @@ class BlockRun:
         self.structure: Structure | None = None
         self.versions = Versions()
         self.forwarded = False
-        self.made: dict[str, Decision] = {}
+        self.decided = Decided()
         self.records: list[LayerRecord] = []
         self.ranges = RangeNotes()
         self.edits: list[Edit] = []
@@ -113,10 +113,16 @@ class BlockRun:
         else:
             made = {}
             for name in wanted:
-                made |= decide(p, [self.layers[name]], self.opened, self.run.comm)
-                self.versions.install(self.layers[name], made[name])
-        self.made |= made
+                made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
+                self.install(name, made[name])
+        self.decided.decisions |= made
         self.records += [layer_record(p, self.layers[name], decision) for name, decision in made.items()]
+
+    def install(self, name: str, decision: Decision) -> None:
+        """Give a layer the values that were decided."""
+        if decision.kept is not None:
+            self.decided.before.setdefault(name, self.layers[name].weight)
+        self.versions.install(self.layers[name], decision)
 
     def sites(self, structure: Structure, names: Collection[str]) -> list[list[Layer]]:
         """The sites of the block, of the layers of these names."""
@@ -141,7 +147,7 @@ class BlockRun:
 
         suspended_forward(self.opened.block, calls, sites, visit, (), self.versions)
         record.block_forwards += len(calls)
-        edits, records = folds.rescale(p, observed, set(self.made))
+        edits, records = folds.rescale(p, observed, set(self.decided.decisions))
         self.edits += edits
         self.fold_records += records
 
@@ -182,9 +188,9 @@ class BlockRun:
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
-        decisions = decide(p, site, self.opened, self.run.comm, statistics)
+        decisions = decide(p, site, self.opened, self.run.comm, statistics, self.decided)
         for name, decision in decisions.items():
-            self.versions.install(self.layers[name], decision)
+            self.install(name, decision)
         rounded = {name: decision for name, decision in decisions.items() if decision.inputs is not None}
         decisions |= self.ranges.of_layers(statistics[0], rounded, "input")
         return self.with_outputs(p, decisions, arrivals)
@@ -241,4 +247,4 @@ class BlockRun:
         left_alone = self.run.record.left_alone
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
-        return Finished(self.made, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+        return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)

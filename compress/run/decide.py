@@ -1,9 +1,11 @@
 """Asking a pass about the layers of a site."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compress.comm import Comm
 from compress.errors import CompressError
@@ -13,8 +15,21 @@ from compress.passes.base import Pass, Site
 from compress.weights.decision import Decision, joined
 
 
+@dataclass
+class Decided:
+    """What earlier passes have decided about layers, and what the weights of those that they pruned had been."""
+
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+
+
 def decide(
-    p: Pass, site: Sequence[Layer], opened: Opened, comm: Comm, statistics: Sequence[Mapping[str, Any]] = ({},)
+    p: Pass,
+    site: Sequence[Layer],
+    opened: Opened,
+    comm: Comm,
+    statistics: Sequence[Mapping[str, Any]] = ({},),
+    earlier: Decided | None = None,
 ) -> dict[str, Decision]:
     """What the pass decides about the layers of a site; with several sets of statistics, it is asked about as many
     parts of each layer. Raises CompressError for weights that are not finite."""
@@ -23,9 +38,16 @@ def decide(
         if not bool(torch.isfinite(weight).all()):
             raise CompressError(f"{name} has non-finite weights; the model is damaged")
     scale_dtypes = {layer.name: opened.dtype_of(layer.parameter) for layer in site}
+    before = Decided() if earlier is None else earlier
+    decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
+    was = {name: before.before[name] for name in weights if name in before.before}
+    whole = Site(weights, {}, scale_dtypes, comm, decisions, was)
+    fitted = p.fitted({weight.shape[1] for weight in weights.values()})
+    heights = {name: len(weight) // len(statistics) for name, weight in weights.items()}
     parts = []
     for i, seen in enumerate(statistics):
-        rows = {name: weight.unflatten(0, (len(statistics), -1))[i] for name, weight in weights.items()}
-        fitted = p.fitted({weight.shape[1] for weight in rows.values()})
-        parts.append(fitted.apply(Site(rows, seen, scale_dtypes, comm)))
-    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+        rows = whole.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
+        parts.append(fitted.apply(replace(rows, stats=seen)))
+    made = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    # A mask stays with the layer, whatever is decided about it afterwards.
+    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}

@@ -76,7 +76,8 @@ class Versions:
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         parameter = layer.parameter
         new = layer.stored(values.to(parameter.device, parameter.dtype))
-        self.weights.append((parameter, parameter.data, new))
+        before = next((old for changed, old, _ in self.weights if changed is parameter), parameter.data)
+        self.weights = [each for each in self.weights if each[0] is not parameter] + [(parameter, before, new)]
         parameter.data = new
         if isinstance(decided, Decision) and decided.inputs is not None:
             self._input_of(layer).codes = decided.inputs

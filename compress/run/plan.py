@@ -188,6 +188,7 @@ def _check(plan: Plan) -> None:
     if not everything:
         raise InputError("no layer is left to compress; ignore less")
     quantized_by: dict[str, Pass] = {}
+    pruned_by: dict[str, Pass] = {}
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
         if not wanted:
@@ -208,6 +209,14 @@ def _check(plan: Plan) -> None:
                     f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
                     f"quantized before it; {advice}"
                 )
+            pruning = pruned_by.get(layer.name)
+            if pruning is not None and not p.keeps_zeros:
+                raise InputError(
+                    f"{p.name!r} does not keep the zeros of {layer.name}, which {pruning.name!r} has pruned before it; "
+                    f"put {p.name!r} first or give them different layers (`only`, `but`)"
+                )
+            if p.writes == "mask":
+                pruned_by[layer.name] = p
             if p.writes == "quantized weight":
                 quantized_by[layer.name] = p
 

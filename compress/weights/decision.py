@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Summand, Weight
 
@@ -14,13 +17,15 @@ class Decision:
     """What a pass decided for one layer, as data.
 
     weight: codes, another term, or a sum of several (`compress.weights.terms`). figures: what its report shows. inputs,
-    outputs: how what the layer is given and what it returns are rounded (None: they are not).
+    outputs: how what the layer is given and what it returns are rounded (None: they are not). kept: bool [N, K], which
+    weights are not pruned (None: all of them); later passes leave the others at zero.
     """
 
     weight: Summand | Weight
     figures: Figures = field(default_factory=dict)
     inputs: ActivationCodes | None = None
     outputs: ActivationCodes | None = None
+    kept: Tensor | None = None
 
     @property
     def sum(self) -> Weight:
@@ -41,4 +46,10 @@ def joined(parts: Sequence[Decision]) -> Decision:
             figures[key] = ", ".join(sorted({str(value) for value in values}))
     if "dead_channels" in figures:
         figures["dead_channels"] = sum(int(part.figures["dead_channels"]) for part in parts)
-    return Decision(Weight.stacked([part.sum for part in parts]), {**figures, "groups": len(parts)}, parts[0].inputs)
+    masks = [part.kept for part in parts if part.kept is not None]
+    return Decision(
+        Weight.stacked([part.sum for part in parts]),
+        {**figures, "groups": len(parts)},
+        parts[0].inputs,
+        kept=torch.cat(masks) if masks else None,
+    )

@@ -18,6 +18,7 @@ from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.where import but, only
+from compress.weights.decision import Decision
 from compress.weights.grid import quantize
 
 # One instance per pass, with the options that make it exact to repeat; the grid is set by each test.
@@ -214,6 +215,19 @@ def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
         assert torch.isfinite(decision.weight.dequantize()).all()
         assert torch.isfinite(decision.weight.scale).all()
         assert all(math.isfinite(f) for f in decision.figures.values() if not isinstance(f, str))
+
+
+@every_layout
+@pytest.mark.parametrize("one", [one for one in PASSES if one.keeps_zeros], ids=describe)
+def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
+    one, x = replace(one, **layout), make_inputs()
+    before = make_weights()
+    kept = {name: weight.abs() > weight.abs().median() for name, weight in before.items()}
+    site = make_site(one, {name: weight * kept[name] for name, weight in before.items()}, x)
+    decided = {n: Decision(quantize(site.weights[n], one.weight_grid()), kept=kept[n]) for n in kept}
+    for name, decision in one.apply(replace(site, decided=decided, before=before)).items():
+        assert torch.all(decision.weight.dequantize()[~kept[name]] == 0)
+        assert torch.isfinite(decision.weight.scale).all()
 
 
 @every_pass

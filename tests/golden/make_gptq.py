@@ -1,6 +1,6 @@
 """Writes gptq.safetensors: a small layer and what the published GPTQ algorithm decides for it.
 
-The decisions come from `published_gptq` in tests/passes/test_gptq.py, a transcription of arXiv 2210.17323 that
+The decisions come from `published_gptq` in tests/support/published.py, a transcription of arXiv 2210.17323 that
 shares no code with `compress`. Run from the repository root, by hand and only to change the stored settings:
 
     python tests/golden/make_gptq.py
@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-for folder in ("support", "passes"):
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-from test_gptq import GOLDEN_SETTINGS, STORED, mean_square, published_gptq, realistic_layer  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from published import GOLDEN_SETTINGS, STORED, mean_square, published_gptq, realistic_layer
 
 ROWS, COLUMNS, SEED = 6, 48, 7
 
