@@ -29,7 +29,7 @@ from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
 from compress.run.residency import Residency
 from compress.run.restore import hooks_and_buffers, naming, undone, values
-from compress.run.storable import notes_for_readers
+from compress.run.storable import notes_for_readers, notes_on_dense
 from compress.verification import verified
 
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
@@ -143,12 +143,8 @@ class Job:
     def complete(self, sink: Writer) -> None:
         """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
         schemes = sink.schemes()
-        if dense := sink.dense_layers():
-            kinds = sorted({type(self.model.get_submodule(name)).__name__ for name in dense})
-            self.note(
-                f"{len(dense)} layers are stored dense, with their compressed values: "
-                f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk"
-            )
+        for note in notes_on_dense(sink.dense_layers(), self.model, self.plan):
+            self.note(note)
         for note in notes_for_readers(schemes, self.plan):
             self.note(note)
         config, companions = configuration(self.model, self.source)

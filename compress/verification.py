@@ -51,19 +51,19 @@ def check_record(source: Source) -> int:
     # Before tensors had checksums of their own, only the values of compressed layers did.
     check_tensors(source, record.get("tensors"))
     for layer in record["layers"]:
-        if checksum(_values(source, layer["name"])) != layer["figures"].get("sha256"):
+        if layer["figures"].get("sha256") not in map(checksum, _values(source, layer["name"])):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
     return len(record["layers"])
 
 
-def _values(source: Source, layer: str) -> Tensor:
-    """The values [N, K] of a layer, compressed or stored dense."""
+def _values(source: Source, layer: str) -> list[Tensor]:
+    """The values [N, K] of a layer; of one that is stored dense, as they lie and transposed: Conv1D has [K, N]."""
     if layer in stored_in(source).layers:
-        return weight_of(source, layer).dequantize()
+        return [weight_of(source, layer).dequantize()]
     if f"{layer}.weight" not in source.weights:
         raise CheckpointError(f"{layer} is in {RECORD} but not in the checkpoint")
     dense = source.weights.tensor(f"{layer}.weight")
-    return dense.t() if dense.ndim == 2 else dense.flatten(1)  # Conv1D, transposed, or a convolution
+    return [dense, dense.t()] if dense.ndim == 2 else [dense.flatten(1)]
 
 
 def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:

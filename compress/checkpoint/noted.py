@@ -40,8 +40,7 @@ def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequ
     decided: dict[str, Decision | Tensor] = {}
     for name, noted in entry["layers"].items():
         if noted is None:
-            dense = tensors[f"{name}.weight"]
-            decided[name] = dense.t() if dense.ndim == 2 else dense.flatten(1)
+            decided[name] = tensors[f"{name}.weight"]
             continue
         scheme = read_entry(noted, name)
         parts = {key: tensors[full] for key in scheme.parts(*shapes[name]) if (full := f"{name}.{key}") in tensors}

@@ -117,8 +117,8 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (values [N, K] where the codes are not kept), the edits before them, records,
-    reasons and ranges, and how its attentions keep keys and values."""
+    """A block that is done: its decisions (the weight as it is stored, where that is all that is known of one), the
+    edits before them, records, reasons and ranges, and how its attentions keep keys and values."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]

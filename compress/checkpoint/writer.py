@@ -84,7 +84,7 @@ class Writer:
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
-        stored = {name: d for name, d in decided.items() if layers[name].has_format}
+        stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
         owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})

@@ -72,10 +72,12 @@ class Versions:
         self._handles: dict[RoundInput | RoundOutput, RemovableHandle] = {}
 
     def install(self, layer: Layer, decided: Decision | Tensor) -> None:
-        """From now on a layer has the values [N, K] that its codes stand for, and rounds its input and output."""
-        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
+        """From now on a layer has the values [N, K] that were decided (a tensor: the weight as it is stored), and rounds
+        its input and output."""
         parameter = layer.parameter
-        new = layer.stored(values.to(parameter.device, parameter.dtype))
+        values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
+        values = values.to(parameter.device, parameter.dtype)
+        new = layer.stored(values) if isinstance(decided, Decision) else values
         before = next((old for changed, old, _ in self.weights if changed is parameter), parameter.data)
         self.weights = [each for each in self.weights if each[0] is not parameter] + [(parameter, before, new)]
         parameter.data = new

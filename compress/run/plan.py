@@ -237,6 +237,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
     """What a plan will compress; what is `stored` needs a format."""
     treated = plan.treated
     layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
-    dense = {layer.name for layer in layers if stored and not layer.has_format}
+    quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
+    dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in quantized)}
     reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
     return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons)

@@ -1,7 +1,7 @@
 """What compressed-tensors cannot express is refused before the work; what readers should know is said after it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -58,6 +58,20 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
         )
     size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return cache_entry(plan.kv.scheme, size)
+
+
+def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Why layers that were treated are stored dense."""
+    formless = {layer.name for layers in plan.layers.values() for layer in layers if not layer.has_format}
+    without = sorted(formless.intersection(names))
+    if without:
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in without})
+        yield (
+            f"{len(without)} layers are stored dense, with their compressed values: "
+            f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk"
+        )
+    if pruned := len(names) - len(without):
+        yield f"{pruned} layers are stored dense: a zero takes as much space as another number"
 
 
 def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:

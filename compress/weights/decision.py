@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compress.weights.dense import Dense
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Summand, Weight
 
@@ -31,6 +32,11 @@ class Decision:
     def sum(self) -> Weight:
         """The weight as a sum of terms."""
         return self.weight if isinstance(self.weight, Weight) else Weight((self.weight,))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the weight is numbers and nothing else, which a checkpoint has as it always had them."""
+        return len(self.sum.terms) == 1 and isinstance(getattr(self.sum.terms[0], "format", None), Dense)
 
 
 def joined(parts: Sequence[Decision]) -> Decision:

@@ -11,9 +11,10 @@ from typing import Any
 from compress.errors import CheckpointError, InputError
 from compress.schema import fits
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.dense import Dense
 from compress.weights.terms import Format
 
-FORMATS: dict[str, type[Format]] = {f.kind: f for f in (Packed, Int8Rows, Int8Table, Float8Rows)}
+FORMATS: dict[str, type[Format]] = {f.kind: f for f in (Packed, Int8Rows, Int8Table, Float8Rows, Dense)}
 OURS = frozenset(FORMATS)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import compress
 from compress.errors import InputError
+from compress.model.layers import Layer
 from compress.passes.base import Aspect, Pass, Site
 from compress.passes.columns import gptq
 from compress.passes.gptq import GPTQ
@@ -230,12 +231,14 @@ def test_a_mask_stays_with_a_layer_whatever_is_decided_about_it_afterwards():
 
 def test_a_layer_that_is_decided_twice_has_one_original():
     """The reference stream runs through what it was before the mask."""
-    parameter, versions = torch.nn.Parameter(torch.zeros(2, 2)), Versions()
+    linear, versions = torch.nn.Linear(2, 2, bias=False), Versions()
+    torch.nn.init.zeros_(linear.weight)
     for value in (1.0, 2.0):
-        versions.add(parameter, torch.full((2, 2), value))
-    for original, value in ((True, 0), (False, 2), (True, 0)):
-        versions.use_original(original)
-        assert torch.all(parameter == value)
+        versions.install(Layer("linear", linear), torch.full((2, 2), value))
+    for _ in range(2):
+        with versions.original():
+            assert torch.all(linear.weight == 0)
+        assert torch.all(linear.weight == 2)
 
 
 def test_a_pass_that_does_not_keep_zeros_is_refused_before_any_work():
