@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from combinations import every
 
 from compress.calibration.hessian import FEW, Hessian
 from compress.calibration.stats import ChannelAbsMax, ChannelMean, MinMax
@@ -64,7 +65,7 @@ def merged(mine, other):
     return mine
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@every("split", SPLITS)
 def test_hessian_does_not_depend_on_the_batches(split):
     x, reference = tokens(), tokens(seed=1)
     result = observed(Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True), x, split, reference).result()
@@ -165,7 +166,7 @@ def test_hessian_without_reference_has_no_drift():
     assert result.contrast is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every("dtype", [torch.bfloat16, torch.float16])
 def test_hessian_of_16_bit_inputs_is_summed_in_float32(dtype):
     x = (tokens() / 1000).to(dtype)
     result = observed(Hessian(CHANNELS, CPU), x, [100, 103]).result()
@@ -175,8 +176,8 @@ def test_hessian_of_16_bit_inputs_is_summed_in_float32(dtype):
     assert relative(result.hessian.double(), exact) < TOKENS * 2**-24
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every("split", SPLITS)
+@every("dtype", [torch.float32, torch.bfloat16])
 def test_extremes_are_bit_for_bit_those_of_one_pass(dtype, split):
     x = tokens(dtype)
     lowest, highest = observed(MinMax(CHANNELS, CPU), x, split).result()
@@ -188,8 +189,8 @@ def test_extremes_are_bit_for_bit_those_of_one_pass(dtype, split):
     assert torch.equal(largest, x.float().abs().amax(0))
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("absolute", [True, False])
+@every("split", SPLITS)
+@every("absolute", [True, False])
 def test_channel_mean_does_not_depend_on_the_batches(absolute, split):
     x = tokens()
     mean = observed(ChannelMean(CHANNELS, CPU, absolute=absolute, dtype=torch.float64), x, split).result()
@@ -226,7 +227,7 @@ def test_values_that_are_not_finite_are_not_hidden():
     assert torch.isnan(observed(Hessian(CHANNELS, CPU), x, [100, 103]).result().hessian[2, 2])
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 61, FEW * CHANNELS - 1, FEW * CHANNELS])
+@every("count", [0, 1, 2, 61, FEW * CHANNELS - 1, FEW * CHANNELS])
 def test_few_tokens_come_in_two_halves_of_every_batch_however_they_are_split_over_ranks(count):
     x, reference = tokens()[:count], tokens(seed=1)[:count]
     parts = [slice(0, count // 3), slice(count // 3, count)]
@@ -258,7 +259,7 @@ def test_few_tokens_come_in_two_halves_of_every_batch_however_they_are_split_ove
             assert torch.equal(half.contrast, result.contrast * (count / len(members)) ** 0.5)
 
 
-@pytest.mark.parametrize("first", [0, 1, 77, TOKENS])
+@every("first", [0, 1, 77, TOKENS])
 def test_sync_of_two_parts_equals_one_pass(first):
     x, reference = tokens(torch.float32), tokens(torch.float32, seed=1)
     parts = [(x[:first], reference[:first]), (x[first:], reference[first:])]
