@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
@@ -15,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from calibrator_worker import CHANNELS, calibrated, micro_batches
-from combinations import every
+from combinations import each, every
 from hypothesis import given, settings
 from places import ROOT, SUPPORT
 from scipy.stats import entropy
+from thread_ranks import synced
 
 from compress.calibration.calibrators import OPTIONS, calibrator, scale_and_zero_point
 from compress.calibration.clipping import bin_values, bounds, mse_bins, squared_errors, widest_of_least
@@ -365,65 +365,23 @@ def test_mse_tries_no_step_that_is_narrower_than_a_bin():
 # --- exactness over batches, orders and ranks ----------------------------------------------------------------------
 
 
-class ThreadComm(Comm):
-    """One of several ranks that are threads of this process."""
-
-    def __init__(self, rank: int, world: int, board: dict, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.rank, self.world, self.board, self.meet = rank, world, board, barrier
-
-    def all_reduce(self, tensor, reduction="sum"):
-        self.board[self.rank] = tensor.clone()
-        self.meet.wait()
-        offers = torch.stack([self.board[r] for r in range(self.world)])
-        self.meet.wait()
-        merged = {"sum": lambda o: o.sum(0), "max": lambda o: o.amax(0), "min": lambda o: o.amin(0)}[reduction](offers)
-        return tensor.copy_(merged)
-
-
 def together(shares: list[list[torch.Tensor]], make) -> list[Range | CompressError]:
     """What every rank finds from its share of the micro-batches."""
-    board: dict[int, torch.Tensor] = {}
-    barrier = threading.Barrier(len(shares), timeout=60)
-    found: list = [None] * len(shares)
-
-    def work(rank: int) -> None:
-        statistic = make()
-        for part in shares[rank]:
+    ranks = [make() for _ in shares]
+    for statistic, share in zip(ranks, shares, strict=True):
+        for part in share:
             statistic.update(part, None)
-        statistic.sync(ThreadComm(rank, len(shares), board, barrier))
+    synced(ranks)
+    found: list[Range | CompressError] = []
+    for statistic in ranks:
         try:
-            found[rank] = statistic.result()
+            found.append(statistic.result())
         except CompressError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(len(shares))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+            found.append(error)
     return found
 
 
 SPLITS = [[TOKENS], [1, TOKENS - 1], [100, 0, 200, 100], [57] * 7 + [1]]
-
-
-@every("granularity", ["tensor", "channel"])
-@every("name", [n for n in OPTIONS if n != "moving-average"])
-def test_three_ranks_in_any_order_are_one_pass(name, granularity):
-    x = columns()[:, ::4]
-    order = np.random.default_rng(0)
-    options = {"keep_histogram": True, **({"bins": BINS} if name in SEARCHES else {})}
-    for kind, split in zip(["symmetric", "unsigned", "asymmetric", "asymmetric"], SPLITS, strict=True):
-        grid = make_grid(kind, granularity=granularity)
-        one = found_by(name, grid, x, **options)
-        same(found_by(name, grid, x, split, **options), one)
-        parts = list(x.split(split))
-        shares: list[list[torch.Tensor]] = [[], [], []]
-        for i in order.permutation(len(parts)):
-            shares[order.integers(3)].append(parts[i])
-        for found in together(shares, lambda: calibrator(name, grid, **options)(x.shape[1], CPU)):  # noqa: B023
-            same(found, one)
 
 
 @every("granularity", ["tensor", "channel"])
@@ -557,8 +515,7 @@ def reference_histograms(bins: int) -> list[tuple[np.ndarray, np.ndarray, float]
     return [reference_histogram(column, bins) for column in columns().T.numpy()]
 
 
-@every("kind", KINDS)
-@every("name", OPTIONS)
+@every(("name", "kind"), each(list(OPTIONS), list(KINDS)))
 def test_a_kept_histogram_is_of_all_values_and_changes_no_range(name, kind):
     x = columns()
     split = [100, 300]
@@ -599,7 +556,7 @@ def test_what_a_range_clips_is_counted_in_whole_bins(name, kind):
 def test_a_range_holds_zero_and_lies_in_the_observed_one(name, kind):
     x = columns()
     grid = make_grid(kind)
-    found = found_by(name, grid, x)
+    found = found_by(name, grid, x, **({"bins": BINS} if name in SEARCHES else {}))
     assert found.lo.dtype == found.hi.dtype == torch.float32
     assert found.method == name
     assert found.tokens == TOKENS
@@ -626,11 +583,11 @@ def test_per_channel_is_per_tensor_on_each_channel(name, kind):
     x = columns()[:, ::7]
     options = {"bins": BINS} if name in SEARCHES else {}
     split = [100, 300]
-    every = found_by(name, make_grid(kind), x, split, **options)
+    together = found_by(name, make_grid(kind), x, split, **options)
     for i, column in enumerate(x.T):
         one = found_by(name, make_grid(kind, granularity="tensor"), column[:, None], split, **options)
-        assert (one.lo.item(), one.hi.item()) == (every.lo[i].item(), every.hi[i].item())
-        assert every.clipped is None or one.clipped is None or one.clipped.item() == every.clipped[i].item()
+        assert (one.lo.item(), one.hi.item()) == (together.lo[i].item(), together.hi[i].item())
+        assert together.clipped is None or one.clipped is None or one.clipped.item() == together.clipped[i].item()
 
 
 @every("name", OPTIONS)
