@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from combinations import every
 from commands import CONTEXT, VOCABULARY
 from places import SHARED
 from transformers import AutoTokenizer, PretrainedConfig
@@ -50,7 +51,7 @@ def test_jsonl_and_parquet_join_documents_by_a_blank_line(tmp_path: Path) -> Non
     assert read_text(str(parquet), "calibration") == "\n\n".join(STORIES)
 
 
-@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+@every("ending", ["txt", "jsonl"])
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a.{ending}"
     content = STORIES[0] if ending == "txt" else json.dumps({"text": STORIES[0]})
@@ -169,7 +170,7 @@ def test_calibration_and_held_out_choose_the_demo_text(tokenizer: object) -> Non
 # --- token ids -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@every("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_pt_and_tensor_give_their_rows_as_int64(tmp_path: Path, dtype: torch.dtype) -> None:
     ids = torch.randint(200, (5, 9), generator=torch.Generator().manual_seed(0))
     path = tmp_path / "ids.pt"
@@ -184,7 +185,7 @@ def test_pt_and_tensor_give_their_rows_as_int64(tmp_path: Path, dtype: torch.dty
     assert from_file.fingerprint() == from_tensor.fingerprint()
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16, np.uint32, np.uint8])
+@every("dtype", [np.int64, np.int32, np.uint16, np.uint32, np.uint8])
 def test_npy_gives_its_rows_as_int64(tmp_path: Path, dtype: type) -> None:
     ids = np.random.default_rng(0).integers(0, 200, (5, 9))
     np.save(tmp_path / "ids.npy", ids.astype(dtype))

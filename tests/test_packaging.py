@@ -246,24 +246,6 @@ def test_nothing_is_imported_with_a_star() -> None:
                 assert all(alias.name != "*" for alias in node.names), path
 
 
-# --- how long what is ------------------------------------------------------------------------------------------------
-
-LONGEST_FUNCTION, LONGEST_CLASS = 60, 200  # lines from `def` or `class` to the end
-
-
-def test_functions_and_classes_are_short() -> None:
-    """Kernels aside, whose body is one loop."""
-    long = []
-    for path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                kernel = path.is_relative_to(PACKAGE / "kernels")
-                if lines > (LONGEST_CLASS if isinstance(node, ast.ClassDef) else LONGEST_FUNCTION) and not kernel:
-                    long.append(f"{path.relative_to(PACKAGE)}: {node.name} has {lines} lines")
-    assert not long, "\n".join(long)
-
-
 # Answered at once: what needs no model imports nothing that takes seconds.
 AT_ONCE = (
     (0, "--help"),
@@ -317,6 +299,24 @@ def test_what_needs_no_model_starts_no_slow_library() -> None:
     # transformers may import triton, by way of torch's compiler; we do not.
     assert {*everything} - {"triton"} == {"huggingface_hub", "torch", "transformers"}
     assert found == {"import": [0, []], **{words: [code, []] for code, words in AT_ONCE}}
+
+
+# --- how long what is ------------------------------------------------------------------------------------------------
+
+LONGEST_FUNCTION, LONGEST_CLASS = 60, 200  # lines from `def` or `class` to the end
+
+
+def test_functions_and_classes_are_short() -> None:
+    """Kernels aside, whose body is one loop."""
+    long = []
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                kernel = path.is_relative_to(PACKAGE / "kernels")
+                if lines > (LONGEST_CLASS if isinstance(node, ast.ClassDef) else LONGEST_FUNCTION) and not kernel:
+                    long.append(f"{path.relative_to(PACKAGE)}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
 
 
 # --- the public names ----------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Versions:
         self._handles: dict[RoundInput | RoundOutput, RemovableHandle] = {}
 
     def install(self, layer: Layer, decided: Decision | Tensor) -> None:
-        """From now on a layer has the values [N, K] that were decided (a tensor: the weight as it is stored), and rounds
+        """From now on a layer has the values [N, K] that were decided (a tensor: its weight as it is stored) and rounds
         its input and output."""
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided

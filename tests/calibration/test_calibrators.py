@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 from functools import cache
 from itertools import pairwise
@@ -15,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from calibrator_worker import CHANNELS, calibrated, micro_batches
+from combinations import each, every
 from hypothesis import given, settings
 from places import ROOT, SUPPORT
 from scipy.stats import entropy
+from thread_ranks import synced
 
 from compress.calibration.calibrators import OPTIONS, calibrator, scale_and_zero_point
 from compress.calibration.clipping import bin_values, bounds, mse_bins, squared_errors, widest_of_least
@@ -270,8 +271,8 @@ def check_columns(x: torch.Tensor, found: Range, expected: list[tuple[float, flo
         assert (found.lo[i].item(), found.hi[i].item()) == (lo[i], hi[i]), i
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SEARCHES)
+@every("kind", KINDS)
+@every("name", SEARCHES)
 def test_ranges_are_those_of_the_definition(name, kind):
     x = columns()
     assert x.shape[1] == COLUMNS
@@ -280,8 +281,8 @@ def test_ranges_are_those_of_the_definition(name, kind):
     check_columns(x, found, [REFERENCE[name](column.numpy(), grid, BINS) for column in x.T])
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
-@pytest.mark.parametrize("name", SEARCHES)
+@every("kind", ["symmetric", "asymmetric"])
+@every("name", SEARCHES)
 def test_ranges_of_eight_bits_and_2048_bins(name, kind):
     x = columns()[:, [0, 4, 28, 30]]
     grid = make_grid(kind, bits=8)
@@ -289,7 +290,7 @@ def test_ranges_of_eight_bits_and_2048_bins(name, kind):
     check_columns(x, found, [REFERENCE[name](column.numpy(), grid, 2048) for column in x.T])
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@every("kind", ["symmetric", "asymmetric"])
 def test_the_zero_bin_can_be_kept(kind):
     x = columns()[:, 28:]
     found = found_by("kl", make_grid(kind), x, bins=BINS, zero_bin="keep")
@@ -316,7 +317,7 @@ def test_a_spike_at_zero_does_not_decide_the_squared_error():
         assert one.hi < x.abs().max()
 
 
-@pytest.mark.parametrize("levels", [8, 16])
+@every("levels", [8, 16])
 def test_divergences_are_those_of_scipy(levels):
     worst, infinite = 0.0, 0
     for column in columns()[:, [0, 3, 6, 28, 30, 33, 35]].T:
@@ -364,69 +365,27 @@ def test_mse_tries_no_step_that_is_narrower_than_a_bin():
 # --- exactness over batches, orders and ranks ----------------------------------------------------------------------
 
 
-class ThreadComm(Comm):
-    """One of several ranks that are threads of this process."""
-
-    def __init__(self, rank: int, world: int, board: dict, barrier: threading.Barrier) -> None:
-        super().__init__()
-        self.rank, self.world, self.board, self.meet = rank, world, board, barrier
-
-    def all_reduce(self, tensor, reduction="sum"):
-        self.board[self.rank] = tensor.clone()
-        self.meet.wait()
-        offers = torch.stack([self.board[r] for r in range(self.world)])
-        self.meet.wait()
-        merged = {"sum": lambda o: o.sum(0), "max": lambda o: o.amax(0), "min": lambda o: o.amin(0)}[reduction](offers)
-        return tensor.copy_(merged)
-
-
 def together(shares: list[list[torch.Tensor]], make) -> list[Range | CompressError]:
     """What every rank finds from its share of the micro-batches."""
-    board: dict[int, torch.Tensor] = {}
-    barrier = threading.Barrier(len(shares), timeout=60)
-    found: list = [None] * len(shares)
-
-    def work(rank: int) -> None:
-        statistic = make()
-        for part in shares[rank]:
+    ranks = [make() for _ in shares]
+    for statistic, share in zip(ranks, shares, strict=True):
+        for part in share:
             statistic.update(part, None)
-        statistic.sync(ThreadComm(rank, len(shares), board, barrier))
+    synced(ranks)
+    found: list[Range | CompressError] = []
+    for statistic in ranks:
         try:
-            found[rank] = statistic.result()
+            found.append(statistic.result())
         except CompressError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=work, args=(r,)) for r in range(len(shares))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+            found.append(error)
     return found
 
 
 SPLITS = [[TOKENS], [1, TOKENS - 1], [100, 0, 200, 100], [57] * 7 + [1]]
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize("name", [n for n in OPTIONS if n != "moving-average"])
-def test_three_ranks_in_any_order_are_one_pass(name, granularity):
-    x = columns()[:, ::4]
-    order = np.random.default_rng(0)
-    options = {"keep_histogram": True, **({"bins": BINS} if name in SEARCHES else {})}
-    for kind, split in zip(["symmetric", "unsigned", "asymmetric", "asymmetric"], SPLITS, strict=True):
-        grid = make_grid(kind, granularity=granularity)
-        one = found_by(name, grid, x, **options)
-        same(found_by(name, grid, x, split, **options), one)
-        parts = list(x.split(split))
-        shares: list[list[torch.Tensor]] = [[], [], []]
-        for i in order.permutation(len(parts)):
-            shares[order.integers(3)].append(parts[i])
-        for found in together(shares, lambda: calibrator(name, grid, **options)(x.shape[1], CPU)):  # noqa: B023
-            same(found, one)
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "channel"])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@every("granularity", ["tensor", "channel"])
+@every("split", SPLITS)
 def test_moving_average_of_three_ranks_is_that_of_one_process(split, granularity):
     x = columns()[:, ::4]
     for kind in KINDS:
@@ -526,7 +485,7 @@ def test_many_values_are_counted_in_pieces(monkeypatch):
     assert whole.counts.sum() == x.numel()
 
 
-@pytest.mark.parametrize("bins", [512, 2048])
+@every("bins", [512, 2048])
 def test_a_histogram_merges_to_a_sixteenth_of_every_magnitude(bins):
     values = columns()[:, [5, 0, 30]].flatten()
     histogram = Histogram(1, CPU, bins)
@@ -556,8 +515,7 @@ def reference_histograms(bins: int) -> list[tuple[np.ndarray, np.ndarray, float]
     return [reference_histogram(column, bins) for column in columns().T.numpy()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@every(("name", "kind"), each(list(OPTIONS), list(KINDS)))
 def test_a_kept_histogram_is_of_all_values_and_changes_no_range(name, kind):
     x = columns()
     split = [100, 300]
@@ -572,8 +530,8 @@ def test_a_kept_histogram_is_of_all_values_and_changes_no_range(name, kind):
         assert np.array_equal(kept.counts[i], [negative, positive])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["minmax", "moving-average"])
+@every("kind", KINDS)
+@every("name", ["minmax", "moving-average"])
 def test_what_a_range_clips_is_counted_in_whole_bins(name, kind):
     """Exactly where the bounds are the extremes; else at most the two bins that hold the bounds are not counted."""
     x = columns()
@@ -593,12 +551,12 @@ def test_what_a_range_clips_is_counted_in_whole_bins(name, kind):
 # --- what every range is -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@every("kind", KINDS)
+@every("name", OPTIONS)
 def test_a_range_holds_zero_and_lies_in_the_observed_one(name, kind):
     x = columns()
     grid = make_grid(kind)
-    found = found_by(name, grid, x)
+    found = found_by(name, grid, x, **({"bins": BINS} if name in SEARCHES else {}))
     assert found.lo.dtype == found.hi.dtype == torch.float32
     assert found.method == name
     assert found.tokens == TOKENS
@@ -619,20 +577,20 @@ def test_a_range_holds_zero_and_lies_in_the_observed_one(name, kind):
         assert (found.clipped <= outside + on_bound + 1e-6).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@every("kind", KINDS)
+@every("name", OPTIONS)
 def test_per_channel_is_per_tensor_on_each_channel(name, kind):
     x = columns()[:, ::7]
     options = {"bins": BINS} if name in SEARCHES else {}
     split = [100, 300]
-    every = found_by(name, make_grid(kind), x, split, **options)
+    together = found_by(name, make_grid(kind), x, split, **options)
     for i, column in enumerate(x.T):
         one = found_by(name, make_grid(kind, granularity="tensor"), column[:, None], split, **options)
-        assert (one.lo.item(), one.hi.item()) == (every.lo[i].item(), every.hi[i].item())
-        assert every.clipped is None or one.clipped is None or one.clipped.item() == every.clipped[i].item()
+        assert (one.lo.item(), one.hi.item()) == (together.lo[i].item(), together.hi[i].item())
+        assert together.clipped is None or one.clipped is None or one.clipped.item() == together.clipped[i].item()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@every("name", OPTIONS)
 def test_per_tensor_is_all_channels_in_one(name):
     x = columns()[:, 28:34]
     grid = make_grid("asymmetric", granularity="tensor")
@@ -642,15 +600,15 @@ def test_per_tensor_is_all_channels_in_one(name):
     assert same_but_tokens[0].lo.shape == (1,)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", OPTIONS)
+@every("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@every("name", OPTIONS)
 def test_inputs_of_any_dtype_count_as_float32(name, dtype):
     x = (columns()[:, ::9] / columns()[:, ::9].abs().amax(0).clamp(min=1e-30)).to(dtype)
     same(found_by(name, make_grid("symmetric"), x), found_by(name, make_grid("symmetric"), x.float()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@every("kind", KINDS)
+@every("bits", [2, 4, 8])
 def test_mse_is_never_worse_than_minmax_on_its_own_criterion(kind, bits):
     x = columns()
     grid = make_grid(kind, bits)
@@ -704,8 +662,8 @@ def test_percentile_keeps_what_it_says():
     assert torch.equal(whole.hi, columns().amax(0).clamp(min=0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
+@every("kind", KINDS)
+@every("name", OPTIONS)
 def test_nothing_seen_and_only_zeros_give_an_empty_range(name, kind):
     for x in (torch.zeros(0, 3), torch.zeros(5, 3)):
         found = found_by(name, make_grid(kind), x)
@@ -719,15 +677,15 @@ def test_nothing_seen_and_only_zeros_give_an_empty_range(name, kind):
         assert torch.equal(decode(codes, scale, zero, torch.float32), zeros)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@every("name", OPTIONS)
 def test_a_zero_has_no_sign(name):
     found = found_by(name, make_grid("asymmetric"), torch.tensor([[-0.0, 0.0], [0.0, -0.0]]), [1, 1])
     for value in (found.lo, found.hi, found.lowest, found.highest):
         assert not torch.signbit(value).any()
 
 
-@pytest.mark.parametrize("damage", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", OPTIONS)
+@every("damage", [math.nan, math.inf, -math.inf])
+@every("name", OPTIONS)
 def test_values_that_are_not_finite_are_refused_on_every_rank(name, damage):
     good, bad = torch.ones(4, 2), torch.ones(4, 2)
     bad[1, 1] = damage
@@ -744,8 +702,8 @@ def test_large_float64_values_are_not_finite_in_float32():
 # --- scales --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@every("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every("kind", KINDS)
 def test_the_scale_of_minmax_is_the_grids_own(kind, dtype):
     x = random_columns(12)
     rows = torch.from_numpy(x / np.abs(x).max(0))

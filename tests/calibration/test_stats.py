@@ -1,14 +1,12 @@
-"""Calibration statistics: batches, their order and ranks make no difference."""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Calibration statistics: what each is (`tests/contracts/test_statistics.py` has what holds for all)."""
 
 import pytest
 import torch
+from combinations import every
+from thread_ranks import synced
 
 from compress.calibration.hessian import FEW, Hessian
 from compress.calibration.stats import ChannelAbsMax, ChannelMean, MinMax
-from compress.comm import Comm
 
 TOKENS, CHANNELS = 203, 24
 CPU = torch.device("cpu")
@@ -38,33 +36,13 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-class Rank:
-    """One of two ranks, each in a thread of its own: what a rank offers may depend on what it got before."""
-
-    def __init__(self, rank: int, offers: list, barrier: threading.Barrier) -> None:
-        self.rank, self.offers, self.barrier = rank, offers, barrier
-
-    def all_reduce(self, tensor, reduction="sum"):
-        self.offers[self.rank] = (tensor.clone(), reduction)
-        self.barrier.wait(timeout=60)
-        (mine, how), (other, theirs) = self.offers
-        assert (how, mine.shape, mine.dtype) == (theirs, other.shape, other.dtype)
-        self.barrier.wait(timeout=60)
-        merge = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction]
-        return tensor.copy_(merge(mine, other))
-
-
 def merged(mine, other):
     """`mine` after a sync of two ranks that hold `mine` and `other`."""
-    offers, barrier = [None, None], threading.Barrier(2)
-    with ThreadPoolExecutor(1) as second:
-        theirs = second.submit(other.sync, Rank(1, offers, barrier))
-        mine.sync(Rank(0, offers, barrier))
-        theirs.result()
+    synced([mine, other])
     return mine
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@every("split", SPLITS)
 def test_hessian_does_not_depend_on_the_batches(split):
     x, reference = tokens(), tokens(seed=1)
     result = observed(Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True), x, split, reference).result()
@@ -165,7 +143,7 @@ def test_hessian_without_reference_has_no_drift():
     assert result.contrast is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every("dtype", [torch.bfloat16, torch.float16])
 def test_hessian_of_16_bit_inputs_is_summed_in_float32(dtype):
     x = (tokens() / 1000).to(dtype)
     result = observed(Hessian(CHANNELS, CPU), x, [100, 103]).result()
@@ -175,8 +153,8 @@ def test_hessian_of_16_bit_inputs_is_summed_in_float32(dtype):
     assert relative(result.hessian.double(), exact) < TOKENS * 2**-24
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every("split", SPLITS)
+@every("dtype", [torch.float32, torch.bfloat16])
 def test_extremes_are_bit_for_bit_those_of_one_pass(dtype, split):
     x = tokens(dtype)
     lowest, highest = observed(MinMax(CHANNELS, CPU), x, split).result()
@@ -188,8 +166,8 @@ def test_extremes_are_bit_for_bit_those_of_one_pass(dtype, split):
     assert torch.equal(largest, x.float().abs().amax(0))
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("absolute", [True, False])
+@every("split", SPLITS)
+@every("absolute", [True, False])
 def test_channel_mean_does_not_depend_on_the_batches(absolute, split):
     x = tokens()
     mean = observed(ChannelMean(CHANNELS, CPU, absolute=absolute, dtype=torch.float64), x, split).result()
@@ -199,34 +177,17 @@ def test_channel_mean_does_not_depend_on_the_batches(absolute, split):
     assert mean[5] == pytest.approx(mean[5].abs() if absolute else -mean[5].abs())
 
 
-def test_no_tokens_give_zeros_and_say_so():
+def test_a_hessian_of_no_tokens_says_so():
     nothing = torch.zeros(0, CHANNELS)
     hessian = observed(Hessian(CHANNELS, CPU, reference=True), nothing, None, nothing).result()
     assert hessian.tokens == 0
-    zeros = torch.zeros(CHANNELS)
     assert torch.equal(hessian.hessian, torch.zeros(CHANNELS, CHANNELS))
     assert torch.equal(hessian.drift, torch.zeros(CHANNELS, CHANNELS))
     assert hessian.shrinkage == 0
     assert hessian.contrast is None
-    assert torch.equal(observed(ChannelAbsMax(CHANNELS, CPU), nothing).result(), zeros)
-    assert torch.equal(observed(ChannelMean(CHANNELS, CPU), nothing).result(), zeros)
-    for extreme in observed(MinMax(CHANNELS, CPU), nothing).result():
-        assert torch.equal(extreme, zeros)
 
 
-def test_values_that_are_not_finite_are_not_hidden():
-    x = tokens(torch.float32)
-    x[11, 2], x[12, 4] = float("nan"), float("inf")
-    lowest, highest = observed(MinMax(CHANNELS, CPU), x, [100, 103]).result()
-    assert torch.isnan(lowest[2])
-    assert torch.isnan(highest[2])
-    assert torch.isinf(highest[4])
-    assert torch.isnan(observed(ChannelAbsMax(CHANNELS, CPU), x, [100, 103]).result()[2])
-    assert torch.isnan(observed(ChannelMean(CHANNELS, CPU), x, [100, 103]).result()[2])
-    assert torch.isnan(observed(Hessian(CHANNELS, CPU), x, [100, 103]).result().hessian[2, 2])
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 61, FEW * CHANNELS - 1, FEW * CHANNELS])
+@every("count", [0, 1, 2, 61, FEW * CHANNELS - 1, FEW * CHANNELS])
 def test_few_tokens_come_in_two_halves_of_every_batch_however_they_are_split_over_ranks(count):
     x, reference = tokens()[:count], tokens(seed=1)[:count]
     parts = [slice(0, count // 3), slice(count // 3, count)]
@@ -256,52 +217,3 @@ def test_few_tokens_come_in_two_halves_of_every_batch_however_they_are_split_ove
             assert relative(half.drift, expected.drift) < 1e-12
             assert half.shrinkage == pytest.approx(expected.shrinkage, abs=1e-9)
             assert torch.equal(half.contrast, result.contrast * (count / len(members)) ** 0.5)
-
-
-@pytest.mark.parametrize("first", [0, 1, 77, TOKENS])
-def test_sync_of_two_parts_equals_one_pass(first):
-    x, reference = tokens(torch.float32), tokens(torch.float32, seed=1)
-    parts = [(x[:first], reference[:first]), (x[first:], reference[first:])]
-
-    def two(make):
-        mine, other = (observed(make(), part, None, ref) for part, ref in parts)
-        return merged(mine, other).result()
-
-    def one(make):
-        return observed(make(), x, None, reference).result()
-
-    def hessian():
-        return Hessian(CHANNELS, CPU, dtype=torch.float64, reference=True)
-
-    together = two(hessian)
-    assert together.tokens == TOKENS
-    assert relative(together.hessian, one(hessian).hessian) < 1e-12
-    assert relative(together.drift, one(hessian).drift) < 1e-12
-    assert together.shrinkage == pytest.approx(one(hessian).shrinkage, rel=1e-9)
-    assert together.contrast is not None
-
-    def absmax():
-        return ChannelAbsMax(CHANNELS, CPU)
-
-    assert torch.equal(two(absmax), one(absmax))
-
-    def minmax():
-        return MinMax(CHANNELS, CPU)
-
-    for extreme, expected in zip(two(minmax), one(minmax), strict=True):
-        assert torch.equal(extreme, expected)
-    for absolute in (True, False):
-
-        def mean(absolute=absolute):
-            return ChannelMean(CHANNELS, CPU, absolute=absolute, dtype=torch.float64)
-
-        assert torch.allclose(two(mean), one(mean), rtol=2**-22, atol=0)
-
-
-def test_sync_of_one_process_changes_nothing():
-    x = tokens(torch.float32)
-    statistic = observed(Hessian(CHANNELS, CPU), x)
-    before = statistic.result()
-    statistic.sync(Comm())
-    assert torch.equal(statistic.result().hessian, before.hessian)
-    assert statistic.result().tokens == before.tokens

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import every
 
 from compress.errors import InputError
 from compress.kernels import ops, pack, reference
@@ -75,9 +76,9 @@ def within(out, given, weight, bias, dtype):
     return ((out.double() - truth).abs() <= reference.tolerance(given, weight, truth, dtype)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("K", "group"), GROUPS)
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every("bits", [4, 8])
+@every(("K", "group"), GROUPS)
 def test_weight_only(library, K, group, bits, dtype):
     for N in OUTPUTS:
         for symmetric in (True, False):
@@ -90,9 +91,9 @@ def test_weight_only(library, K, group, bits, dtype):
                 assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("K", "group"), GROUPS)
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every("bits", [4, 8])
+@every(("K", "group"), GROUPS)
 def test_int8_activation(library, K, group, bits, dtype):
     for N, symmetric, input_group in ((100, True, -1), (48, False, -1), (15, False, 128), (1, True, 256)):
         weight, values = planar_of(N, K, bits, group, symmetric, dtype)
@@ -106,9 +107,9 @@ def test_int8_activation(library, K, group, bits, dtype):
             assert within(out, given, values, bias, dtype), (M, N, symmetric, input_group)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize("K", [50, 96, 640, 1000])
+@every("symmetric", [True, False])
+@every("static", [True, False])
+@every("K", [50, 96, 640, 1000])
 def test_w8a8_is_the_reference_bit_for_bit(library, K, static, symmetric):
     for N in OUTPUTS:
         g = torch.Generator().manual_seed(K + N)
@@ -133,8 +134,8 @@ def test_sums_at_the_extremes_are_exact(library):
     assert (out == 128 * 128 * K / 128).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("symmetric", [True, False])
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every("symmetric", [True, False])
 def test_activations_are_rounded_as_in_the_reference(library, dtype, symmetric):
     x = torch.randn(9, 203, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[0] = 0

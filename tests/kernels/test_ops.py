@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every
 
 from compress.errors import InputError
 from compress.kernels import ops, pack, reference
@@ -34,8 +35,8 @@ def w8a8_arguments(symmetric=False, static=False, gradient=False, dtype=torch.bf
     return x, weight, scale, reference.row_sums(weight), bias, *(fixed if static else (None, None)), symmetric
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every("bits", [4, 8])
+@every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weight_only_is_the_reference(dtype, bits):
     planar, quantized = planar_of(bits=bits, dtype=dtype)
     x, *_, bias, _, _ = weight_only_arguments(dtype, bits)
@@ -48,8 +49,8 @@ def test_weight_only_is_the_reference(dtype, bits):
     assert ((out.double().view(6, 48) - truth).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("static", [True, False])
+@every("symmetric", [True, False])
+@every("static", [True, False])
 def test_w8a8_is_the_reference(symmetric, static):
     arguments = w8a8_arguments(symmetric, static, dtype=torch.float32)
     x, weight, scale, _, bias, x_scale, x_zero, _ = arguments
@@ -76,8 +77,8 @@ def rounding_arguments(kind="int", symmetric=False, gradient=False, dtype=torch.
     return y, scale, None if symmetric else torch.tensor([7], dtype=torch.int32).repeat(40), kind == "float"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("kind", "symmetric"), [("int", True), ("int", False), ("float", True)])
+@every("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every(("kind", "symmetric"), [("int", True), ("int", False), ("float", True)])
 def test_rounded_outputs_are_the_grids(kind, symmetric, dtype):
     y, scale, zero, floating = rounding_arguments(kind, symmetric, dtype=dtype)
     y[0, 0, 0], y[0, 0, 1] = 50, -50  # beyond what int8 codes reach
@@ -173,7 +174,7 @@ def test_reasons_name_what_was_given_and_what_is_allowed():
     assert any("65536" in reason for reason in ops.why_not_w8a8(x, torch.zeros(1, 2**16, dtype=torch.int8)))
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
+@every("group", [32, 64, 128, 256, -1])
 def test_groups_that_the_kernel_takes(group):
     planar, _ = planar_of()
     reasons = ops.why_not_weight_only(torch.zeros(1, 256, dtype=torch.bfloat16), planar._replace(group_size=group))

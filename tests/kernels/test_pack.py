@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every
 
 from compress.kernels.pack import pack_rows, unpack_rows, words_of
 
@@ -26,9 +27,9 @@ def bit_stream(row: list[int], bits: int, offset: int) -> list[int]:
     return [word - 2**32 if word >= 2**31 else word for word in words]
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("bits", BITS)
+@every("signed", [True, False])
+@every("count", COUNTS)
+@every("bits", BITS)
 def test_unpacking_gives_back_the_codes(bits, count, signed):
     codes = random_codes(3, count, bits, signed)
     words = pack_rows(codes, bits, signed)
@@ -39,9 +40,9 @@ def test_unpacking_gives_back_the_codes(bits, count, signed):
     assert torch.equal(unpacked, codes)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("bits", BITS)
+@every("signed", [True, False])
+@every("count", COUNTS)
+@every("bits", BITS)
 def test_words_are_one_little_endian_bit_stream(bits, count, signed):
     codes = random_codes(3, count, bits, signed)
     offset = 2 ** (bits - 1) if signed else 0
@@ -62,7 +63,7 @@ def test_word_layout_of_four_and_three_bits_is_the_documented_one():
     assert packed.tolist() == [[first - 2**32 if first >= 2**31 else first, second]]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@every("bits", BITS)
 def test_thirty_two_codes_fill_whole_words(bits):
     assert words_of(32, bits) == bits
     assert words_of(33, bits) == bits + 1
@@ -70,7 +71,7 @@ def test_thirty_two_codes_fill_whole_words(bits):
     assert words_of(0, bits) == 0
 
 
-@pytest.mark.parametrize("bits", BITS)
+@every("bits", BITS)
 def test_rows_do_not_share_words(bits):
     codes = random_codes(4, 33, bits, signed=True)
     together = pack_rows(codes, bits)
@@ -78,9 +79,9 @@ def test_rows_do_not_share_words(bits):
     assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 32, 33])
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("bits", BITS)
+@every("rows", [1, 7, 32, 33])
+@every("count", COUNTS)
+@every("bits", BITS)
 def test_words_equal_those_of_compressed_tensors_along_both_dimensions(bits, count, rows):
     theirs = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     codes = random_codes(rows, count, bits, signed=True)

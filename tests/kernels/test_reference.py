@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from combinations import every
 
 from compress.kernels import pack, reference
 from compress.weights.grid import Grid, quantize
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every("bits", [2, 3, 4, 8])
+@every("symmetric", [True, False])
+@every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dequantize_is_the_grids(bits, symmetric, dtype):
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(bits))
     quantized = quantize(x, Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=32), dtype)
@@ -46,8 +47,8 @@ def test_int8_matmul_is_exact_at_the_extremes():
     assert torch.equal(reference.int8_matmul(x, w), x.int() @ w.int().t())
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every("symmetric", [True, False])
+@every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_quantize_tokens_is_the_grids(symmetric, dtype):
     x = torch.randn(9, 80, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
     x[0] = 0
@@ -64,7 +65,7 @@ def test_quantize_tokens_is_the_grids(symmetric, dtype):
         assert torch.equal(zero, expected.zero_point[:, 0].int())
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@every("symmetric", [True, False])
 def test_w8a8_is_the_product_of_what_the_codes_stand_for(symmetric):
     g = torch.Generator().manual_seed(3)
     x = torch.randn(7, 100, generator=g) + 0.5
@@ -79,8 +80,8 @@ def test_w8a8_is_the_product_of_what_the_codes_stand_for(symmetric):
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(torch.float32).eps * 100)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("columns", [1, 31, 32, 100, 128, 300])
+@every("bits", [4, 8])
+@every("columns", [1, 31, 32, 100, 128, 300])
 def test_planar_words_come_back(bits, columns):
     codes = torch.randint(0, 2**bits, (5, columns), generator=torch.Generator().manual_seed(columns))
     words = pack.pack_planar(codes.to(torch.uint8), bits)
@@ -105,9 +106,9 @@ def test_a_planar_word_of_bytes_holds_two_columns_32_apart():
     assert words.count_nonzero() == 1
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("grid", ["symmetric", "signed_scale", "asymmetric", "unsigned"])
-@pytest.mark.parametrize("group", [32, 96, None])
+@every("bits", [4, 8])
+@every("grid", ["symmetric", "signed_scale", "asymmetric", "unsigned"])
+@every("group", [32, 96, None])
 def test_a_planar_weight_stands_for_the_same_values(bits, grid, group):
     kind = {
         "symmetric": {},

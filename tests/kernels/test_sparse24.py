@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every
 
 from compress.errors import InputError
 from compress.kernels import ops, pack, pack24, reference, sparse24
@@ -26,7 +27,7 @@ def arguments(dtype=torch.bfloat16, zero=True, gradient=False, group=64):
     return x, weight.codes, weight.kept, weight.scale, weight.zero if zero else None, bias, group
 
 
-@pytest.mark.parametrize("K", [2, 3, 64, 512, 1000, 1024])
+@every("K", [2, 3, 64, 512, 1000, 1024])
 def test_round_trip(K):
     codes, kept = pruned(K=K)
     words, bits = pack24.pack24(codes, kept)
@@ -104,8 +105,8 @@ def test_quad_planar_is_the_order_of_the_planes():
     assert ours.count_nonzero() == x.count_nonzero()
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@every("zero", [False, True])
+@every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_operator_is_the_reference(dtype, zero):
     given = arguments(dtype, zero)
     x, weight = given[0].double().view(6, 256), pack24.Sparse24(*given[1:5], given[6])

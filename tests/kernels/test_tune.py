@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compress.errors import CompressError
+from compress.kernels.cpu import build as cpu
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table, tune
@@ -19,6 +20,8 @@ DECODE = Problem("weight_only", 1, 4096, 4096)
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
+    """A cache directory of the test's own, in which no library has to be built first."""
+    cpu.why_not()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     table.forget()
     yield tmp_path

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from blocks import answer, block_calls, first_block, inputs, livelier
+from combinations import every
 from models import FAMILIES, GATED, build, tokens
 from torch import nn
 from transformers import Phi3Config, Phi3ForCausalLM
@@ -156,7 +157,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(REASONS))
+@every("kind", sorted(REASONS))
 def test_every_producer_without_a_fold_has_a_reason(kind):
     block, call = first_block(kind)
     found = discover(block, call)
@@ -490,7 +491,7 @@ def test_a_whole_model_is_a_block_too():
 # --- numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3, 96, 97, 4096, 9217])
+@every("channels", [1, 2, 3, 96, 97, 4096, 9217])
 def test_channel_numbers_survive_being_written_as_exponents(channels):
     written = codes(channels)
     assert len(written) == (1 if channels <= 96 else 2 if channels <= 96**2 else 3)

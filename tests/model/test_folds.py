@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import every
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -135,7 +136,7 @@ def test_channels_that_nobody_reads_stay_as_they_are():
     assert torch.equal(block["c"].weight, columns * torch.tensor([2.0, 2.0, 1.0]))
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
+@every("bad", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_are_not_positive_and_finite_are_refused(bad):
     block, fold = pair("layer norm")
     scale_C = torch.ones(8)
@@ -146,7 +147,7 @@ def test_scales_that_are_not_positive_and_finite_are_refused(bad):
         apply(block, fold, torch.ones(7))
 
 
-@pytest.mark.parametrize("name", ["layer norm", "rms norm", "1 + w"])
+@every("name", ["layer norm", "rms norm", "1 + w"])
 def test_rounding_of_a_norm_is_carried_into_its_consumers(name):
     block, fold = pair(name)
     with torch.no_grad():

@@ -1,8 +1,38 @@
-"""Few cases that cover many: what `pytest.mark.parametrize` takes instead of a full product."""
+"""Few cases that cover many: what `pytest.mark.parametrize` takes instead of a full product, or what replaces it."""
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import combinations, product
 from typing import Any
+
+
+def every(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on all values in turn, as one case: `pytest.mark.parametrize` for cheap repetitions of one idea.
+
+    A failure names its values. Fixtures are made once for all of them.
+    """
+    several = [names] if isinstance(names, str) else list(names)
+    rows = [(value,) if isinstance(names, str) else tuple(value) for value in values]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def on_all(**fixtures: Any) -> None:
+            for row in rows:
+                chosen = dict(zip(several, row, strict=True))
+                try:
+                    test(**fixtures, **chosen)
+                except BaseException as error:
+                    error.add_note("where " + ", ".join(f"{name} = {value!r}" for name, value in chosen.items()))
+                    raise
+
+        signature = inspect.signature(test)
+        fixtures = [p for name, p in signature.parameters.items() if name not in several]
+        on_all.__signature__ = signature.replace(parameters=fixtures)
+        del on_all.__wrapped__  # whose parameters pytest would look for
+        return on_all
+
+    return decorate
 
 
 def each(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -6,6 +6,7 @@ from itertools import product
 import hypothesis.strategies as st
 import pytest
 import torch
+from combinations import every
 from hypothesis import assume, given, settings
 
 from compress.errors import InputError
@@ -135,8 +136,8 @@ def test_codes_stay_within_the_grid(grid, dtype, x):
         assert quantized.zero_point.int().max() <= grid.qmax
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@every("bits", range(2, 9))
+@every("kind", sorted(KINDS))
 def test_values_out_of_range_saturate_at_the_last_code(kind, bits):
     grid = make_grid(kind, bits)
     zero = torch.tensor([[float(grid.qmin + 1)]]) if kind.startswith("asymmetric") else None
@@ -168,9 +169,9 @@ def test_quantizing_the_dequantized_matrix_again_gives_the_same_codes(grid, dtyp
     assert torch.equal(first.scale, second.scale)
 
 
-@pytest.mark.parametrize("dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@every("dtype", SCALE_DTYPES)
+@every("granularity", GRANULARITIES)
+@every("kind", sorted(KINDS))
 def test_constant_and_zero_groups_give_finite_values(kind, granularity, dtype):
     # 1e-38 is below the smallest normal float32 before it is divided by a number of codes.
     for bits, constant in product(range(2, 9), (0.0, 1e-38, -1e-38, 0.7, -0.7, 3000.0, -3000.0)):
@@ -205,7 +206,7 @@ def test_signed_scale_puts_the_extreme_element_on_the_lowest_code(bits, granular
     assert torch.all(torch.sign(scale[..., :1][chosen]) == -torch.sign(target))
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@every("bits", range(2, 9))
 def test_signed_scale_keeps_both_signs_of_extreme_exactly(bits):
     x = torch.tensor([[0.75, -0.5, 0.25, 0.0], [-0.75, 0.5, 0.25, 0.0]])
     quantized = quantize(x, make_grid("signed scale", bits), torch.float32)
@@ -221,7 +222,7 @@ def test_narrow_never_emits_the_lowest_code(kind, bits, granularity, dtype, x):
     assert quantized.codes.int().min() > -(2 ** (bits - 1))
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@every("bits", range(2, 9))
 def test_every_grid_has_the_scale_of_its_definition(bits):
     x = torch.tensor([[-0.8, 0.3, 0.5, 0.1]], dtype=torch.float64)
     half, levels = 2 ** (bits - 1), 2**bits - 1
@@ -279,7 +280,7 @@ def test_a_given_scale_is_rounded_before_codes_are_computed():
     assert quantized.codes.tolist() == [[127, 101, -101, 0]]
 
 
-@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+@every("dtype", SCALE_DTYPES)
 def test_round_scale_keeps_the_sign_and_stays_between_smallest_normal_and_largest(dtype):
     limits = torch.finfo(dtype)
     scales = torch.tensor([0.0, 1e-300, -1e-300, 1e300, -1e300, 0.1, -0.1], dtype=torch.float64)
@@ -305,7 +306,7 @@ def test_range_search_never_has_a_larger_error_than_min_max(grid, dtype, x):
     assert torch.all(searched <= shrink_error(groups, grid, dtype) * (1 + 1e-5) + 1e-38)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@every("kind", sorted(KINDS))
 def test_range_search_finds_the_best_of_its_forty_ranges(kind):
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) ** 3
     x = x.abs() if kind == "symmetric unsigned" else x
@@ -326,7 +327,7 @@ def test_range_search_finds_the_best_of_its_forty_ranges(kind):
     assert (found < candidates[0]).sum() >= 4
 
 
-@pytest.mark.parametrize("kind", ["asymmetric", "symmetric", "narrow", "signed scale"])
+@every("kind", ["asymmetric", "symmetric", "narrow", "signed scale"])
 def test_weighted_range_search_favours_the_weighted_member(kind):
     x = torch.cat([torch.tensor([1.0]), torch.linspace(-0.3, 0.3, 15)])
     grid = make_grid(kind, 2, range_choice="mse")
@@ -383,7 +384,7 @@ SIZES_THAT_WORK = {
 }
 
 
-@pytest.mark.parametrize("columns", SIZES_THAT_WORK)
+@every("columns", SIZES_THAT_WORK)
 def test_group_sizes_that_do_not_divide_are_refused_with_sizes_that_work(columns):
     grid = Grid(granularity="group", group_size=7)
     with pytest.raises(InputError, match=rf"group size 7 does not divide {columns}") as refused:
@@ -394,7 +395,7 @@ def test_group_sizes_that_do_not_divide_are_refused_with_sizes_that_work(columns
         assert quantize(torch.ones(2, columns), replace(grid, group_size=size)).scale.shape == (2, columns // size)
 
 
-@pytest.mark.parametrize(
+@every(
     ("widths", "size"),
     [
         ([128], 128),
@@ -416,7 +417,7 @@ def test_the_usual_group_is_one_that_kernels_know_or_the_largest_up_to_128(width
     assert size == max(known or [s for s in range(16, 129) if all(w % s == 0 for w in widths)], default=-1)
 
 
-@pytest.mark.parametrize("bits", [-1, 0, 1, 9, 16])
+@every("bits", [-1, 0, 1, 9, 16])
 def test_bits_out_of_range_are_refused(bits):
     with pytest.raises(InputError, match=rf"bits {bits}; allowed: 2 to 8"):
         Grid(bits=bits)
@@ -481,7 +482,7 @@ def test_decode_equals_dequantize_bit_for_bit(grid, dtype, x, work):
     assert torch.equal(decoded.to(dtype).to(work), decoded)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_fake_quantize_keeps_the_dtype_and_equals_quantize(dtype):
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3)).to(dtype)
     grid = make_grid("asymmetric", 4, "group")

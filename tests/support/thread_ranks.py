@@ -1,0 +1,42 @@
+"""Ranks of a sharded run as threads of this process: collectives on the CPU without a process group."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from compress.comm import Comm
+
+MERGES = {"sum": lambda o: o.sum(0), "max": lambda o: o.amax(0), "min": lambda o: o.amin(0)}
+
+
+class ThreadComm(Comm):
+    """One rank. Fails where the ranks do not offer the same kind of tensor to the same reduction."""
+
+    def __init__(self, rank: int, world: int, board: dict, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.world, self.board, self.meet = rank, world, board, barrier
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        self.board[self.rank] = tensor.clone(), reduction
+        self.meet.wait()
+        offers, reductions = zip(*(self.board[r] for r in range(self.world)), strict=True)
+        assert set(reductions) == {reduction}
+        assert {(o.shape, o.dtype) for o in offers} == {(tensor.shape, tensor.dtype)}
+        self.meet.wait()
+        return tensor.copy_(MERGES[reduction](torch.stack(offers)))
+
+
+def synced(statistics: Sequence[Any]) -> None:
+    """Sync statistics with each other, one a rank: what a rank offers may depend on what it got before."""
+    board: dict = {}
+    barrier = threading.Barrier(len(statistics), timeout=60)
+    with ThreadPoolExecutor(len(statistics)) as threads:
+        done = [
+            threads.submit(statistic.sync, ThreadComm(rank, len(statistics), board, barrier))
+            for rank, statistic in enumerate(statistics)
+        ]
+        for each in done:
+            each.result()
