@@ -26,6 +26,7 @@ from compress.errors import InputError
 from compress.job import Job
 from compress.model.calls import Batch
 from compress.model.layers import find_stacks
+from compress.passes.stages import Decide
 from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Request
@@ -209,7 +210,7 @@ def _remarks(
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
     if request.delivery.resume and isinstance(sink, Writer) and not sink.blocks:
         notes.append(f"no finished block of an earlier run for {sink.output.name}: started from the beginning")
-    if plan_.passes and not any(p.rounds for p in plan_.passes):
+    if plan_.passes and not any(p.stage(Decide) for p in plan_.passes):
         notes.append(
             "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
         )

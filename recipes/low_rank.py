@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.base import Site
 from compress.passes.quantize import QuantizeWeights
+from compress.passes.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats import FORMATS
 from compress.weights.grid import quantize

@@ -70,10 +70,6 @@ class ActivationFormat(WeightFormat):
                 "activations=static with it"
             )
 
-    @property
-    def rounds_inputs(self) -> bool:
-        return self.rounds and self.input_grid() is not None
-
     def input_grid(self) -> Grid | None:
         """The 8-bit grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
         asymmetric grid whose zero point is -128."""

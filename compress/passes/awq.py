@@ -30,9 +30,10 @@ from compress.calibration.stats import ChannelMean, StatisticFactory
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.model.folds import spread_scales
-from compress.passes.base import FoldSite, Reader, Scaling, Site
 from compress.passes.quantize import FoldThenRound
+from compress.passes.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.solve import quadratic, solve_rows
+from compress.passes.stages import Rewrite
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fake_quantize, fit_matrix, quantize
 
@@ -62,11 +63,13 @@ class AWQ(FoldThenRound):
     def _hessian(self) -> StatisticFactory:
         return partial(Hessian, dtype=torch.float64 if self.statistics == "float64" else torch.float32)
 
-    def fold_needs(self) -> Mapping[str, StatisticFactory]:
+    @property
+    def rewrite_stage(self) -> Rewrite:
         dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {"hessian": self._hessian(), "mean": partial(ChannelMean, dtype=dtype)}
+        return Rewrite({"hessian": self._hessian(), "mean": partial(ChannelMean, dtype=dtype)}, self.scaling)
 
     def scaling(self, site: FoldSite) -> Scaling:
+        """By how much to divide each channel of the producer."""
         mean_C = site.merged(lambda reader: reader.stats["mean"].double(), "mean")
         size_C = site.merged(lambda reader: reader.weight.double().abs().mean(0), "mean")
         candidates = {"none": torch.ones_like(mean_C)}
@@ -97,7 +100,7 @@ class AWQ(FoldThenRound):
         return ((error @ hessian_KK) * error).sum().double()
 
     def needs(self) -> Mapping[str, StatisticFactory]:
-        return {**super().needs(), "hessian": self._hessian()} if self.rounds else {}
+        return {**super().needs(), "hessian": self._hessian()}
 
     def apply(self, site: Site) -> dict[str, Decision]:
         statistics: HessianResult = site.stats["hessian"]

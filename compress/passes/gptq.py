@@ -41,7 +41,7 @@ Departs from the authors' code:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -51,12 +51,13 @@ from torch import Tensor
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
-from compress.passes.base import Site
 from compress.passes.columns import POLISH_DAMP, ActOrder, Ordered, ordered, solve_ordered
 from compress.passes.drift import Correction, aimed, drift_correction
 from compress.passes.halves import borne_out
 from compress.passes.quantize import QuantizeWeights
+from compress.passes.sites import Site
 from compress.passes.solve import quadratic, solve_stacked
+from compress.passes.stages import Decide
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix, quantize
 
@@ -114,11 +115,11 @@ class GPTQ(QuantizeWeights):
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {**super().needs(), "hessian": partial(Hessian, dtype=dtype, reference=self.needs_reference)}
+        return {**super().needs(), "hessian": partial(Hessian, dtype=dtype, reference=self.drift > 0)}
 
     @property
-    def needs_reference(self) -> bool:
-        return self.drift > 0
+    def decide_stage(self) -> Decide:
+        return replace(super().decide_stage, reference=self.drift > 0)
 
     def apply(self, site: Site) -> dict[str, Decision]:
         statistics: HessianResult = site.stats["hessian"]

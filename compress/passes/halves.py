@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.comm import Comm
-from compress.passes.base import Site
+from compress.passes.sites import Site
 from compress.passes.solve import quadratic
 from compress.weights.grid import Quantized
 

@@ -25,6 +25,7 @@ from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
 from compress.passes.base import Pass, Treats
 from compress.passes.fixed_ranges import PERCENTILE, FixedRanges
+from compress.passes.stages import Fix, Stage
 from compress.weights.caches import CacheCodes, CacheGranularity, CacheScheme
 
 
@@ -73,7 +74,11 @@ class KVCache(FixedRanges, CacheFormat):
             return {}
         return {"range": self.fixed_range(self.scheme.grid)}
 
-    def decide(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Fix(self.needs(), self.codes),)
+
+    def codes(self, ranges: tuple[Range, Range] | None, dtype: torch.dtype) -> CacheCodes:
         """From the ranges of keys and values, [1] or [H], the scales in their stored dtype."""
         if ranges is None:
             return CacheCodes(self.scheme)

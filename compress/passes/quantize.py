@@ -10,8 +10,10 @@ from compress.calibration.calibrators import Range, scale_and_zero_point
 from compress.calibration.stats import StatisticFactory
 from compress.errors import CompressError, InputError
 from compress.passes.activation_format import ActivationFormat
-from compress.passes.base import Aspect, Site
+from compress.passes.base import Aspect
 from compress.passes.fixed_ranges import FixedRanges
+from compress.passes.sites import Site
+from compress.passes.stages import Decide, Fix, Rewrite, Stage
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
 
@@ -36,11 +38,20 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
         unsigned = self.activation_grid == "unsigned"
         return {"range": self.fixed_range(replace(grid, symmetric=True, signed=False) if unsigned else grid)}
 
-    def output_needs(self) -> Mapping[str, StatisticFactory]:
-        grid = self.output_grid() if self.rounds else None
-        return {} if grid is None else {"range": self.fixed_range(grid)}
+    @property
+    def decide_stage(self) -> Decide:
+        """How weights and inputs are rounded."""
+        return Decide(self.needs(), self.apply, rounds_inputs=self.input_grid() is not None)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        grid = self.output_grid()
+        if grid is None:
+            return (self.decide_stage,)
+        return self.decide_stage, Fix({"range": self.fixed_range(grid)}, self.output_codes)
 
     def output_codes(self, stats: Mapping[str, Any], scale_dtype: torch.dtype) -> ActivationCodes:
+        """How a layer's output is rounded, from its finished statistics."""
         grid = self.output_grid()
         assert grid is not None
         return fixed_codes(stats["range"], grid, scale_dtype)
@@ -92,4 +103,14 @@ class FoldThenRound(QuantizeWeights):
 
     @property
     def rounds(self) -> bool:
+        """Whether the pass rounds once it has folded."""
         return self.rounding == "nearest"
+
+    @property
+    def rewrite_stage(self) -> Rewrite:
+        """How the scales of a fold are found."""
+        raise NotImplementedError
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (self.rewrite_stage, *(super().stages if self.rounds else ()))

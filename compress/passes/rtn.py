@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.passes.base import Site
 from compress.passes.quantize import QuantizeWeights
+from compress.passes.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, quantize, working_dtype
 from compress.weights.rounding import ActivationCodes

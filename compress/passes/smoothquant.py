@@ -16,7 +16,6 @@ Departs from the authors' code:
 - statistics and scales are float32; channels that are never active keep s = 1.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,12 +23,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.stats import MinMax, StatisticFactory, TokenSample
+from compress.calibration.stats import MinMax, TokenSample
 from compress.errors import InputError
 from compress.model.folds import spread_scales
-from compress.passes.base import FoldSite, Reader, Scaling, Site
 from compress.passes.quantize import FoldThenRound
 from compress.passes.rtn import round_to_nearest
+from compress.passes.sites import FoldSite, Reader, Scaling, Site
+from compress.passes.stages import Rewrite
 from compress.weights.decision import Decision
 from compress.weights.grid import fake_quantize, scale_of_range
 from compress.weights.rounding import ActivationCodes
@@ -60,10 +60,12 @@ class SmoothQuant(FoldThenRound):
                 f"smoothquant is for rounded inputs; {self.scheme} has none: give w8a8, w4a8 or fp8, or use awq"
             )
 
-    def fold_needs(self) -> Mapping[str, StatisticFactory]:
-        return {"extremes": MinMax, "sample": partial(TokenSample, per_batch=SAMPLED)}
+    @property
+    def rewrite_stage(self) -> Rewrite:
+        return Rewrite({"extremes": MinMax, "sample": partial(TokenSample, per_batch=SAMPLED)}, self.scaling)
 
     def scaling(self, site: FoldSite) -> Scaling:
+        """By how much to divide each channel of the producer."""
         largest_C = site.merged(lambda reader: torch.maximum(*map(torch.abs, reader.stats["extremes"])), "max")
         heaviest_C = site.merged(lambda reader: reader.weight.float().abs().amax(0), "max")
         if self.alpha != -1:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.comm import Comm
-from compress.passes.base import Site
+from compress.passes.sites import Site
 from compress.weights.grid import Grid, Quantized
 
 # What is solved: the arguments of a solver that have a row for each output, by their names there.

@@ -23,6 +23,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import Pass
 from compress.passes.kv_cache import KVCache
+from compress.passes.stages import Decide, Fix, Rewrite
 from compress.run.decide import Decided, decide
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
@@ -104,12 +105,13 @@ class BlockRun:
         wanted = [name for name in self.layers if p.wants(name)]
         if not wanted:
             return
-        if self.structure is not None and p.fold_needs():
-            self.fold(p, self.structure, wanted)
-        if not p.rounds:
+        rewrite, decides, fix = p.stage(Rewrite), p.stage(Decide), p.stage(Fix)
+        if self.structure is not None and rewrite is not None:
+            self.fold(p, rewrite, self.structure, wanted)
+        if decides is None:
             return
-        if self.structure is not None and (p.needs() or p.output_needs()):
-            made = self.observe(p, self.structure, wanted, last)
+        if self.structure is not None and (decides.needs or fix is not None):
+            made = self.observe(p, decides, self.structure, wanted, last)
         else:
             made = {}
             for name in wanted:
@@ -129,7 +131,7 @@ class BlockRun:
         sites = ([self.layers[name] for name in site if name in names] for site in structure.sites)
         return [site for site in sites if site]
 
-    def fold(self, p: Pass, structure: Structure, wanted: Sequence[str]) -> None:
+    def fold(self, p: Pass, rewrite: Rewrite, structure: Structure, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
         calls, record = self.streams.calls, self.run.record
         folds = self.run.folds.find(self.opened, self.name, calls[0])
@@ -141,7 +143,7 @@ class BlockRun:
         observed: dict[str, Observed] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            statistics = collected(p.fold_needs(), site[0], arrivals, self.run.comm)
+            statistics = collected(rewrite.needs, site[0], arrivals, self.run.comm)
             if statistics is not None:
                 observed.update({layer.name: (layer, statistics[0]) for layer in site})
 
@@ -151,14 +153,16 @@ class BlockRun:
         self.edits += edits
         self.fold_records += records
 
-    def observe(self, p: Pass, structure: Structure, wanted: Sequence[str], last: bool) -> dict[str, Decision]:
+    def observe(
+        self, p: Pass, decides: Decide, structure: Structure, wanted: Sequence[str], last: bool
+    ) -> dict[str, Decision]:
         """One suspended forward: statistics, decisions and new weights, site after site."""
         calls, reference = self.streams.calls, self.streams.reference
         self.name_unseen(structure, wanted)
         made: dict[str, Decision] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            made.update(self.decide_site(p, site, arrivals))
+            made.update(self.decide_site(p, decides, site, arrivals))
 
         sites = self.sites(structure, wanted)
         outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
@@ -182,9 +186,11 @@ class BlockRun:
                 "micro-batch per block shows which layers share inputs",
             )
 
-    def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
+    def decide_site(
+        self, p: Pass, decides: Decide, site: Sequence[Layer], arrivals: Iterable[Arrival | None]
+    ) -> dict[str, Decision]:
         """Collect, decide, install, while the forwards wait before the site."""
-        statistics = collected(p.needs(), site[0], arrivals, self.run.comm)
+        statistics = collected(decides.needs, site[0], arrivals, self.run.comm)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
@@ -200,13 +206,14 @@ class BlockRun:
     ) -> dict[str, Decision]:
         """The decisions about a site's layers, which are installed, with how each of them rounds what it returns."""
         decisions = dict(made)
-        if not p.output_needs():
+        fix = p.stage(Fix)
+        if fix is None:
             return decisions
         site = [self.layers[name] for name in made]
         outputs = ((self.versions.returned(layer, arrival) for layer in site) for arrival in arrivals)
-        statistics = collected_outputs(p.output_needs(), site, outputs, self.run.comm)
+        statistics = collected_outputs(fix.needs, site, outputs, self.run.comm)
         for layer, of_layer in zip(site, statistics, strict=True):
-            codes = p.output_codes(of_layer, self.opened.dtype_of(layer.parameter))
+            codes = fix.codes(of_layer, self.opened.dtype_of(layer.parameter))
             self.versions.round_output(layer, codes)
             rounded = replace(made[layer.name], outputs=codes)
             decisions |= self.ranges.of_layers(of_layer, {layer.name: rounded}, "output")
@@ -225,7 +232,7 @@ class BlockRun:
                 self.run.record.left_alone[name] = "keeps no keys and values of its own"
                 continue
             dtype = self.opened.dtype_of(next(attention.parameters()))
-            self.caches[name] = kv.decide(ranges.get(name), dtype)
+            self.caches[name] = kv.codes(ranges.get(name), dtype)
             if name in ranges:
                 self.ranges.of_cache(name, *ranges[name])
             self.versions.keep_codes(attention, self.caches[name])

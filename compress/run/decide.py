@@ -11,7 +11,9 @@ from compress.comm import Comm
 from compress.errors import CompressError
 from compress.model.layers import Layer
 from compress.model.opened import Opened
-from compress.passes.base import Pass, Site
+from compress.passes.base import Pass
+from compress.passes.sites import Site
+from compress.passes.stages import Decide
 from compress.weights.decision import Decision, joined
 
 
@@ -42,12 +44,13 @@ def decide(
     decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
     was = {name: before.before[name] for name in weights if name in before.before}
     whole = Site(weights, {}, scale_dtypes, comm, decisions, was)
-    fitted = p.fitted({weight.shape[1] for weight in weights.values()})
+    decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
+    assert decides is not None
     heights = {name: len(weight) // len(statistics) for name, weight in weights.items()}
     parts = []
     for i, seen in enumerate(statistics):
         rows = whole.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
-        parts.append(fitted.apply(replace(rows, stats=seen)))
+        parts.append(decides.apply(replace(rows, stats=seen)))
     made = {name: joined([part[name] for part in parts]) for name in parts[0]}
     # A mask stays with the layer, whatever is decided about it afterwards.
     return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}

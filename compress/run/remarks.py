@@ -11,6 +11,7 @@ from compress.calibration.calibrators import Range
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
+from compress.passes.stages import Decide
 from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
@@ -22,13 +23,13 @@ def nothing_done(plan: Plan, record: RunRecord) -> str | None:
     made = {layer.name for layer in record.layers}
     for p in plan.passes:
         wanted = sorted(name for name in plan.treated if p.wants(name))
-        if p.rounds and not made & set(wanted):
+        if p.stage(Decide) and not made & set(wanted):
             reasons = Counter(record.left_alone.get(name, "no reason known") for name in wanted)
             told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             return f"{p.name} compressed nothing: of its layers, like {wanted[0]}, {told}"
     if plan.kv is not None and not record.caches:
         return "kv-cache compressed nothing: no attention keeps keys and values of its own"
-    if plan.passes and not any(p.rounds for p in plan.passes) and not record.folds:
+    if plan.passes and not any(p.stage(Decide) for p in plan.passes) and not record.folds:
         why = f" ({record.not_folded[0]})" if record.not_folded else ""
         return f"{plan.passes[0].name} did nothing: there is no fold in this model{why}"
     return None

@@ -15,7 +15,9 @@ from compress.model.edits import Edit
 from compress.model.folds import Fold, FoldRecord, Scale, usable_scales
 from compress.model.layers import Layer
 from compress.model.opened import Opened
-from compress.passes.base import FoldSite, Pass, Reader
+from compress.passes.base import Pass
+from compress.passes.sites import FoldSite, Reader
+from compress.passes.stages import Rewrite
 
 
 def agreed(comm: Comm, discovery: Discovery) -> Discovery:
@@ -63,8 +65,9 @@ class BlockFolds:
             readers = self._readers(fold, observed)
             if not readers or not {producer, *consumers}.isdisjoint(decided):
                 continue
-            fitted = p.fitted({reader.weight.shape[1] for reader in readers.values()})
-            scaling = fitted.scaling(FoldSite(readers, fold.channels, self.comm))
+            rewrite = p.fitted({reader.weight.shape[1] for reader in readers.values()}).stage(Rewrite)
+            assert rewrite is not None
+            scaling = rewrite.scaling(FoldSite(readers, fold.channels, self.comm))
             scale_C = usable_scales(scaling.scale_C.float())
             scale = Scale(fold, scale_C)
             scale.apply(self.opened.block, self.opened.dtypes)

@@ -9,6 +9,7 @@ from torch import nn
 from compress.checkpoint.record import RunRecord, Sink
 from compress.comm import Comm
 from compress.model.calls import Batch, Call, hidden_of
+from compress.passes.stages import Decide
 from compress.progress import Reporter
 from compress.run.plan import Plan
 from compress.run.residency import Residency
@@ -51,7 +52,8 @@ class Run:
     @property
     def compares(self) -> bool:
         """Whether a pass compares with the original model."""
-        return any(p.needs_reference for p in self.plan.passes)
+        decides = (p.stage(Decide) for p in self.plan.passes)
+        return any(stage.reference for stage in decides if stage is not None)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from torch import Tensor
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.awq import AWQ
-from compress.passes.base import Pass, Site
+from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
+from compress.passes.sites import Site
+from compress.passes.stages import Rewrite
 from compress.passes.where import but, only
 from compress.weights.decision import Decision
 from compress.weights.grid import quantize
@@ -79,7 +81,7 @@ def make_site(one: Pass, weights: dict[str, Tensor], x: Tensor) -> Site:
     for name, factory in one.needs().items():
         statistic = factory(x.shape[1], torch.device("cpu"))
         for batch in x.split(150):
-            statistic.update(batch, batch if one.needs_reference else None)
+            statistic.update(batch, batch if one.decide_stage.reference else None)
         stats[name] = statistic.result()
     return Site(weights, stats, {name: SCALE_DTYPES[name] for name in weights}, Comm())
 
@@ -136,7 +138,7 @@ def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
     weights, x = make_weights(), make_inputs()
     hessian = x.t() @ x / len(x)
     # A bound that is not met by rounding, for the passes that know the inputs.
-    share = 0.75 if one.needs() and not one.fold_needs() else 1.0
+    share = 0.75 if one.needs() and one.stage(Rewrite) is None else 1.0
     for name, decision in one.apply(make_site(one, weights, x)).items():
         weight = weights[name].double()
         nearest = quantize(weights[name], one.weight_grid().with_range("minmax"), SCALE_DTYPES[name])
@@ -296,7 +298,7 @@ def test_combinators_are_their_inner_pass_in_everything_else(one, combine):
     one = replace(one, group_size=32)
     combined = combine(one, "*.mlp.*")
     assert (combined.reads, combined.writes) == (one.reads, one.writes) == ("dense weight", "quantized weight")
-    assert combined.needs_reference == one.needs_reference
+    assert combined.decide_stage.reference == one.decide_stage.reference
     assert set(combined.needs()) == set(one.needs())
     with pytest.raises(InputError, match="does not divide"):
         combined.check({"a": (4, 40)})

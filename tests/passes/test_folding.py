@@ -16,7 +16,7 @@ from compress.comm import Comm
 from compress.errors import InputError
 from compress.model.folds import UNTOUCHED
 from compress.passes.awq import balanced
-from compress.passes.base import FoldSite, Reader
+from compress.passes.sites import FoldSite, Reader
 from compress.passes.smoothquant import smoothing
 from compress.verification import outputs, probe
 from compress.weights.grid import fake_quantize

@@ -561,7 +561,7 @@ def test_the_reference_stream_is_asked_for_exactly_when_drift_is_on():
     for drift in (0.0, 0.5, 1.0):
         for statistics in ("float32", "float64"):
             one = GPTQ(drift=drift, statistics=statistics)
-            assert one.needs_reference == (drift > 0)
+            assert one.decide_stage.reference == (drift > 0)
             made = one.needs()["hessian"](8, torch.device("cpu"))
-            assert (made.drift is not None) == one.needs_reference
+            assert (made.drift is not None) == one.decide_stage.reference
             assert made.total.dtype == getattr(torch, statistics)

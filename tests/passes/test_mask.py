@@ -24,10 +24,11 @@ from torch import Tensor
 import compress
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.passes.base import Aspect, Pass, Site
+from compress.passes.base import Aspect, Pass
 from compress.passes.columns import gptq
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
+from compress.passes.sites import Site
 from compress.run.installed import Versions
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize

@@ -13,7 +13,8 @@ from models import tokens
 import compress
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
-from compress.passes.base import Aspect, Pass, Site
+from compress.passes.base import Aspect, Pass
+from compress.passes.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress import RTN
-from compress.passes.base import Site
+from compress.passes.sites import Site
 from compress.weights.decision import Decision
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.comm import Comm
-from compress.passes.base import Site
+from compress.passes.sites import Site
 from compress.weights.grid import Grid, Quantized
 
 STORED = GOLDEN / "gptq.safetensors"

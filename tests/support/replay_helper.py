@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from compress.comm import Comm
 from compress.model.calls import Batch, Call, hidden_of, real_tokens, without_cache
-from compress.passes.base import Pass, Site
+from compress.passes.base import Pass
+from compress.passes.sites import Site
 from compress.run.capture import capture, output_shape
 from compress.run.plan import plan
 from compress.run.residency import Local
@@ -56,7 +57,7 @@ def _replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[s
                         seen.clear()
                         run(block, call)
                         x, reference = real_tokens(seen[0], call), None
-                        if p.needs_reference:
+                        if p.decide_stage.reference:
                             for parameter, (old, _) in originals.items():
                                 parameter.data = old
                             seen.clear()
@@ -77,7 +78,7 @@ def _replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[s
                         parameter.data = new
                         codes[n] = decision.weight.codes
                 calls = [call.with_hidden(run(block, call)) for call in calls]
-                if p.needs_reference:
+                if p.decide_stage.reference:
                     for parameter, (old, _) in originals.items():
                         parameter.data = old
                     shadow = [call.with_hidden(run(block, call)) for call in shadow]
