@@ -168,7 +168,11 @@ class GPTQ(QuantizeWeights):
             aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
         pruned = any(site.kept(n) is not None for n in site.weights)
         rows = {n: self._rows(site, n, target, pruned) for n, (target, _) in aims.items()}
-        codes = solve_stacked(site, rows, grid, partial(self._solve_rows, relied))
+        damp = relied.polish_damp
+        solve = partial(
+            solve_ordered, seen=relied.ordered, grid=grid, refit=self.refit, sweeps=self.sweeps, polish_damp=damp
+        )
+        codes = solve_stacked(site, rows, grid, lambda **rows: solve(**rows).weight)
         return {n: Aimed(codes[n], target, share) for n, (target, share) in aims.items()}
 
     def _nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized:
@@ -187,30 +191,6 @@ class GPTQ(QuantizeWeights):
             scale, zero = fit_matrix(survivors, self.weight_grid(), site.scale_dtypes[name])
             rows |= {"scale_NG": scale.expand(len(target_NK), 1), "zero_NG": zero.expand(len(target_NK), 1)}
         return rows
-
-    def _solve_rows(
-        self,
-        relied: "Relied",
-        weight_NK: Tensor,
-        scale_NG: Tensor | None = None,
-        zero_NG: Tensor | None = None,
-        kept_NK: Tensor | None = None,
-        *,
-        scale_dtype: torch.dtype,
-    ) -> Quantized:
-        solved = solve_ordered(
-            weight_NK,
-            relied.ordered,
-            grid=self.weight_grid(),
-            scale_dtype=scale_dtype,
-            scale_NG=scale_NG,
-            zero_NG=zero_NG,
-            kept_NK=kept_NK,
-            refit=self.refit,
-            sweeps=self.sweeps,
-            polish_damp=relied.polish_damp,
-        )
-        return solved.weight
 
     def _figures(self, site: Site, name: str, solved: "Aimed", relied: "Relied") -> dict[str, float | int | str]:
         hessian, target = relied.hessian, solved.target
