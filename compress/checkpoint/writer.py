@@ -177,18 +177,17 @@ class Writer:
         """Save this rank's tensors; returns {file: {tensor: SHA-256}} of all ranks' (no file for none)."""
         rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
         path = self.place.blocks / f"{stem}{rank}.safetensors"
-
-        def save() -> Files:
-            if not tensors:
-                return {}
-            clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
-            save_file(clean, path, metadata={"format": "pt"})
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            return {path.name: {k: checksum(t) for k, t in clean.items()}}
-
-        parts = self.comm.gather_objects(self.together(path.name, save))
+        parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, tensors)))
         return {file: sums for part in parts for file, sums in part.items()}
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
+        if not tensors:
+            return {}
+        clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+        save_file(clean, path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return {path.name: {k: checksum(t) for k, t in clean.items()}}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
         """The tensors that were written as `files`, wherever they lie now, held to their checksums."""

@@ -318,7 +318,7 @@ def test_text_is_refused_before_weights_are_loaded(llama: Path, monkeypatch: pyt
     def load(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("compress.evaluation.evaluate.load", load)
+    monkeypatch.setattr("compress.evaluation.evaluate.load_source", load)
     with pytest.raises(InputError, match=r"no\.txt' does not exist"):
         compress.evaluate(llama, text="no.txt")
 
