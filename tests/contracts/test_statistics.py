@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import every
+from combinations import each, every
 from thread_ranks import synced
 from torch import Tensor
 
@@ -35,11 +35,12 @@ GRIDS = {
     "unsigned": Grid(bits=4, granularity="channel", signed=False),
     "asymmetric": Grid(bits=4, granularity="channel", symmetric=False),
 }
+# What is counted does not depend on the kind of grid, only on whether channels are counted apart.
 CALIBRATORS = {
-    f"{name} {kind}": calibrator(name, grid, keep_histogram=True, **({"bins": 512} if "bins" in OPTIONS[name] else {}))
-    for name in OPTIONS
-    for kind, grid in GRIDS.items()
-    if name != "moving-average"
+    f"{name} {kind}": calibrator(
+        name, GRIDS[kind], keep_histogram=True, **({"bins": 512} if "bins" in OPTIONS[name] else {})
+    )
+    for name, kind in each([name for name in OPTIONS if name != "moving-average"], list(GRIDS))
 }
 # How each is made, and how far its values may be from those of one pass, relative to the largest.
 STATISTICS: Mapping[str, tuple[StatisticFactory, float]] = {
