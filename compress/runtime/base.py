@@ -94,6 +94,11 @@ class QuantLinear(nn.Module):
         """[N, K] the values that the codes stand for."""
         raise NotImplementedError
 
+    def slack(self, x_MK: Tensor) -> Tensor | float:
+        """[M, N] how far a product may be from that of the values, beyond what its roundings explain (`runtime.twin`):
+        what the kernel leaves out on purpose. x in float64."""
+        return 0.0
+
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""

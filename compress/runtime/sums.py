@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.kernels import reference
 from compress.kernels.routes import Route
 from compress.runtime.base import RUNS, QuantLinear
 from compress.weights.grid import FLOAT8
@@ -121,6 +122,18 @@ class SumLinear(QuantLinear):
         """What the layer returns of its product."""
         outputs = self._rounding("output")
         return y if outputs is None else outputs.fake_quantize(y)
+
+    def slack(self, x_MK: Tensor) -> Tensor | float:
+        """Every term is rounded. Of a term without a kernel half of the digits are asked for: its format says how it is
+        multiplied."""
+        last = torch.finfo(self.dtype).eps
+        slack = x_MK.new_zeros(())
+        for summand in self.summands:
+            weight_NK = summand.dequantize().double()  # type: ignore[operator]
+            slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
+            if isinstance(summand, Held):
+                slack = slack + last**0.5 * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
+        return slack
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:

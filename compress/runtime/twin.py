@@ -8,7 +8,7 @@ An output is right within t - a and t + a, after the output's own rounding where
     weights rounded or not       `reference.weight_rounding`
     the bias added               eps |t|
     ties of the input            the step between the two codes, times |w|, where the last places of x decide
-    int8 input, weight-only      2 step |W|, step of the token's grid: seven standard deviations of what rounding does
+    what the layer leaves out    `QuantLinear.slack`
 
 Shapes: M tokens, N outputs, K inputs.
 """
@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from compress.kernels import reference
 from compress.model.hollow import replaced_forwards
 from compress.runtime.assembly import compressed_layers
-from compress.runtime.linear import PackedLinear, QuantLinear, RowLinear
+from compress.runtime.linear import QuantLinear, RowLinear
 from compress.weights.grid import decode, encode, quantize, working_dtype
 from compress.weights.rounding import ActivationCodes
 
 # Of an input over its scale: the quotient, and the scale itself, are each off by a place or two in fp32.
 TIE = 4 * torch.finfo(torch.float32).eps
-INT8_STEP = 1 / reference.INT8_HALF_RANGE  # of the largest magnitude
 
 
 def rounding_of(layer: QuantLinear, side: Literal["input", "output"]) -> ActivationCodes | None:
@@ -85,12 +84,10 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     x_MK, out_MN = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).double()
     weight_NK, exact_MK = weight_values(layer).double(), x_MK.double()
     codes, outputs = rounding_of(layer, "input"), rounding_of(layer, "output")
-    slack: Tensor | float = 0.0
+    slack = layer.slack(exact_MK)
     if codes is not None:
         exact_MK, apart_MK = rounded_input(codes, x_MK)
-        slack = apart_MK @ weight_NK.abs().t()
-    elif isinstance(layer, PackedLinear) and layer.input_group is not None:
-        slack = 2 * INT8_STEP * exact_MK.abs().amax(-1, keepdim=True) * weight_NK.norm(dim=-1)
+        slack = slack + apart_MK @ weight_NK.abs().t()
     truth_MN = exact_MK @ weight_NK.t()
     allowed_MN = reference.tolerance(exact_MK, weight_NK, truth_MN, layer.dtype) + slack
     allowed_MN += reference.weight_rounding(exact_MK, weight_NK, layer.dtype)

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.kernels import reference
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.linear import Fp8Linear, Int8Linear, PackedLinear, QuantLinear
-from compress.runtime.twin import INT8_STEP, dequantized, error
+from compress.runtime.twin import dequantized, error
 
 # Tokens of a product that are compared, spread over all of them.
 SAMPLED = 16
 # Roundings of a block that its output feels at full size: two residual sums, two norms, and half as much again for the
 # products between them, which are smaller.
 ROUNDINGS = 6
+INT8_STEP = 1 / reference.INT8_HALF_RANGE  # of the largest magnitude
 FLOAT8_STEP = 1 / 32  # a rounding to e4m3, of the value (its standard deviation)
 
 

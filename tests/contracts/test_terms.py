@@ -14,6 +14,7 @@ from compress.errors import CheckpointError
 from compress.recipes.low_rank import LowRank
 from compress.runtime.linear import QuantLinear
 from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import check_parts, parts_of, read_entry, scheme_of
@@ -47,6 +48,7 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
     "low rank": low_rank,
+    "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
 }
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
