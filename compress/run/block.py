@@ -158,7 +158,7 @@ class BlockRun:
     ) -> dict[str, Decision]:
         """One suspended forward: statistics, decisions and new weights, site after site."""
         calls, reference = self.streams.calls, self.streams.reference
-        self.name_unseen(structure, wanted)
+        _name_unseen(self.run, structure, wanted)
         made: dict[str, Decision] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
@@ -170,21 +170,6 @@ class BlockRun:
         if last:
             self.streams, self.forwarded = self.streams.after(outputs, others), True
         return made
-
-    def name_unseen(self, structure: Structure, wanted: Sequence[str]) -> None:
-        """Say which layers of a pass no statistic can be about, and what it cost to find out."""
-        record = self.run.record
-        for name in wanted:
-            if name in structure.unreached:
-                record.left_alone[name] = "never called during calibration"
-            elif name in structure.repeated:
-                record.left_alone[name] = "called several times in one forward pass"
-        if not structure.traced:
-            record.note(
-                self.run.reporter,
-                "blocks could not be traced without data: one more forward pass of one "
-                "micro-batch per block shows which layers share inputs",
-            )
 
     def decide_site(
         self, p: Pass, decides: Decide, site: Sequence[Layer], arrivals: Iterable[Arrival | None]
@@ -255,3 +240,18 @@ class BlockRun:
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
         return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+
+
+def _name_unseen(run: Run, structure: Structure, wanted: Sequence[str]) -> None:
+    """Say which layers of a pass no statistic can be about, and what it cost to find out."""
+    for name in wanted:
+        if name in structure.unreached:
+            run.record.left_alone[name] = "never called during calibration"
+        elif name in structure.repeated:
+            run.record.left_alone[name] = "called several times in one forward pass"
+    if not structure.traced:
+        run.record.note(
+            run.reporter,
+            "blocks could not be traced without data: one more forward pass of one "
+            "micro-batch per block shows which layers share inputs",
+        )

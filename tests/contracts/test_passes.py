@@ -18,7 +18,7 @@ from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.sites import Site
-from compress.passes.stages import Rewrite
+from compress.passes.stages import Decide, Rewrite
 from compress.passes.where import but, only
 from compress.weights.decision import Decision
 from compress.weights.grid import quantize
@@ -81,7 +81,7 @@ def make_site(one: Pass, weights: dict[str, Tensor], x: Tensor) -> Site:
     for name, factory in one.needs().items():
         statistic = factory(x.shape[1], torch.device("cpu"))
         for batch in x.split(150):
-            statistic.update(batch, batch if one.decide_stage.reference else None)
+            statistic.update(batch, batch if one.stage(Decide).reference else None)
         stats[name] = statistic.result()
     return Site(weights, stats, {name: SCALE_DTYPES[name] for name in weights}, Comm())
 
@@ -298,7 +298,7 @@ def test_combinators_are_their_inner_pass_in_everything_else(one, combine):
     one = replace(one, group_size=32)
     combined = combine(one, "*.mlp.*")
     assert (combined.reads, combined.writes) == (one.reads, one.writes) == ("dense weight", "quantized weight")
-    assert combined.decide_stage.reference == one.decide_stage.reference
+    assert combined.stage(Decide).reference == one.stage(Decide).reference
     assert set(combined.needs()) == set(one.needs())
     with pytest.raises(InputError, match="does not divide"):
         combined.check({"a": (4, 40)})
