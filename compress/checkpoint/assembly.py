@@ -60,7 +60,7 @@ class Assembly:
                 (self.place.blocks / file).unlink(missing_ok=True)
 
 
-def describe(
+def write_beside(
     model: Path,
     weight_map: Mapping[str, str],
     config: Mapping[str, Any] | None,

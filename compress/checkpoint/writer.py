@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress.checkpoint.assembly import Assembly, describe
+from compress.checkpoint.assembly import Assembly, write_beside
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum
 from compress.checkpoint.journal import PROGRESS, Files, Journal
@@ -131,7 +131,7 @@ class Writer:
         whole = {**record, "tensors": self.journal.checksums}
 
         def finish() -> None:
-            describe(self.place.model, weight_map, config, source, extra_files, whole)
+            write_beside(self.place.model, weight_map, config, source, extra_files, whole)
             self.journal.complete = True
             self.journal.write(self.place.progress)
 

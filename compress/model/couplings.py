@@ -53,7 +53,7 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     """Why a coupling found on another block of the same kind does not hold for this one; empty where it does."""
     with evaluating(block), in_float32(block, short_call(call)) as exact_call:
-        problem = Trial(block, exact_call, layers_of(block), coupling).problem(coupling)
+        problem = Trial(block, exact_call, cuttable(block), coupling).problem(coupling)
     return [] if problem is None else [problem]
 
 
@@ -61,7 +61,7 @@ def _depthwise(module: nn.Module) -> bool:
     return is_convolution(module) and module.groups == module.in_channels == module.out_channels
 
 
-def layers_of(block: nn.Module) -> dict[str, Producer]:
+def cuttable(block: nn.Module) -> dict[str, Producer]:
     """The layers of a block whose rows or inputs may be cut, by name. A depthwise convolution is none of them: it is a
     number (or some) per channel."""
     return {
@@ -76,7 +76,7 @@ class _Search:
 
     def __init__(self, block: nn.Module, call: Call, shared: set[int]) -> None:
         self.block, self.call = block, call
-        layers = layers_of(block)
+        layers = cuttable(block)
         # Modules that hold one number per channel: norms above all. What has modules inside is no such thing.
         between = {
             name: Producer(module, "norm", channels_between(module))

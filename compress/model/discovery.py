@@ -63,7 +63,7 @@ def discover(block: nn.Module, call: Call, shared: Collection[int] = ()) -> Disc
     return _guarded(block, call, shared, _Discoverer.discover)
 
 
-def verify(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Discovery:
+def confirm(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Discovery:
     """Those of the folds, found on another block of the same kind, that hold for this one: two full forwards."""
     return _guarded(block, call, shared, partial(_Discoverer.verify, folds=folds))
 
@@ -81,7 +81,7 @@ class Finder:
             self.known[kind] = discover(block, call, shared)
             return self.known[kind]
         first = self.known[kind]
-        again = verify(block, call, first.folds, shared)
+        again = confirm(block, call, first.folds, shared)
         return replace(again, rejected=first.rejected + again.rejected)
 
 
@@ -141,7 +141,7 @@ class _Discoverer:
                 rejected.append(f"{name}: {problem}")
         return self.confirmed(folds, rejected)
 
-    def verify(self, folds: Sequence[Fold]) -> Discovery:
+    def confirm(self, folds: Sequence[Fold]) -> Discovery:
         if folds:
             self.run_original()
         return self.confirmed(folds, [])

@@ -241,7 +241,7 @@ def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
         round_cache(attention, scheme)
 
 
-def dense(model: nn.Module) -> None:
+def densify(model: nn.Module) -> None:
     """Turn layers on codes into dense ones, in place and one after the other: exactly what the codes stand for, in the
     dtype of each layer, tied where they shared a table; they train if the rest of the model does. Caches go on keeping
     codes.

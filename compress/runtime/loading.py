@@ -24,7 +24,7 @@ from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in
 from compress.checkpoint.weight_files import weight_files
 from compress.errors import InputError
-from compress.runtime.assembly import compressed_layers, dense, device_of, finish, fuse, prepare, weights_on_codes
+from compress.runtime.assembly import compressed_layers, densify, device_of, finish, fuse, prepare, weights_on_codes
 from compress.runtime.dequantized import load_dequantized
 from compress.runtime.linear import PackedLinear
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
@@ -102,7 +102,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """What `model.dequantize()` does. Raises InputError where dense weights would not compute the same."""
-        dense(model)
+        densify(model)
         own: Any = model
         return model if dtype in (None, own.dtype) else nn.Module.to(model, dtype)
 

@@ -10,7 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from compress.model.calls import Call
 from compress.model.changes import undo
-from compress.model.discovery import Finder, discover, verify
+from compress.model.discovery import Finder, confirm, discover
 from compress.model.excerpt import TOKENS, short_call
 from compress.model.folds import UNTOUCHED, apply
 from compress.model.hollow import codes, decode, exponents
@@ -404,9 +404,9 @@ def test_dropout_is_off_and_random_blocks_draw_the_same_numbers():
 def test_a_fold_that_does_not_hold_for_another_block_is_dropped():
     block, call = own(Parallel(nn.functional.relu), 2, 12, 16)
     folds = discover(block, call).folds
-    assert verify(block, call, folds).folds == folds
+    assert confirm(block, call, folds).folds == folds
     other = Parallel(nn.functional.gelu)
-    found = verify(*own(other, 2, 12, 16), folds)
+    found = confirm(*own(other, 2, 12, 16), folds)
     assert names(found.folds) == {key: value for key, value in names(folds).items() if key != "fc1"}
     assert found.probes == 0
     assert any(line.startswith("fc1 -> fc2: ") for line in found.rejected)

@@ -86,7 +86,7 @@ def test_whatever_is_raised_the_model_is_as_it_was(passes, tmp_path, monkeypatch
         "interrupted after the last block": {"reporter": FailsAt(tables + 2, KeyboardInterrupt())},
         "out of memory in the second block": {rounding: ("apply", 6, memory)},
         "a full disk at the second block": {Writer: ("_save", tables + 1, full)},
-        "a full disk at the end": {writer: ("describe", 0, full)},
+        "a full disk at the end": {writer: ("write_beside", 0, full)},
     }
     for what, failure in cases.items():
         model = small()
