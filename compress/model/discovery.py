@@ -65,7 +65,7 @@ def discover(block: nn.Module, call: Call, shared: Collection[int] = ()) -> Disc
 
 def confirm(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Discovery:
     """Those of the folds, found on another block of the same kind, that hold for this one: two full forwards."""
-    return _guarded(block, call, shared, partial(_Discoverer.verify, folds=folds))
+    return _guarded(block, call, shared, partial(_Discoverer.confirm, folds=folds))
 
 
 class Finder:
