@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from compress.errors import CheckpointError
+from compress.schema import fits
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme, read_entry
@@ -34,7 +35,7 @@ class Group(Entry):
     targets: list[str]
 
 
-class Quantization(TypedDict, total=False):
+class Quantization(TypedDict):
     format: int
     modules: list[str]
     groups: list[Group]
@@ -56,11 +57,12 @@ def groups_of(layers: Mapping[str, Scheme]) -> dict[str, Any]:
 
 def read_groups(quantization: Mapping[str, Any], where: object) -> dict[str, Scheme]:
     """Inverse of `groups_of`: {layer: scheme}. Raises CheckpointError, naming `where`, for what cannot be read."""
-    if quantization.get("format") != FORMAT:
-        raise CheckpointError(f"{where} is of format {quantization.get('format')!r} of compress; readable: {FORMAT}")
+    fits(quantization, Quantization, where)
+    if quantization["format"] != FORMAT:
+        raise CheckpointError(f"{where} is of format {quantization['format']} of compress; readable: {FORMAT}")
     foreign = {str(t.get("kind")) for g in quantization["groups"] for t in g["terms"]} - FORMATS.keys()
     if foreign:
-        modules = " or ".join(quantization.get("modules") or ["unknown"])
+        modules = " or ".join(quantization["modules"]) or "unknown"
         raise CheckpointError(
             f"{where} holds the format {min(foreign)!r} of the module {modules}, which is no part of compress; if you "
             f"trust that module, have it imported first: --plugin {modules} (in Python: import it)"

@@ -29,6 +29,7 @@ from compress.errors import InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
 from compress.recipe import load_recipe
+from compress.recipes.low_rank import LowRankAndCodes
 
 pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 5000 + "]" * 5000
@@ -270,6 +271,7 @@ def written(llama: Path, in_files: Path, tmp_path_factory: pytest.TempPathFactor
     with suppress(KeyboardInterrupt):
         compress.quantize(llama, passes, output=folder / "stopped", reporter=StopAfterOne(), **common)
     compress.quantize(llama, compress.GPTQ(group_size=32, **PLAIN_GPTQ), output=folder / "packed", **common)
+    compress.quantize(llama, LowRankAndCodes(group_size=32, rank=2), output=folder / "sums", verify=False)
     options = {"scheme": "w4a16", "group_size": 32}
     recipe = {"passes": [{"rtn": options, "only": ["*.mlp.*"]}, {"gptq": options, "but": ["*.mlp.*"]}]}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
@@ -287,6 +289,7 @@ def read_checkpoint(directory: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "out/config.json": lambda path: read_checkpoint(path.parent),
     "packed/config.json": lambda path: read_checkpoint(path.parent),
+    "sums/config.json": lambda path: read_checkpoint(path.parent),
     "several/model.safetensors.index.json": lambda path: read_checkpoint(path.parent),
     "out/compress.json": lambda path: read_checkpoint(path.parent),
     "packed/compress.json": lambda path: read_checkpoint(path.parent),

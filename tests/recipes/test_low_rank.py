@@ -32,10 +32,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shutil.copy(ROOT / "recipes" / "low_rank.py", folder / f"{MODULE}.py")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    monkeypatch.delitem(FORMATS, "low-rank", raising=False)
+    before = dict(FORMATS)
+    FORMATS.pop("low-rank", None)
     sys.modules.pop(MODULE, None)
     yield MODULE
-    FORMATS.pop("low-rank", None)
+    FORMATS.clear()
+    FORMATS.update(before)
     sys.modules.pop(MODULE, None)
 
 
