@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.directory import COMPANIONS, Directory
-from compress.checkpoint.files import INDEX, RECORD, sync_directory, write_json, write_whole
+from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, sync_directory, write_json, write_whole
 from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.shards import Piece, pieces_of, planned, write_shard
 from compress.checkpoint.together import Together
 from compress.errors import CheckpointError
+from compress.weights.own_words import METHOD
 
 
 class Assembly:
@@ -21,14 +22,14 @@ class Assembly:
         self.place, self.journal, self.together = place, journal, together
         self.comm = together.comm
 
-    def weight_files(self) -> dict[str, str]:
-        """Write the weight files; returns {tensor: file}. A file of a block goes when all of it is copied: it takes
-        little more room than the checkpoint."""
+    def weight_files(self, whole: str) -> dict[str, str]:
+        """Write the weight files, or one called `whole`; returns {tensor: file}. A file of a block goes when all of it
+        is copied: it takes little more room than the checkpoint."""
         sums = self.journal.checksums
         held = {piece.name: piece for piece in self.together("blocks", lambda: list(self._pieces()))}
         if lost := sorted(sums.keys() - held.keys()):
             raise CheckpointError(f"{lost[0]} is no longer in {self.place.partial}; drop that run with --overwrite")
-        plan = planned([held[name] for name in sums])
+        plan = planned([held[name] for name in sums], whole)
         open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
         for first in range(0, len(open_files), self.comm.world):
             turn = open_files[first : first + self.comm.world]
@@ -60,6 +61,11 @@ class Assembly:
                 (self.place.blocks / file).unlink(missing_ok=True)
 
 
+def in_own_words(config: Mapping[str, Any] | None) -> bool:
+    """Whether a configuration describes weights that other readers have no words for."""
+    return ((config or {}).get("quantization_config") or {}).get("quant_method") == METHOD
+
+
 def write_beside(
     model: Path,
     weight_map: Mapping[str, str],
@@ -74,8 +80,9 @@ def write_beside(
     names = {*weights, *extra_files}
     if len(weights) > 1:
         total = sum((model / file).stat().st_size for file in weights)
-        write_json(model / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-        names.add(INDEX)
+        index = OWN_INDEX if in_own_words(config) else INDEX
+        write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        names.add(index)
     if config is not None:
         write_json(model / "config.json", config)
         names.add("config.json")

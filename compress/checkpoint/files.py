@@ -15,6 +15,12 @@ from compress.reading import parse_json
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+# The same of a checkpoint in our own words (`weights.own_words`): transformers has a name for weights that it loads
+# where it is asked for that variant only. It leaves out a method that it does not know, with a warning, and would go on
+# with random weights.
+VARIANT = "compress"
+OWN_INDEX, OWN_WHOLE = f"model.safetensors.index.{VARIANT}.json", f"model.{VARIANT}.safetensors"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

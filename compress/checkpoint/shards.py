@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from compress.checkpoint.files import WHOLE
 from compress.errors import CheckpointError
 
 SHARD_BYTES = 5_000_000_000  # of data in one file: what transformers long wrote and every reader knows
-ONE_FILE = "model.safetensors"
 METADATA = "__metadata__"
 ALIGNMENT = 8  # the data begins at a multiple of it
 LENGTH_BYTES = 8
@@ -96,8 +96,9 @@ def checksums_of(pieces: Iterable[Piece]) -> dict[str, str]:
     return found
 
 
-def planned(pieces: Sequence[Piece], limit: int | None = None) -> dict[str, list[Piece]]:
-    """{file name: its tensors}, in the order given, files of at most `limit` bytes of data (one tensor at least)."""
+def planned(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:
+    """{file name: its tensors}, in the order given, files of at most `limit` bytes of data (one tensor at least).
+    whole: the name, if there is one."""
     limit = SHARD_BYTES if limit is None else limit
     shards: list[list[Piece]] = [[]]
     room = limit
@@ -108,8 +109,9 @@ def planned(pieces: Sequence[Piece], limit: int | None = None) -> dict[str, list
         shards[-1].append(piece)
         room -= piece.length
     if len(shards) == 1:
-        return {ONE_FILE: shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        return {whole: shards[0]}
+    stem = whole.removesuffix(".safetensors")
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, str]) -> None:

@@ -9,12 +9,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compress.checkpoint.configuration import Index
-from compress.checkpoint.files import INDEX, read_json
+from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
 from compress.errors import CheckpointError
 from compress.reading import special
 from compress.schema import fits
 
-WHOLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -85,29 +84,31 @@ def weight_files(path: Path) -> WeightFiles:
     """The weight files of a directory: those that its index names, or else all. Raises CheckpointError that names what
     is missing or damaged."""
     weight_map: Mapping[str, str] = {}
-    if (path / INDEX).exists():
-        index = read_json(path / INDEX)
-        fits(index, Index, path / INDEX)
+    named_by = next((path / name for name in (INDEX, OWN_INDEX) if (path / name).exists()), path / INDEX)
+    if named_by.exists():
+        index = read_json(named_by)
+        fits(index, Index, named_by)
         weight_map = index["weight_map"]
         if not weight_map:
-            raise CheckpointError(f"{path / INDEX} has an empty weight_map")
+            raise CheckpointError(f"{named_by} has an empty weight_map")
         files = sorted({path / file for file in weight_map.values()})
     else:
         # What transformers reads; otherwise whatever there is.
-        files = [path / WHOLE] if (path / WHOLE).exists() else sorted(path.glob("*.safetensors"))
+        whole = next((path / name for name in (WHOLE, OWN_WHOLE) if (path / name).exists()), None)
+        files = sorted(path.glob("*.safetensors")) if whole is None else [whole]
     if not files:
         raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
     for file in files:
         kind = special(file)
         if kind is not None:
-            named = f"{path / INDEX} names {file.name}, which" if weight_map else f"{file}"
+            named = f"{named_by} names {file.name}, which" if weight_map else f"{file}"
             raise CheckpointError(f"{named} is {kind}; weights are in regular files")
         if not file.exists():
-            raise CheckpointError(f"{path / INDEX} names {file.name}, which is missing; fetch the checkpoint again")
+            raise CheckpointError(f"{named_by} names {file.name}, which is missing; fetch the checkpoint again")
     found = WeightFiles(files)
     for name, holder in weight_map.items():
         if name not in found:
-            raise CheckpointError(f"{path / INDEX} names the tensor {name}, which {holder} does not hold")
+            raise CheckpointError(f"{named_by} names the tensor {name}, which {holder} does not hold")
     if not found:
         raise CheckpointError(f"{files[0]} holds no tensor")
     return found

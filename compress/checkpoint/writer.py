@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress.checkpoint.assembly import Assembly, write_beside
+from compress.checkpoint.assembly import Assembly, in_own_words, write_beside
 from compress.checkpoint.directory import Directory
-from compress.checkpoint.files import checksum
+from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.journal import PROGRESS, Files, Journal
 from compress.checkpoint.noted import edits_of, note, read_edits, restore
 from compress.checkpoint.record import Finished
@@ -127,7 +127,8 @@ class Writer:
             before = self.journal.rest
             self.together.first("rest", lambda: self._read(before))
         self.together.first("model", lambda: self.place.model.mkdir(exist_ok=True))
-        weight_map = Assembly(self.place, self.journal, self.together).weight_files()
+        name = OWN_WHOLE if in_own_words(config) else WHOLE
+        weight_map = Assembly(self.place, self.journal, self.together).weight_files(name)
         whole = {**record, "tensors": self.journal.checksums}
 
         def finish() -> None:

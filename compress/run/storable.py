@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from compress.checkpoint.files import VARIANT
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
 from compress.passes.activation_format import ActivationFormat
@@ -81,7 +82,8 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
         first = next(iter(foreign))
         yield (
             f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
-            "checkpoint with compress.load, or with transformers after compress.register(); vLLM reads no such one"
+            "checkpoint with compress.load, or with transformers after compress.register(), by "
+            f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it"
         )
         return
     odd = None

@@ -4,8 +4,9 @@
      "groups": [{"targets": [layer, ...], "terms": [{"kind": ..., ...}, ...], "inputs": ..., "outputs": ..., ...}]}
 
 Every compressed layer of the checkpoint is a target, those that are codes alone, too. modules: those that have formats
-which are not ours; they must be imported before the checkpoint is read. Other readers know no such method and refuse
-the checkpoint, rather than leaving out a term of a sum.
+which are not ours; they must be imported before the checkpoint is read. Other readers are to refuse such a checkpoint,
+rather than leave out a term of a sum: vLLM knows no such method, transformers finds no weights under the names that it
+looks for (`checkpoint.files.VARIANT`).
 """
 
 import json

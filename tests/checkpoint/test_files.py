@@ -68,7 +68,7 @@ def test_weight_files_hold_the_bytes_of_the_blocks(
     pieces = [piece for file in halves for piece in shards.pieces_of(folder / file)]
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     assert shards.checksums_of(pieces) == sums
-    plan = shards.planned(sorted(pieces, key=lambda p: p.name), limit)
+    plan = shards.planned(sorted(pieces, key=lambda p: p.name), limit=limit)
     assert [piece.name for inside in plan.values() for piece in inside] == names
     for file, inside in plan.items():
         assert len(inside) == 1 or sum(piece.length for piece in inside) <= limit

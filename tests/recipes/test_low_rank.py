@@ -11,8 +11,11 @@ import pytest
 import torch
 from commands import StopAfterOne, command, last_line
 from places import ROOT
+from transformers import AutoModelForCausalLM
 
 import compress
+from compress.checkpoint import shards
+from compress.checkpoint.files import OWN_INDEX, OWN_WHOLE, VARIANT
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in, weight_of
 from compress.errors import CheckpointError
@@ -45,6 +48,7 @@ def test_it_is_a_file_of_sixty_lines() -> None:
     assert len((ROOT / "recipes" / "low_rank.py").read_text(encoding="utf-8").splitlines()) <= LINES
 
 
+@pytest.mark.usefixtures("registered")
 def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["quantize", llama, "--method", f"{module}:LowRankAndCodes", "--set", "rank=4", "--group-size", "32"]
@@ -55,7 +59,7 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert outcome.code == 0, outcome.err
     whole = tmp_path / "whole"
     compress.quantize(llama, method, output=whole, verify=False)
-    assert (whole / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert (whole / OWN_WHOLE).read_bytes() == (out / OWN_WHOLE).read_bytes()
     record = json.loads((out / "compress.json").read_text())
     assert record["verification"]["layers"] == len(record["layers"]) == 14
     assert "sums of terms" in record["verification"]["transformers"]
@@ -76,6 +80,15 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert measured.code == 0, measured.err
     assert json.loads(measured.out)["kl_mean"] >= 0
 
+    # transformers alone would go on with random weights, if it found any; with us it computes the same.
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(out)
+    ids = torch.arange(16)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(out, variant=VARIANT, dtype="auto")
+    assert torch.equal(theirs(ids).logits, model(ids).logits)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(compress.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+
     # In a process that has not imported the module, what to do is said, and done.
     FORMATS.pop("low-rank")
     sys.modules.pop(module)
@@ -87,3 +100,17 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
         compress.load(out)
     assert command("verify", out, "--plugin", module).code == 0
     assert command("verify", out, "--plugin", "no_such_module").code == 2
+
+
+def test_several_files_have_names_of_their_own_too(
+    module: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = make_pass(f"{module}:LowRankAndCodes", {"rank": 4, "group_size": 32})
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "SHARD_BYTES", 60_000)
+        compress.quantize(llama, method, output=tmp_path / "out", verify=False)
+    names = {path.name for path in (tmp_path / "out").glob("*.safetensors*")}
+    assert OWN_INDEX in names
+    assert len(names) > 2
+    assert all(name.startswith("model.compress-") for name in names - {OWN_INDEX})
+    assert any(isinstance(m, SumLinear) for m in compress.load(tmp_path / "out").modules())
