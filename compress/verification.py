@@ -53,7 +53,7 @@ def check_record(source: Source) -> int:
     for layer in record["layers"]:
         if layer["figures"].get("sha256") not in map(checksum, _values(source, layer["name"])):
             raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
-    return len(record["layers"])
+    return len({layer["name"] for layer in record["layers"]})
 
 
 def _values(source: Source, layer: str) -> list[Tensor]:

@@ -1,10 +1,11 @@
 """Bytes on disk and bits per weight, counted from the files of a checkpoint and nothing else."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compress.checkpoint.coverage import percent
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import Source, find_source
@@ -90,7 +91,9 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     holders |= _cache_holders(caches)
     recorded = (source.path / RECORD).exists()
     record = read_record(source.path) if recorded else {"layers": [], "left_alone": {}}
-    made = {layer["name"]: layer for layer in record["layers"]}
+    made: dict[str, list[Mapping[str, Any]]] = {}  # what each pass made of a layer, in their order
+    for layer in record["layers"]:
+        made.setdefault(layer["name"], []).append(layer)
     parts: dict[str, list[TensorSize]] = {}
     for tensor in tensor_sizes(source):
         parts.setdefault(holders.get(tensor.name, tensor.name), []).append(tensor)
@@ -102,14 +105,15 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
             rows.append(Row(name, tensors[0].shape, str(caches.scheme), 8.0, total, "scales of the key-value cache"))
             continue
         if stored is None:
-            shape, layer = tensors[0].shape, name.removesuffix(".weight")
-            remark = record["left_alone"].get(layer) or record["left_alone"].get(name, "")
-            if layer in made:
-                remark = f"{made[layer]['method']} {made[layer]['scheme']}, stored dense"
+            shape, holder = tensors[0].shape, name.removesuffix(".weight")
+            remark = record["left_alone"].get(holder) or record["left_alone"].get(name, "")
+            if holder in made:
+                remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in made[holder])
+                remark = f"{remark}{_pruned(made[holder])}, stored dense"
             rows.append(Row(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark))
             continue
         bits = 8 * total / math.prod(stored.shape)
-        remark = _loss(made.get(name)) if stored.shares is None else f"shares the codes of {stored.shares}"
+        remark = _loss(made.get(name, [])) if stored.shares is None else f"shares the codes of {stored.shares}"
         rows.append(Row(name, stored.shape, str(stored.scheme), bits, total, remark))
     return sorted(rows, key=lambda row: _natural(row.name)), measure_size(source)
 
@@ -125,10 +129,18 @@ def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:
     return {tensor: name for name, scales in held.items() for tensor, _ in scales.values()}
 
 
-def _loss(layer: Mapping[str, Any] | None) -> str:
-    if layer is None:
+def _pruned(layers: Sequence[Mapping[str, Any]]) -> str:
+    """How much of a layer is zero for good, where a pass has pruned it."""
+    shares = [layer["figures"]["sparsity"] for layer in layers if "sparsity" in layer["figures"]]
+    return f" ({percent(float(shares[-1]))} zero)" if shares else ""
+
+
+def _loss(layers: Sequence[Mapping[str, Any]]) -> str:
+    if not layers:
         return ""
+    layer = layers[-1]
+    methods = ", ".join(each["method"] for each in layers) + _pruned(layers)
     kept = (("loss", "loss", ".2e"), ("rtn", "rtn_loss", ".2e"), ("damp", "damp", "g"))
     figures = layer["figures"]
     said = [f"{word} {figures[key]:{form}}" for word, key, form in kept if isinstance(figures.get(key), int | float)]
-    return ": ".join(filter(None, (layer["method"], ", ".join(said) if "rtn_loss" in figures else "")))
+    return ": ".join(filter(None, (methods, ", ".join(said) if "rtn_loss" in figures else "")))

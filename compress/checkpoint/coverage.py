@@ -66,8 +66,15 @@ def achieved(
     """Of a model as it was, or as large: its compressed layers, those `dense` that have no format and are stored with
     compressed values, and why others were left alone."""
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
-    kinds = {name: f"{type(model.get_submodule(name)).__name__} of compressed values, stored dense" for name in dense}
+    kinds = {name: _dense_kind(model.get_submodule(name)) for name in dense}
     return count(sizes, set(compressed) - set(dense), {**reasons, **kinds})
+
+
+def _dense_kind(module: nn.Module) -> str:
+    """What compressed layers that are stored dense are called: a Linear is, where it is only pruned."""
+    if isinstance(module, nn.Linear):
+        return "pruned, stored dense"
+    return f"{type(module).__name__} of compressed values, stored dense"
 
 
 def remark(found: Coverage) -> str | None:

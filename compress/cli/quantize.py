@@ -62,7 +62,9 @@ OF_CALIBRATION = ("samples", "length", "batch_size")
     metavar="SCHEME",
     help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
 )
-@click.option("--calibration", metavar="TEXT", help="What the model is shown. Needed by every method but rtn.")
+@click.option(
+    "--calibration", metavar="TEXT", help="What the model is shown. Needed by methods that calibrate (rtn does not)."
+)
 @click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")

@@ -47,9 +47,8 @@ def result(made: Result, model: str, output: str) -> None:
     for reason in made.record.left_alone.values():
         kinds[reason] = kinds.get(reason, 0) + 1
     alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
-    out.print(
-        f"{len(made.record.layers)} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}"
-    )
+    layers = len({layer.name for layer in made.record.layers})  # several passes may have had a part in one
+    out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")

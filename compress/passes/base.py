@@ -1,8 +1,7 @@
 """What a pass is: frozen configuration, the layers it is for, and the stages of what it does.
 
-To add one: a file beside this one with a subclass that has a name and `apply`, a line in `PASSES` in
-`compress/recipe.py`. `apply` turns a *site* into decisions: the layers that read one and the same tensor (q, k and v of
-an attention, say), which share their statistics.
+`apply` turns a *site* into decisions: the layers that read one and the same tensor (q, k and v of an attention, say),
+which share their statistics. How to add a pass: CONTRIBUTING.md.
 """
 
 from collections.abc import Collection, Mapping

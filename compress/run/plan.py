@@ -211,9 +211,10 @@ def _check(plan: Plan) -> None:
                 )
             pruning = pruned_by.get(layer.name)
             if pruning is not None and not p.keeps_zeros:
+                first = "" if p.name == pruning.name else f"put {p.name!r} first or "
                 raise InputError(
                     f"{p.name!r} does not keep the zeros of {layer.name}, which {pruning.name!r} has pruned before it; "
-                    f"put {p.name!r} first or give them different layers (`only`, `but`)"
+                    f"{first}give them different layers (`only`, `but`)"
                 )
             if p.writes == "mask":
                 pruned_by[layer.name] = p

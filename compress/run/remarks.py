@@ -65,13 +65,16 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     words = (p.scheme, p.grid) if isinstance(p, WeightFormat) else ("", "")
     first = decision.sum.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
+    figures = dict(decision.figures)
+    if decision.kept is not None:
+        figures["sparsity"] = 1 - float(decision.kept.double().mean())
     return LayerRecord(
         layer.name,
         p.name,
         *words,
         None if grid is None else grid.group_size,
         layer.shape,
-        dict(decision.figures),
+        figures,
     )
 
 

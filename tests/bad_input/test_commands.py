@@ -14,6 +14,9 @@ import pytest
 import torch
 from commands import Desk, Outcome, command, configured, half, last_line, make_llama, save
 
+from compress.recipe import PASSES
+
+METHODS = ", ".join(sorted(PASSES))
 Case = tuple[Callable[[Desk], Outcome], tuple[str, ...]]
 
 
@@ -168,7 +171,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "unknown method": (
         lambda d: d.rtn(d.model, "--method", "gtpq"),
-        ("unknown method 'gtpq'", "did you mean 'gptq'?", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
+        ("unknown method 'gtpq'", "did you mean 'gptq'?", f"allowed: {METHODS}"),
     ),
     "unknown option": (
         lambda d: d.gptq(d.tokens, "--set", "dmap=0.1"),
@@ -242,7 +245,7 @@ RECIPES: dict[str, Case] = {
     "no pass in a step": (lambda d: d.recipe("passes: [only: [x]]"), ("step 1 must name one pass; it has none",)),
     "unknown pass": (
         lambda d: d.recipe("passes: [awk: {}]"),
-        ("unknown method 'awk'", "allowed: awq, embeddings, gptq, kv-cache, rtn, smoothquant"),
+        ("unknown method 'awk'", f"allowed: {METHODS}"),
     ),
     "unknown key": (
         lambda d: d.recipe("passes: [rtn: {schema: w4a16}]"),
@@ -319,7 +322,7 @@ OTHERS: dict[str, Case] = {
     "recipes: unknown": (lambda d: command("recipes", "fp8"), ("unknown recipe 'fp8'", "fp8-rtn")),
     "methods: unknown": (
         lambda d: command("methods", "gtpq"),
-        ("'gtpq'", "did you mean 'gptq'?", "gptq, kv-cache, rtn"),
+        ("'gtpq'", "did you mean 'gptq'?", METHODS),
     ),
     "demo: overwrite of nothing": (lambda d: command("demo", "--overwrite"), ("--overwrite needs --output",)),
     "demo: wrong group size": (lambda d: command("demo", "--group-size", 100), ("group size 100", "256")),

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from models import build, tokens
+from pruning import largest
 from published import (
     GRIDS,
     assert_same_decisions,
@@ -34,15 +35,9 @@ from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 
 
-def largest(weight: Tensor, share: float) -> Tensor:
-    """Which weights are among the largest of their row, bool [N, K]."""
-    count = round(weight.shape[1] * share)
-    return torch.zeros_like(weight, dtype=torch.bool).scatter(1, weight.abs().topk(count, dim=1).indices, True)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Magnitude(Pass):
-    """Keeps the largest weights of each row; the 8 bits that stand for them here are near enough."""
+    """Keeps the largest weights of each row, as codes of 8 bits: a mask may come with any term."""
 
     name: ClassVar[str] = "magnitude"
     writes: ClassVar[Aspect] = "mask"

@@ -1,43 +1,22 @@
 """A pass that prunes and nothing else: its weights are numbers still, zero for good where its mask says so."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from commands import StopAfterOne
 from models import tokens
+from pruning import Largest
 
 import compress
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
-from compress.passes.base import Aspect, Pass
-from compress.passes.sites import Site
-from compress.weights.decision import Decision
-from compress.weights.dense import dense
-
-
-@dataclass(frozen=True, kw_only=True)
-class Magnitude(Pass):
-    """Keeps half of each row."""
-
-    name: ClassVar[str] = "magnitude"
-    writes: ClassVar[Aspect] = "mask"
-    keeps_zeros: ClassVar[bool] = True
-
-    def apply(self, site: Site) -> dict[str, Decision]:
-        decisions = {}
-        for name, weight in site.weights.items():
-            kept = weight.abs() > weight.abs().median(1, keepdim=True).values
-            decisions[name] = Decision(dense((weight * kept).to(site.scale_dtypes[name])), kept=kept)
-        return decisions
 
 
 def test_pruned_layers_are_written_as_the_numbers_that_they_are(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = compress.quantize(llama, Magnitude(), output=out, ignore=["*.o_proj"])
+    result = compress.quantize(llama, Largest(), output=out, ignore=["*.o_proj"])
     assert any("12 layers are stored dense: a zero takes as much space" in note for note in result.record.notes)
     assert result.verification is not None
     assert result.verification["transformers"] == "compared"
@@ -50,16 +29,16 @@ def test_pruned_layers_are_written_as_the_numbers_that_they_are(llama: Path, tmp
     assert 0.45 < zero.float().mean() < 0.55
     assert torch.equal(weight[~zero], before[~zero])
     record = json.loads((out / "compress.json").read_text())
-    assert {layer["method"] for layer in record["layers"]} == {"magnitude"}
+    assert {layer["method"] for layer in record["layers"]} == {"largest"}
     with pytest.raises(KeyboardInterrupt):
-        compress.quantize(llama, Magnitude(), output=tmp_path / "twice", ignore=["*.o_proj"], reporter=StopAfterOne())
-    compress.quantize(llama, Magnitude(), output=tmp_path / "twice", ignore=["*.o_proj"], resume=True, verify=False)
+        compress.quantize(llama, Largest(), output=tmp_path / "twice", ignore=["*.o_proj"], reporter=StopAfterOne())
+    compress.quantize(llama, Largest(), output=tmp_path / "twice", ignore=["*.o_proj"], resume=True, verify=False)
     assert (tmp_path / "twice" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
 def test_what_comes_after_it_keeps_its_zeros(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    passes = [Magnitude(), compress.GPTQ(scheme="w4a16", group_size=32)]
+    passes = [Largest(), compress.GPTQ(scheme="w4a16", group_size=32)]
     compress.quantize(llama, passes, calibration=tokens(16, 16), output=out, verify=False)
     model = compress.load(out, dequantize=True)
     weight = model.get_submodule("model.layers.1.mlp.down_proj").weight
