@@ -579,21 +579,27 @@ def test_inspect_of_a_compressed_checkpoint_says_why_layers_were_left_alone(llam
 # --- through a real process ----------------------------------------------------------------------------------------
 
 
-def process(*arguments: object) -> Outcome:
-    words = [sys.executable, "-m", "compress", *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+def process(*arguments: object, cwd: Path) -> Outcome:
+    """As installed, where nothing is imported from the current directory."""
+    words = [sys.executable, "-P", "-m", "compress", *map(str, arguments)]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def test_the_installed_command_verifies_what_it_wrote_in_a_fresh_process(desk: Desk) -> None:
+    """What lies where a person happens to be is not run by the verification, and the record does not say where."""
     pytest.importorskip("compressed_tensors", reason="transformers reads packed weights with it")
     words = ["--method", "rtn", "--group-size", 32, "--output", desk.output, "--json", "-"]
-    outcome = process("quantize", desk.model, *words)
+    desk.file("tokenize.py", "raise SystemExit('run')")
+    outcome = process("quantize", desk.model, *words, cwd=desk.here)
     assert outcome.code == 0, outcome
     record = json.loads(outcome.out)
     assert record["verification"]["layers"] == 14
     assert record["verification"]["transformers"] == "compared"
     assert record["verification"]["logits_max_difference"] == 0.0
+    written = (desk.output / "compress.json").read_text()
+    assert json.loads(written)["verification"] == record["verification"]
+    assert str(desk.here) not in written
     assert all(line.startswith(("quantize: ", "note: verifying")) for line in outcome.err.splitlines()), outcome.err
 
 

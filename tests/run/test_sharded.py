@@ -13,7 +13,7 @@ from checkpoints import same
 from commands import StopAfterOne, command
 from models import build, tokens
 from places import SUPPORT
-from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, FOLDING, train
+from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FOLDING, train
 from vision import calibration, net
 
 import compress
@@ -24,23 +24,14 @@ pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
 ]
-EXACT = compress.GPTQ(group_size=16, statistics="float64")
-FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
 
 
-def torchrun(ranks: int, *words: object) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def python(*words: object) -> subprocess.CompletedProcess[str]:
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
-        [*start, *map(str, words)], env=environment, capture_output=True, text=True, check=False, timeout=250
+        [sys.executable, *map(str, words)], env=environment, capture_output=True, text=True, check=False, timeout=250
     )
-
-
-def launch(folder: Path, ranks: int) -> dict:
-    done = torchrun(ranks, SUPPORT / "sharded_worker.py", folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / f"found-{ranks}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +63,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return launch(folder, 2)
+    """What two ranks found; three have left their files, too."""
+    done = python(SUPPORT / "sharded_worker.py", folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found-2.json").read_text())
 
 
 def ranges(output: Path) -> list[dict]:
@@ -109,7 +103,6 @@ def test_a_run_that_folds_resumes_on_two_ranks(folder, two):
 
 
 def test_three_ranks_decide_what_one_process_decides(folder, two):
-    launch(folder, 3)
     same(folder / "exact-1", folder / "exact-3")
     same(folder / "w8a8-1", folder / "w8a8-3")
     assert ranges(folder / "w8a8-1") == ranges(folder / "w8a8-3")
@@ -193,7 +186,8 @@ def test_a_rank_that_is_killed_is_named_and_the_run_resumes(tmp_path):
     (tmp_path / "recipe.yaml").write_text("passes: [{'dying:Dying': {group_size: 16}}]")
     words = ["quantize", tmp_path / "model", "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out"]
     words += ["--no-verify", "--device", "cpu"]
-    done = torchrun(2, "-m", "compress", *words, "--fsdp")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = python(*start, "-m", "compress", *words, "--fsdp")
     said = [line for line in done.stderr.splitlines() if line.startswith("compress: ")]
     assert done.returncode == 1
     assert said == [

@@ -1,4 +1,7 @@
-"""One rank of the sharded tests: torchrun ... sharded_worker.py FOLDER. All checks of a launch share it."""
+"""The ranks of the sharded tests, two and then three: sharded_worker.py FOLDER. All checks of a launch share it.
+
+Ranks are forked from one process that has imported everything.
+"""
 
 import json
 import sys
@@ -7,6 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from commands import DRIFT_GPTQ
 from models import build, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,7 +27,9 @@ from compress.model.layers import find_stacks
 from compress.progress import Silent
 from compress.run.residency import Sharded, shard
 
-CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64")
+EXACT = compress.GPTQ(group_size=16, statistics="float64")
+FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64", **DRIFT_GPTQ)
+CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64", **DRIFT_GPTQ)
 EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
 DYNAMIC_CACHES = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache()]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
@@ -30,7 +37,7 @@ FOLDING = {
     "awq": [compress.AWQ(group_size=16, statistics="float64")],
     "awq-gptq": [
         compress.AWQ(group_size=16, statistics="float64", rounding="none"),
-        compress.GPTQ(group_size=16, statistics="float64"),
+        compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
     ],
     "kv-cache": [
         compress.RTN(scheme="w8a16", group_size=-1),
@@ -54,6 +61,7 @@ FOLDING = {
             activation_grid="asymmetric",
             calibrator="moving-average",
             histograms=True,
+            **DRIFT_GPTQ,
         )
     ],
 }
@@ -135,29 +143,26 @@ def restored(mesh):
     return {"same": same, "losses": train(model)}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run(rank: int, world: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     comm, found = Comm(), {}
     mesh = init_device_mesh("cpu", (comm.world,))
-    exact = compress.GPTQ(group_size=16, statistics="float64")
     common = {"calibration": tokens(8), "batch_size": 2, "fsdp": True, "verify": False}
     written: list[int] = []
     save_file = writer.save_file
     writer.save_file = lambda tensors, path, metadata: (
         written.append(sum(t.nbytes for t in tensors.values())) or save_file(tensors, path, metadata=metadata)
     )
-    compress.quantize(folder / "model", exact, output=folder / f"exact-{comm.world}", **common)
+    compress.quantize(folder / "model", EXACT, output=folder / f"exact-{comm.world}", **common)
     found["written"] = comm.gather_objects(sum(written))
     writer.save_file = save_file
     if comm.world == 2:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
         found["restored"] = restored(mesh)
-        compress.quantize(folder / "model", exact, output=folder / "resumed", resume=True, **common)
+        compress.quantize(folder / "model", EXACT, output=folder / "resumed", resume=True, **common)
         compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
-        float8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64")
-        compress.quantize(folder / "model", float8, output=folder / "float8-2", **common)
+        compress.quantize(folder / "model", FLOAT8, output=folder / "float8-2", **common)
         rtn = compress.RTN(group_size=16, grid="asymmetric")
         for name, passes in FOLDING.items():
             compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
@@ -170,7 +175,7 @@ def main(folder: Path) -> None:
         # A model that somebody else sharded, compressed in place, then trained on.
         model = build("llama")
         shard(model, find_stacks(model), mesh)
-        compress.quantize(model, exact, calibration=tokens(8), batch_size=2)
+        compress.quantize(model, EXACT, calibration=tokens(8), batch_size=2)
         found["losses"] = train(model)
         shard(other := build("llama"), find_stacks(other), mesh)
         compress.quantize(other, DYNAMIC_CACHES, output=folder / "caches-2", verify=False)
@@ -189,4 +194,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)
+    build("llama")  # its classes, too, are imported once
+    for world in (2, 3):
+        mp.start_processes(run, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")
