@@ -65,7 +65,7 @@ class Versions:
     """The original and the new state of the layers changed so far in a block, to swap between."""
 
     def __init__(self) -> None:
-        self.weights: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.weights: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # what it was, what it is
         self.inputs: dict[nn.Module, RoundInput] = {}
         self.outputs: dict[nn.Module, RoundOutput] = {}
         self.caches: list[RoundCache] = []
@@ -78,8 +78,8 @@ class Versions:
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         values = values.to(parameter.device, parameter.dtype)
         new = layer.stored(values) if isinstance(decided, Decision) else values
-        before = next((old for changed, old, _ in self.weights if changed is parameter), parameter.data)
-        self.weights = [each for each in self.weights if each[0] is not parameter] + [(parameter, before, new)]
+        before = self.weights[parameter][0] if parameter in self.weights else parameter.data
+        self.weights[parameter] = before, new
         parameter.data = new
         if isinstance(decided, Decision) and decided.inputs is not None:
             self._input_of(layer).codes = decided.inputs
@@ -117,7 +117,7 @@ class Versions:
             self._use(original=False)
 
     def _use(self, *, original: bool) -> None:
-        for parameter, old, new in self.weights:
+        for parameter, (old, new) in self.weights.items():
             parameter.data = old if original else new
         hooks: list[RoundInput | RoundOutput | RoundCache] = [*self.inputs.values(), *self.outputs.values()]
         for hook in (*hooks, *self.caches):
