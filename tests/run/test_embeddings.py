@@ -4,10 +4,11 @@ import copy
 import itertools
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
-from commands import Largest, StopAfterOne, command
+from commands import DRIFT_GPTQ, PLAIN_GPTQ, Largest, StopAfterOne, command
 from models import build, tokens
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -24,7 +25,7 @@ from compress.runtime.embedding import QuantEmbedding, TiedLinear, take_over
 from compress.verification import outputs, probe
 from compress.weights.grid import Grid, quantize
 
-GPTQ = compress.GPTQ(group_size=16)
+GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 PACKED = {"scheme": "w4a16", "group_size": 16}
 
 
@@ -130,7 +131,7 @@ def test_a_head_of_its_own_can_be_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_blocks_are_calibrated_on_the_rounded_embedding(kind, tmp_path):
     """Rounding the table first, by hand, and quantizing the blocks then gives the same blocks."""
-    plain = compress.GPTQ(group_size=16, drift=0.0)  # with drift the reference is the model before either
+    plain = compress.GPTQ(group_size=16, **PLAIN_GPTQ)  # with drift the reference is the model before either
     both, one = build(kind), build(kind)
     compress.quantize(both, [plain, compress.Embeddings(**PACKED)], calibration=tokens())
     compress.quantize(one, compress.Embeddings(**PACKED))
@@ -149,7 +150,7 @@ def test_the_reference_of_drift_is_the_original_embedding(monkeypatch):
 
     monkeypatch.setattr(compress.GPTQ, "apply", apply)
     crude = compress.Embeddings(scheme="w2a16")
-    passes = [compress.GPTQ(group_size=16), compress.GPTQ(group_size=16)]
+    passes = [replace(GPTQ), replace(GPTQ)]
     compress.quantize(build("llama"), [passes[0], crude], calibration=tokens())
     compress.quantize(rounded := build("llama"), crude)
     compress.quantize(rounded, passes[1], calibration=tokens())

@@ -78,13 +78,14 @@ def test_embeddings_of_an_int8_encoder(minilm, method, cosine):
 def test_gptq_on_few_sentences_is_closer_than_rounding(minilm):
     """One block on fewer tokens than its layers have inputs, where a plain least-squares fit is twice as far off."""
     original, held_out, batches, (before, _) = minilm
-    alone, similarity = ["encoder.layer.[1-5].*"], {}
+    alone, similarity = ["encoder.layer.[1-5].*", "*.0.output.dense"], {}
     for method in (compress.RTN(scheme="w8a8"), compress.GPTQ(scheme="w8a8")):
         model = copy.deepcopy(original)
         calibration = batches[:1] if method.calibrated else None
         record = compress.quantize(model, method, calibration=calibration, ignore=alone).record
-        assert len(record.layers) == 6
+        assert len(record.layers) == 5
         assert any("fewer calibration tokens" in note for note in record.notes) == method.calibrated
         after, _ = judged(model, *held_out)
         similarity[method.name] = torch.nn.functional.cosine_similarity(before, after).mean()
+    print({k: 1 - float(v.double()) for k, v in similarity.items()})
     assert similarity["gptq"] > similarity["rtn"]

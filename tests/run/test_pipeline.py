@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from commands import DRIFT_GPTQ
 from models import DECODERS, FAMILIES, build, tokens
 from torch import nn
 
@@ -13,6 +14,8 @@ from compress.checkpoint.record import LayerRecord
 from compress.errors import CompressError, InputError
 from compress.model.layers import find_stacks, layers_of
 from compress.run.remarks import few_tokens, held_back
+
+GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 
 
 def batches(kind):
@@ -34,7 +37,7 @@ def test_gptq_compresses_every_linear_layer_of_the_blocks_and_keeps_the_function
     model = build(kind)
     expected = run(model, kind)
     inside = {layer.name for s in find_stacks(model) for n, b in s.blocks for layer in layers_of(b, n)}
-    p = compress.GPTQ(scheme="w8a16", group_size=16)
+    p = compress.GPTQ(scheme="w8a16", group_size=16, **DRIFT_GPTQ)
     result = compress.quantize(model, p, calibration=batches(kind), batch_size=3)
     assert {r.name for r in result.record.layers} == inside
     assert not inside & set(result.record.left_alone)
@@ -56,7 +59,7 @@ def test_every_weight_matrix_is_compressed_or_named_with_a_reason(kind):
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_compressed_weights_lie_on_their_grid(kind, method):
     model = build(kind)
-    p = compress.RTN(group_size=16) if method == "rtn" else compress.GPTQ(group_size=16)
+    p = compress.RTN(group_size=16) if method == "rtn" else GPTQ
     compress.quantize(model, p, calibration=tokens() if p.needs() else None)
     for stack in find_stacks(model):
         for name, block in stack.blocks:
@@ -96,7 +99,7 @@ def test_passes_share_a_model_by_layer():
     model = build("llama")
     passes = (
         compress.only(compress.RTN(scheme="w8a16", group_size=-1), "*.self_attn.*"),
-        compress.but(compress.GPTQ(scheme="w4a16", group_size=16), "*.self_attn.*"),
+        compress.but(GPTQ, "*.self_attn.*"),
     )
     result = compress.quantize(model, passes, calibration=tokens())
     by_method = {m: [r.name for r in result.record.layers if r.method == m] for m in ("rtn", "gptq")}
@@ -228,7 +231,7 @@ def test_reasons_name_what_torchs_own_modules_are():
 
 
 def test_float64_models_are_compressed_as_those_of_float32():
-    for p in (compress.GPTQ(group_size=16), compress.AWQ(group_size=16)):
+    for p in (GPTQ, compress.AWQ(group_size=16)):
         one, other = build("llama"), build("llama").double()
         for model in (one, other):
             compress.quantize(model, p, calibration=tokens())
@@ -248,14 +251,14 @@ def test_the_training_mode_of_a_model_in_memory_is_kept():
 
 def test_an_encoder_decoder_runs_as_one_block_and_says_so():
     model = build("t5")
-    result = compress.quantize(model, compress.GPTQ(group_size=16), calibration=batches("t5"))
+    result = compress.quantize(model, GPTQ, calibration=batches("t5"))
     assert any("several stacks" in note for note in result.record.notes)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[:, 8:] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
     with pytest.raises(InputError, match="samples of one length"):
-        compress.quantize(build("t5"), compress.GPTQ(group_size=16), calibration=[batch])
+        compress.quantize(build("t5"), GPTQ, calibration=[batch])
 
 
 def test_a_block_that_is_called_repeatedly_is_left_alone_and_named():
@@ -270,7 +273,7 @@ def test_a_block_that_is_called_repeatedly_is_left_alone_and_named():
     )
     torch.manual_seed(0)
     model = transformers.AlbertModel(config).eval()
-    result = compress.quantize(model, compress.GPTQ(group_size=16), calibration=tokens())
+    result = compress.quantize(model, GPTQ, calibration=tokens())
     assert any("several times" in note for note in result.record.notes)
     repeated = [n for n, why in result.record.left_alone.items() if why == "called several times in one forward pass"]
     assert len(repeated) == 6

@@ -16,10 +16,9 @@ from compress.checkpoint.stored import stored_in
 
 def test_pruned_layers_are_written_as_the_numbers_that_they_are(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = compress.quantize(llama, Largest(), output=out, ignore=["*.o_proj"])
+    result = compress.quantize(llama, Largest(), output=out, ignore=["*.o_proj"], verify=False)
     assert any("12 layers are stored dense: a zero takes as much space" in note for note in result.record.notes)
-    assert result.verification is not None
-    assert result.verification["transformers"] == "compared"
+    assert compress.verify(out)["transformers"] == "compared"
     source, original = find_source(str(out)), find_source(str(llama))
     assert source.quantization is None
     assert not stored_in(source).layers

@@ -6,6 +6,7 @@ import torch
 import compress
 
 MODELS = [("babyllama-105", 32), ("ts-llama-3.7m", 128)]  # and the group size that divides its widths
+ROWS = 16  # of 255 tokens: enough to tell two methods apart
 
 
 def crossed(*values):
@@ -41,8 +42,8 @@ def test_babyllama_at_four_bits_meets_its_goal(real_data, grid, limit):
 def test_gptq_diverges_less_than_rounding(real_data, model, given):
     (name, group_size), (scheme, share) = model, given
     options = {"scheme": scheme, "group_size": group_size}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True)
-    gptq = figures(real_data, name, compress.GPTQ(**options), rows=40, reference=True, samples=48)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True)
+    gptq = figures(real_data, name, compress.GPTQ(**options), rows=ROWS, reference=True, samples=24)
     assert gptq.kl_mean < share * rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
 
@@ -51,8 +52,8 @@ def test_gptq_diverges_less_than_rounding(real_data, model, given):
 def test_awq_diverges_less_than_rounding(real_data, model, scheme):
     name, group_size = model
     options = {"scheme": scheme, "group_size": group_size}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True, samples=32)
-    awq = figures(real_data, name, compress.AWQ(**options), rows=40, reference=True, samples=32)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=16)
+    awq = figures(real_data, name, compress.AWQ(**options), rows=ROWS, reference=True, samples=16)
     assert awq.kl_mean < rtn.kl_mean
 
 
@@ -60,8 +61,8 @@ def test_awq_diverges_less_than_rounding(real_data, model, scheme):
 def test_smoothquant_diverges_no_more_than_rounding(real_data, model, activations):
     name, _ = model
     options = {"scheme": "w8a8", "activations": activations}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=40, reference=True, samples=32)
-    smooth = figures(real_data, name, compress.SmoothQuant(**options), rows=40, reference=True, samples=32)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=16)
+    smooth = figures(real_data, name, compress.SmoothQuant(**options), rows=ROWS, reference=True, samples=16)
     assert smooth.kl_mean <= rtn.kl_mean
 
 
@@ -85,8 +86,8 @@ def inject_outliers(model, factor):
 @pytest.mark.parametrize(("model", "factor"), crossed(50.0, 100.0))
 def test_smoothquant_takes_injected_outliers_away(real_data, model, factor):
     path, name = real_data / "models" / model[0], model[0]
-    calibration = torch.load(real_data / "tokens" / f"{name}.calib.pt", weights_only=True)[:32]
-    held_out = torch.load(real_data / "tokens" / f"{name}.eval.pt", weights_only=True)[:20]
+    calibration = torch.load(real_data / "tokens" / f"{name}.calib.pt", weights_only=True)[:16]
+    held_out = torch.load(real_data / "tokens" / f"{name}.eval.pt", weights_only=True)[:ROWS]
 
     def divergence(method, injected):
         model = compress.load(path, torch.float32)
