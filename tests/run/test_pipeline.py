@@ -79,7 +79,9 @@ def test_gptq_loses_less_than_rtn_on_a_model_with_structure():
         compress.quantize(model, p, calibration=ids if p.needs() else None)
         return compress.evaluate(model, reference=reference, text=ids).kl_mean
 
-    assert kl(compress.GPTQ(scheme="w3a16", group_size=64)) < 0.5 * kl(compress.RTN(scheme="w3a16", group_size=64))
+    assert kl(compress.GPTQ(scheme="w3a16", group_size=64, **DRIFT_GPTQ)) < 0.5 * kl(
+        compress.RTN(scheme="w3a16", group_size=64)
+    )
 
 
 def test_rtn_needs_no_forward():
@@ -231,7 +233,7 @@ def test_reasons_name_what_torchs_own_modules_are():
 
 
 def test_float64_models_are_compressed_as_those_of_float32():
-    for p in (GPTQ, compress.AWQ(group_size=16)):
+    for p in (compress.GPTQ(group_size=16), compress.AWQ(group_size=16)):
         one, other = build("llama"), build("llama").double()
         for model in (one, other):
             compress.quantize(model, p, calibration=tokens())
