@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from commands import Outcome, StopAfterOne, command, make_llama
+from commands import Outcome, StopAfterOne, command, fast_gptq, make_llama
 from models import tokens
 from rich.console import Console
 from rich.progress import Progress
@@ -72,7 +72,7 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
     monkeypatch.setattr(pipeline, "capture", taking(60, pipeline.capture))
     monkeypatch.setattr(block, "suspended_forward", taking(10, block.suspended_forward))
     options = {"calibration": tokens(4), "verify": False, "output": tmp_path / "out"}
-    passes = [compress.Embeddings(scheme="w4a16", group_size=16), compress.GPTQ(group_size=16)]
+    passes = [compress.Embeddings(scheme="w4a16", group_size=16), fast_gptq(group_size=16)]
 
     class StopInTheEnd(StopAfterOne):
         def step(self, done: int, total: int, what: str) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import StopAfterOne, command, save
+from commands import StopAfterOne, command, fast_gptq, save
 from models import build, tokens
 from vision import calibration as images
 from vision import net
@@ -137,7 +137,7 @@ def test_ranges_are_in_the_order_of_the_model_whatever_the_order_of_the_passes()
 
 
 def test_a_stopped_run_keeps_its_ranges(tmp_path):
-    method = compress.GPTQ(**STATIC, calibrator="mse")
+    method = fast_gptq(**STATIC, calibrator="mse")
     arguments = {"calibration": tokens(), "verify": False}
     whole = compress.quantize(build("llama"), method, output=tmp_path / "whole", **arguments).record
     with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import StopAfterOne, command, make_llama, save
+from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import DECODERS, build, tokens
 
 import compress
@@ -195,8 +195,8 @@ def test_a_stopped_run_folds_again(name, tmp_path):
     passes = {
         "awq": [compress.AWQ(group_size=16)],
         "smoothquant": [compress.SmoothQuant(activations="static")],
-        "awq-gptq": [compress.AWQ(group_size=16, rounding="none"), compress.GPTQ(group_size=16)],
-        "smoothquant-awq-gptq": [*map(FOLD_ONLY.get, ("smoothquant", "awq")), compress.GPTQ(group_size=16)],
+        "awq-gptq": [compress.AWQ(group_size=16, rounding="none"), fast_gptq(group_size=16)],
+        "smoothquant-awq-gptq": [*map(FOLD_ONLY.get, ("smoothquant", "awq")), fast_gptq(group_size=16)],
     }[name]
 
     arguments = {"calibration": tokens(), "verify": False}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from combinations import each
-from commands import StopAfterOne, command, make_llama, save
+from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import build, tokens
 from safetensors.torch import load_file
 
@@ -28,7 +28,7 @@ W4A8 = {"scheme": "w4a8", "group_size": 16}
 OUTPUTS = {**STATIC, "outputs": "static"}
 ASYMMETRIC_OUTPUTS = {**ASYMMETRIC, "outputs": "static"}
 SCHEMES = [DYNAMIC, STATIC, ASYMMETRIC, W4A8, OUTPUTS, ASYMMETRIC_OUTPUTS, {**DYNAMIC, "outputs": "static"}]
-METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ}
+METHODS = {"rtn": compress.RTN, "gptq": fast_gptq}
 every_scheme = pytest.mark.parametrize("options", SCHEMES, ids=lambda o: "-".join(map(str, o.values())))
 
 
@@ -124,7 +124,7 @@ def padded():
     [
         compress.RTN(**OUTPUTS),
         compress.RTN(**DYNAMIC, outputs="static"),
-        compress.GPTQ(**ASYMMETRIC_OUTPUTS),
+        fast_gptq(**ASYMMETRIC_OUTPUTS),
         compress.AWQ(**OUTPUTS),
         compress.SmoothQuant(**ASYMMETRIC_OUTPUTS),
         compress.RTN(scheme="fp8", activations="static", outputs="static"),
@@ -274,7 +274,7 @@ def test_later_layers_see_the_rounded_inputs_of_earlier_ones():
     seen = {}
     for scheme in ("w8a16", "w8a8"):
         model = build("llama")
-        p = compress.GPTQ(scheme=scheme, group_size=-1, drift=0.0)
+        p = fast_gptq(scheme=scheme, group_size=-1, drift=0.0)
         record = compress.quantize(model, p, calibration=tokens()).record
         seen[scheme] = next(r.figures["loss"] for r in record.layers if r.name.endswith("1.mlp.down_proj"))
     assert seen["w8a16"] != seen["w8a8"]
@@ -310,7 +310,7 @@ def test_the_checkpoint_says_what_it_holds(tmp_path):
 
 @every_scheme
 def test_a_stopped_run_resumes_to_the_same_files(options, tmp_path):
-    method = compress.GPTQ(**options)
+    method = fast_gptq(**options)
 
     arguments = {"calibration": tokens(), "verify": False}
     with pytest.raises(KeyboardInterrupt):

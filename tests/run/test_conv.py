@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from combinations import each
-from commands import StopAfterOne, command
+from commands import StopAfterOne, command, fast_gptq
 from models import build
 from torch import nn
 from torch.nn import functional
@@ -153,7 +153,7 @@ def test_methods_with_statistics_beat_rounding_on_every_layer(method):
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("method", [compress.RTN, compress.GPTQ, compress.SmoothQuant])
+@pytest.mark.parametrize("method", [compress.RTN, fast_gptq, compress.SmoothQuant])
 def test_static_ranges_count_every_element_of_the_input(method, symmetric):
     model, plain = net(), net()
     grid = "symmetric" if symmetric else "asymmetric"
@@ -174,7 +174,7 @@ def test_static_ranges_count_every_element_of_the_input(method, symmetric):
 
 
 @pytest.mark.parametrize("options", [{}, {"activations": "dynamic"}, {"activation_grid": "asymmetric"}])
-@pytest.mark.parametrize("method", [compress.RTN, compress.GPTQ])
+@pytest.mark.parametrize("method", [compress.RTN, fast_gptq])
 def test_ranges_of_outputs_are_those_of_the_compressed_layers(method, options):
     """What each layer, grouped or not, returns before it is rounded when the model reads the calibration data again."""
     model, method = net(), method(**{**STATIC, **options}, outputs="static")
@@ -243,7 +243,7 @@ def test_groups_of_inputs_where_they_divide_the_row():
 
 
 def test_one_scale_for_groups_decided_one_by_one_is_refused():
-    method = compress.GPTQ(group_size=-1, per_tensor=True, refit=0)
+    method = fast_gptq(group_size=-1, per_tensor=True)
     with pytest.raises(InputError, match="the 8 groups of depthwise one by one"):
         compress.quantize(net(), method, calibration=calibration())
     compress.quantize(net(), compress.RTN(group_size=-1, per_tensor=True))
@@ -297,7 +297,7 @@ def pixels():
     "method",
     [
         compress.RTN(scheme="w4a16", group_size=32),
-        compress.GPTQ(scheme="w4a16", group_size=-1),
+        fast_gptq(scheme="w4a16", group_size=-1),
         compress.RTN(scheme="w8a8"),
         compress.RTN(**STATIC, calibrator="mse"),
     ],
@@ -324,7 +324,7 @@ def test_an_image_transformer_is_written_and_loads_as_what_is_in_memory(method, 
 
 def test_convolutions_join_when_asked_and_are_written_dense(tmp_path):
     model, x = vit(), pixels()
-    method = compress.GPTQ(scheme="w3a16", group_size=-1)
+    method = fast_gptq(scheme="w3a16", group_size=-1)
     options = {"calibration": [{"pixel_values": x}], "one_block": True, "convolutions": True, "verify": False}
     result = compress.quantize(model, method, output=tmp_path / "out", **options)
     names = [layer.name for layer in result.record.layers]
@@ -356,7 +356,7 @@ def test_the_command_line_takes_convolutions_along(tmp_path):
 
 
 def test_a_stopped_run_resumes_with_its_convolutions(tmp_path):
-    method = compress.GPTQ(scheme="w4a16", group_size=-1)
+    method = fast_gptq(scheme="w4a16", group_size=-1)
     options = {"calibration": [{"pixel_values": pixels()}], "verify": False}
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(resnet(), method, output=tmp_path / "out", reporter=StopAfterOne(), **options)

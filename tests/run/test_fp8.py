@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from commands import StopAfterOne, command, make_llama, save
+from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import build, tokens
 from places import FIXTURES
 from safetensors.torch import load_file, save_file
@@ -313,7 +313,7 @@ def test_by_name():
 DYNAMIC = {"scheme": "fp8"}
 STATIC = {"scheme": "fp8", "activations": "static"}
 WHOLE = {**STATIC, "per_tensor": True}
-METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
+METHODS = {"rtn": compress.RTN, "gptq": fast_gptq, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
 CASES = [("rtn", DYNAMIC), ("rtn", STATIC), ("gptq", DYNAMIC), ("gptq", {**WHOLE, "refit": 0})]
 CASES += [("awq", DYNAMIC), ("smoothquant", STATIC)]
 
@@ -414,7 +414,7 @@ def test_evaluation_sees_rounded_inputs(tmp_path):
 
 
 def test_a_stopped_run_resumes_to_the_same_files(tmp_path):
-    method, given = compress.GPTQ(**STATIC), {"calibration": tokens(), "verify": False}
+    method, given = fast_gptq(**STATIC), {"calibration": tokens(), "verify": False}
     with pytest.raises(KeyboardInterrupt):
         compress.quantize(build("llama"), method, output=tmp_path / "out", reporter=StopAfterOne(), **given)
     compress.quantize(build("llama"), method, output=tmp_path / "out", resume=True, **given)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import same
 from combinations import each
-from commands import StopAfterOne, command, make_llama, save
+from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import GATED, build, tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -221,7 +221,7 @@ def test_compiles_into_one_graph_that_fills_a_static_cache():
 def test_later_passes_and_blocks_compensate_for_a_rounded_cache():
     """The original model's stream, beside which GPTQ corrects drift, is not rounded."""
     model, other = build("llama"), build("llama")
-    gptq = compress.GPTQ(scheme="w4a16", group_size=16)
+    gptq = fast_gptq(scheme="w4a16", group_size=16)
     compress.quantize(model, [gptq, compress.KVCache(type="fp8", granularity="tensor")], calibration=tokens())
     compress.quantize(other, gptq, calibration=tokens())
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, other.model.layers[0].mlp.up_proj.weight)

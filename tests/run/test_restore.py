@@ -4,6 +4,7 @@ import errno
 
 import pytest
 import torch
+from commands import fast_gptq
 from models import build, tokens
 
 import compress
@@ -15,7 +16,7 @@ from compress.passes.smoothquant import SmoothQuant
 from compress.progress import Silent
 from compress.run.restore import HOOKS
 
-FOLDS = (compress.AWQ(group_size=16, rounding="none"), compress.GPTQ(group_size=16))
+FOLDS = (compress.AWQ(group_size=16, rounding="none"), fast_gptq(group_size=16))
 # Tables, folds, hooks on inputs and outputs, scales of caches.
 EVERYTHING = (
     compress.Embeddings(scheme="w4a16"),
