@@ -233,7 +233,7 @@ def test_reasons_name_what_torchs_own_modules_are():
 
 
 def test_float64_models_are_compressed_as_those_of_float32():
-    for p in (GPTQ, compress.AWQ(group_size=16)):
+    for p in (compress.GPTQ(group_size=16), compress.AWQ(group_size=16)):
         one, other = build("llama"), build("llama").double()
         for model in (one, other):
             compress.quantize(model, p, calibration=tokens())
