@@ -27,7 +27,7 @@ from compress.runtime.caches import rounded_cache
 from compress.runtime.loading import load_source, transformers_alone
 from compress.runtime.twin import compared
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
-from compress.weights.formats import foreign_modules
+from compress.weights.formats import folder_of
 from compress.weights.own_words import METHOD
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
@@ -305,7 +305,10 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environment.get("PYTHONPATH"))))
     words = [sys.executable, "-P", "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
     words += ["--trust-remote-code"] if trust_remote_code else []
-    words += [word for module in foreign_modules() for word in ("--plugin", module)]
+    if modules := _modules(place.model):
+        words += [word for module in modules for word in ("--plugin", module)]
+        known = [*dict.fromkeys(map(folder_of, modules)), environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, known))
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
@@ -315,3 +318,10 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
     # What is recorded names the output as it will be called, wherever it lies.
     found: dict[str, Any] = json.loads(done.stdout.replace(json.dumps(str(place.model))[1:-1], place.output.name))
     return found
+
+
+def _modules(directory: Path) -> list[str]:
+    """The modules whose formats a checkpoint is stored in, beside ours."""
+    path = directory / "config.json"
+    config = read_json(path) if path.exists() else {}
+    return (config.get("quantization_config") or {}).get("modules", [])

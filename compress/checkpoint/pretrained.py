@@ -18,7 +18,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.checkpoint.configuration import check_counts
-from compress.checkpoint.files import OWN_INDEX, OWN_WHOLE, VARIANT, read_json
+from compress.checkpoint.files import VARIANT, read_json
 from compress.checkpoint.shown import shown
 from compress.checkpoint.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
 from compress.errors import CheckpointError, CompressError, InputError, first_line
@@ -81,7 +81,7 @@ def from_pretrained(
 
     strict: tensors that the model has no place for are an error, too.
     """
-    if any((source.path / name).exists() for name in (OWN_WHOLE, OWN_INDEX)) and path is not None:
+    if path is not None and source.weights.of_variant:  # the very files that were found, whatever else lies there
         arguments["variant"] = VARIANT
     if source.trusted and own_code(source.config):  # such a class does not find its configuration by itself
         arguments.setdefault("config", read_config(source))

@@ -67,6 +67,11 @@ class WeightFiles(Mapping[str, Path]):
         return self  # what configurations of transformers carry is copied with them; open files are what they are
 
     @property
+    def of_variant(self) -> bool:
+        """Whether these are weights in our own words (`files.VARIANT`)."""
+        return all(path.name.startswith(OWN_WHOLE.removesuffix(".safetensors")) for path in self._open)
+
+    @property
     def paths(self) -> list[Path]:
         """The files."""
         return sorted(self._open)
@@ -84,8 +89,10 @@ def weight_files(path: Path) -> WeightFiles:
     """The weight files of a directory: those that its index names, or else all. Raises CheckpointError that names what
     is missing or damaged."""
     weight_map: Mapping[str, str] = {}
-    named_by = next((path / name for name in (INDEX, OWN_INDEX) if (path / name).exists()), path / INDEX)
-    if named_by.exists():
+    # In the order of transformers, what a variant asks for last: `save_pretrained` writes the plain names beside it.
+    names = next((n for n in (INDEX, WHOLE, OWN_INDEX, OWN_WHOLE) if (path / n).exists()), None)
+    named_by = path / (names if names in (INDEX, OWN_INDEX) else INDEX)
+    if names in (INDEX, OWN_INDEX):
         index = read_json(named_by)
         fits(index, Index, named_by)
         weight_map = index["weight_map"]
@@ -94,8 +101,7 @@ def weight_files(path: Path) -> WeightFiles:
         files = sorted({path / file for file in weight_map.values()})
     else:
         # What transformers reads; otherwise whatever there is.
-        whole = next((path / name for name in (WHOLE, OWN_WHOLE) if (path / name).exists()), None)
-        files = sorted(path.glob("*.safetensors")) if whole is None else [whole]
+        files = sorted(path.glob("*.safetensors")) if names is None else [path / names]
     if not files:
         raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
     for file in files:

@@ -28,6 +28,7 @@ from compress.model.layers import Layer, Table
 from compress.model.opened import Opened
 from compress.weights.codes import Int8Table
 from compress.weights.decision import Decision
+from compress.weights.formats import check_importable
 from compress.weights.scheme import Scheme, parts_of, read_entry, scheme_of
 
 
@@ -97,11 +98,12 @@ class Writer:
         for record in finished.records:
             record.figures["sha256"] = checksum(decided[record.name].sum.dequantize())
         schemes = {name: scheme_of(*_rounded(layers[name], decision)) for name, decision in stored.items()}
+        check_importable(term for scheme in schemes.values() for term in scheme.terms)
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
             tensors, noted = edits_of(finished.edits)
-            self.together.first(file, lambda: save_file(tensors, self.place.blocks / file))
+            self.together.first(file, lambda: self._save(self.place.blocks / file, tensors))
             edits = {"file": file, "edits": noted}
         self.journal.blocks[block] = note(finished, schemes, files, edits)
         self._note()

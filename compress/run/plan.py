@@ -23,6 +23,7 @@ from compress.model.layers import (
 from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
+from compress.passes.stages import Decide, Fix
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
@@ -189,6 +190,7 @@ def _check(plan: Plan) -> None:
         raise InputError("no layer is left to compress; ignore less")
     quantized_by: dict[str, Pass] = {}
     pruned_by: dict[str, Pass] = {}
+    rounded_by: dict[str, Pass] = {}  # whose decision says how a layer's input or output is rounded
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
         if not wanted:
@@ -216,6 +218,14 @@ def _check(plan: Plan) -> None:
                     f"{p.name!r} does not keep the zeros of {layer.name}, which {pruning.name!r} has pruned before it; "
                     f"{first}give them different layers (`only`, `but`)"
                 )
+            rounding = rounded_by.get(layer.name)
+            if rounding is not None and p.stage(Decide):
+                raise InputError(
+                    f"{rounding.name!r} rounds the input or output of {layer.name}, about which {p.name!r} decides "
+                    "after it; leave that to the last pass on a layer"
+                )
+            if p.rounds_inputs or p.stage(Fix):
+                rounded_by[layer.name] = p
             if p.writes == "mask":
                 pruned_by[layer.name] = p
             if p.writes == "quantized weight":

@@ -3,6 +3,7 @@
 from torch import nn
 
 from compress.checkpoint.record import Finished
+from compress.errors import CompressError
 from compress.model.layers import Table
 from compress.model.opened import Opened
 from compress.passes.base import Pass
@@ -10,6 +11,7 @@ from compress.run.decide import decide
 from compress.run.installed import Versions
 from compress.run.remarks import layer_record
 from compress.run.state import Run
+from compress.weights.scheme import scheme_of
 
 
 def round_tables(run: Run) -> None:
@@ -38,6 +40,10 @@ def _round_table(run: Run, p: Pass, table: Table, opened: Opened) -> None:
         Versions().install(table, finished.decided[table.name])
     else:
         decision = decide(p, [table], opened, run.comm)[table.name]
+        if scheme_of(decision.weight, decision.inputs, decision.outputs, table=True).codes is None:
+            raise CompressError(
+                f"{p.name} decides something else than codes for {table.name}; a token embedding is looked up in codes"
+            )
         Versions().install(table, decision)
         described = layer_record(p, table, decision)
         if table.shared:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError, InputError
 from compress.kernels.routes import Route
 from compress.weights.grid import Quantized, quantize
+from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named, scheme_of, terms_of
 from compress.weights.terms import Format, Summand, Weight
 
@@ -62,9 +63,10 @@ class QuantLinear(nn.Module):
             raise InputError("an output has a scale of its own; give it with the others to QuantLinear.from_parts")
         if isinstance(weight, Quantized) and scheme.codes is not None:
             weight = scheme.codes.term(weight)
-        terms = terms_of(weight)
+        terms = terms_of(weight, scheme.inputs)
         device = terms[0].dequantize().device
-        parts = {name: part.to(device) for name, part in parts_of(weight).items()}
+        rounding = None if scheme.inputs is None else ActivationCodes(scheme.inputs)
+        parts = {name: part.to(device) for name, part in parts_of(weight, rounding).items()}
         return cls.from_parts(parts, scheme, terms[0].shape, bias)
 
     @staticmethod

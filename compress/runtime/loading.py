@@ -26,7 +26,7 @@ from compress.checkpoint.weight_files import weight_files
 from compress.errors import InputError
 from compress.runtime.assembly import compressed_layers, densify, device_of, finish, fuse, prepare, weights_on_codes
 from compress.runtime.dequantized import load_dequantized
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, SumLinear
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
 
@@ -100,11 +100,13 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
             self.notes += fuse(model)
         return model
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
         """What `model.dequantize()` does. Raises InputError where dense weights would not compute the same."""
         densify(model)
         own: Any = model
-        return model if dtype in (None, own.dtype) else nn.Module.to(model, dtype)
+        # Once a model was saved, its configuration, which transformers asks, has a word for it.
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if wanted in (None, own.dtype) else nn.Module.to(model, wanted)
 
     @property
     def is_compileable(self) -> bool:
@@ -260,7 +262,9 @@ def load_source(
 def _round_inputs(network: nn.Module) -> None:
     found = [layer for _, layer in compressed_layers(network) if isinstance(layer, PackedLinear)]
     if not found:
-        raise InputError("int8_activations is for weight-only layers; this checkpoint's inputs are quantized already")
+        sums = any(isinstance(layer, SumLinear) for _, layer in compressed_layers(network))
+        why = "layers are sums of terms" if sums else "inputs are quantized already"
+        raise InputError(f"int8_activations is for weight-only layers; this checkpoint's {why}")
     for layer in found:
         if layer.scheme.inputs is None:
             layer.input_group = INPUT_GROUP if layer.in_features % INPUT_GROUP == 0 else -1

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.kernels import reference
 from compress.kernels.routes import Route
 from compress.runtime.base import RUNS, QuantLinear
-from compress.weights.grid import FLOAT8
+from compress.weights.grid import FLOAT8, straight_through
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own, summed
@@ -21,9 +21,14 @@ class Held(nn.Module):
     def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
         super().__init__()
         self.format, self.in_features, self.out_features = format_, in_features, out_features
+        self.floats8: set[str] = set()
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        """Take over a checkpoint's tensors, all of them."""
+        """Take over a checkpoint's tensors, all of them; where there are some already, their values."""
+        if self._buffers:
+            for name, part in parts.items():
+                self.get_buffer(name).copy_(part.view(torch.uint8) if name in self.floats8 else part)
+            return
         self.floats8 = {name for name, part in parts.items() if part.dtype == FLOAT8}
         for name, part in parts.items():
             # As bytes: `model.to(dtype)` converts floats.
@@ -41,7 +46,7 @@ class Held(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(t.dtype for t in self.held.values() if t.dtype in FLOATS)
+        return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), torch.get_default_dtype())
 
     def dequantize(self) -> Tensor:
         return self.format.read(self.held, self.out_features, self.in_features).dequantize()
@@ -85,7 +90,11 @@ class SumLinear(QuantLinear):
         for side in ("input", "output"):
             for part, name in (("scale", "scale"), ("zero_point", "zero")):
                 value = parts.get(f"{side}_{part}")
-                setattr(self, f"{side}_{name}", None if value is None else value.reshape(1))
+                held = getattr(self, f"{side}_{name}")
+                if value is not None and held is not None:
+                    held.copy_(value.reshape(1))
+                elif value is not None:
+                    setattr(self, f"{side}_{name}", value.reshape(1).clone())
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sums are not read by rows"
@@ -112,7 +121,7 @@ class SumLinear(QuantLinear):
         """x W^T + b of the rounded x, before the output is rounded."""
         inputs = self._rounding("input")
         if inputs is not None:
-            x = inputs.fake_quantize(x)
+            x = straight_through(x, inputs.fake_quantize(x.detach()))
         y = self.summands[0](x)
         for summand in list(self.summands)[1:]:
             y = y + summand(x)
@@ -121,7 +130,7 @@ class SumLinear(QuantLinear):
     def rounded(self, y: Tensor) -> Tensor:
         """What the layer returns of its product."""
         outputs = self._rounding("output")
-        return y if outputs is None else outputs.fake_quantize(y)
+        return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         """Every term is rounded. Of a term without a kernel half of the digits are asked for: its format says how it is

@@ -16,7 +16,7 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +36,6 @@ class CodesFormat(Format):
     layout: ClassVar[Layout]
 
     grid: Grid
-
-    @classmethod
-    def from_entry(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(grid=Grid(**fields["grid"]))
 
     def groups(self, columns: int) -> int:
         """Scales per row."""

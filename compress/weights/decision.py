@@ -36,7 +36,8 @@ class Decision:
     @property
     def dense(self) -> bool:
         """Whether the weight is numbers and nothing else, which a checkpoint has as it always had them."""
-        return len(self.sum.terms) == 1 and isinstance(getattr(self.sum.terms[0], "format", None), Dense)
+        alone = len(self.sum.terms) == 1 and self.inputs is None and self.outputs is None
+        return alone and isinstance(getattr(self.sum.terms[0], "format", None), Dense)
 
 
 def joined(parts: Sequence[Decision]) -> Decision:
@@ -57,5 +58,5 @@ def joined(parts: Sequence[Decision]) -> Decision:
         Weight.stacked([part.sum for part in parts]),
         {**figures, "groups": len(parts)},
         parts[0].inputs,
-        kept=torch.cat(masks) if masks else None,
+        kept=torch.cat(masks) if len(masks) == len(parts) else None,
     )

@@ -4,11 +4,13 @@ Somebody else's is a line of its own, `FORMATS[LowRank.kind] = LowRank`, in the 
 that module is imported.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from compress.errors import CheckpointError, InputError
+from compress.errors import CheckpointError, CompressError, InputError
 from compress.schema import fits
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.dense import Dense
@@ -41,6 +43,19 @@ def import_plugin(module: str) -> None:
         ) from None
 
 
-def foreign_modules() -> list[str]:
-    """The modules of the formats that are known and not ours."""
-    return sorted({FORMATS[kind].__module__ for kind in FORMATS.keys() - OURS})
+def folder_of(module: str) -> str:
+    """The folder from which a module that is imported can be imported again."""
+    file = Path(sys.modules[module].__file__ or "").resolve()
+    above = module.count(".") + (file.name == "__init__.py")
+    return str(file.parents[above])
+
+
+def check_importable(formats: Iterable[Format]) -> None:
+    """Raises CompressError for a format whose checkpoints nobody could read: its class is in no module."""
+    for format_ in formats:
+        module = type(format_).__module__
+        if module == "__main__":
+            raise CompressError(
+                f"the format {format_.kind!r} is defined in a script or a notebook, from which nobody who reads the "
+                "checkpoint can import it; put it into a module"
+            )

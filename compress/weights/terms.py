@@ -11,13 +11,13 @@ The tensors of the first term have the names that its format gives them, those o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, CompressError
 from compress.weights.grid import Grid, Quantized
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -63,7 +63,7 @@ class Format:
     def check(self, parts: Mapping[str, Tensor]) -> None:
         """Look at the values of tensors whose names, shapes and dtypes are right. Raises CheckpointError, whose message
         begins with the name of a part, for what cannot be: by default, floats that are not finite."""
-        check_finite(parts, *(name for name, part in parts.items() if part.is_floating_point()))
+        check_finite(parts, *(name for name, part in parts.items() if part.dtype in FLOATS))
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Why there is no such term of this size; None where there is."""
@@ -81,7 +81,15 @@ class Format:
     @classmethod
     def from_entry(cls, fields: Mapping[str, Any]) -> Self:
         """Inverse of `entry`, without the kind; the types of the fields have been checked."""
-        return cls(**fields)
+        hints = get_type_hints(cls)
+        return cls(**{key: _restored(value, hints[key]) for key, value in fields.items()})
+
+
+def _restored(value: Any, kind: Any) -> Any:
+    """A field from what JSON made of it."""
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return kind(**value)  # type: ignore[operator]
+    return tuple(value) if get_origin(kind) is tuple else value
 
 
 class Term:
@@ -142,6 +150,12 @@ class Tensors(Term):
         first = terms[0]
         known = first.format.parts(*first.shape)
         across = {name: [term.held[name] for term in terms] for name in first.held}
+        for name, each in across.items():
+            if not known[name].by_row and any(not torch.equal(each[0], other) for other in each[1:]):
+                raise CompressError(
+                    f"parts of a layer that were decided one by one differ in {name} of {first.format.kind}, which "
+                    "all rows share; leave that layer to another pass"
+                )
         held = {name: torch.cat(each) if known[name].by_row else each[0] for name, each in across.items()}
         return cls(first.format, held, sum(term.outputs for term in terms), first.inputs)
 

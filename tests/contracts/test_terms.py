@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.checkpoint.stored import read_weight
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, CompressError
 from compress.recipes.low_rank import LowRank
 from compress.runtime.linear import QuantLinear
 from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
-from compress.weights.scheme import check_parts, parts_of, read_entry, scheme_of
-from compress.weights.terms import Term, Weight
+from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
+from compress.weights.terms import Format, Term, Weight
 
 ROWS, COLUMNS = 24, 64
 GROUPS = {"granularity": "group", "group_size": 16}
@@ -146,3 +147,46 @@ def test_what_rounds_the_input_of_a_sum_rounds_it_for_every_term():
     rounded = quantize(x, tokens, torch.float32).dequantize()
     assert torch.equal(rounding(x), layer(rounded))
     assert not torch.equal(rounding(x), layer(x))
+
+
+@pytest.mark.parametrize("inputs", [Grid(bits=8, granularity="token"), Grid(bits=8, granularity="token", type="float")])
+def test_gradients_of_a_sum_pass_as_if_nothing_were_rounded(inputs):
+    weight = SUMS["packed + low rank"](torch.float32)
+    layer = QuantLinear.from_quantized(weight, None, replace(scheme_of(weight), inputs=inputs))
+    x = torch.randn(3, COLUMNS, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand(3, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_dict_is_copied_in_the_dtype_of_the_layer():
+    weight = SUMS["low rank + packed + packed"](torch.float32)
+    layer = QuantLinear.from_quantized(weight).to(torch.bfloat16)
+    state = QuantLinear.from_quantized(weight).state_dict()
+    layer.load_state_dict(state)
+    assert {t.dtype for t in layer.state_dict().values() if t.is_floating_point()} == {torch.bfloat16}
+    before = layer.dequantize()
+    for tensor in state.values():
+        tensor.zero_()
+    assert torch.equal(layer.dequantize(), before)
+
+
+def test_rows_that_share_a_part_cannot_be_decided_one_by_one():
+    one, other = low_rank(torch.float32), low_rank(torch.float32)
+    other.held["right"].add_(1)
+    with pytest.raises(CompressError, match="differ in right of low-rank, which all rows share"):
+        Weight.stacked([Weight((one,)), Weight((other,))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested(Format):
+    """With fields that JSON turns into something else."""
+
+    kind: ClassVar[str] = "nested"
+    grid: Grid
+    sizes: tuple[int, ...] = ()
+
+
+def test_fields_of_a_format_come_back_as_they_were(monkeypatch):
+    monkeypatch.setitem(FORMATS, "nested", Nested)
+    scheme = Scheme(terms=(Nested(grid=Grid(bits=3, **GROUPS), sizes=(1, 2)),))
+    assert read_entry(json.loads(json.dumps(scheme.entry())), "here") == scheme

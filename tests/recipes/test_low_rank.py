@@ -88,6 +88,14 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert torch.equal(theirs(ids).logits, model(ids).logits)
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(compress.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+    # Saved over what it was loaded from: the new weights count, not the files of the run beside them.
+    again = shutil.copytree(out, tmp_path / "again")
+    theirs.lm_head.weight.data.mul_(2)
+    theirs.save_pretrained(again)
+    assert torch.equal(compress.load(again).lm_head.weight, theirs.lm_head.weight)
+    theirs.dequantize()
+    theirs.save_pretrained(again)
+    assert not any(isinstance(m, SumLinear) for m in compress.load(again).modules())
 
     # In a process that has not imported the module, what to do is said, and done.
     FORMATS.pop("low-rank")

@@ -1,7 +1,9 @@
 """A pass that prunes and nothing else: its weights are numbers still, zero for good where its mask says so."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,12 @@ from pruning import Largest
 import compress
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
+from compress.errors import InputError
+from compress.passes.sites import Site
+from compress.passes.stages import Decide, Stage
+from compress.weights.decision import Decision
+from compress.weights.grid import Grid
+from compress.weights.rounding import ActivationCodes
 
 
 def test_pruned_layers_are_written_as_the_numbers_that_they_are(llama: Path, tmp_path: Path) -> None:
@@ -46,3 +54,28 @@ def test_what_comes_after_it_keeps_its_zeros(llama: Path, tmp_path: Path) -> Non
     pruned = dense_model.get_submodule("model.layers.1.mlp.down_proj").weight
     lost = pruned.abs() <= pruned.abs().median(1, keepdim=True).values
     assert not weight[lost].any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding(Largest):
+    """Prunes, and rounds inputs as well."""
+
+    name: ClassVar[str] = "rounding"
+    keeps_zeros: ClassVar[bool] = True
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Decide(self.needs(), self.apply, rounds_inputs=True),)
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        codes = ActivationCodes(Grid(bits=8, granularity="token"))
+        return {name: replace(decision, inputs=codes) for name, decision in super().apply(site).items()}
+
+
+def test_what_rounds_the_input_of_a_pruned_layer_is_in_the_checkpoint_and_last(llama: Path, tmp_path: Path) -> None:
+    made = compress.quantize(llama, Rounding())
+    compress.quantize(llama, Rounding(), output=tmp_path / "out", verify=False)
+    ids = tokens(1, 8)
+    torch.testing.assert_close(compress.load(tmp_path / "out")(ids).logits, made.model(ids).logits)
+    with pytest.raises(InputError, match=r"'rounding' rounds the input or output of .* leave that to the last pass"):
+        compress.quantize(llama, [Rounding(), compress.RTN(group_size=32)])
