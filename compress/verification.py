@@ -28,7 +28,7 @@ from compress.runtime.loading import load_source, transformers_alone
 from compress.runtime.twin import compared
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
 from compress.weights.formats import folder_of
-from compress.weights.own_words import METHOD
+from compress.weights.own_words import is_own
 
 PROBE_ROWS, PROBE_LENGTH = 2, 32
 PROBE_SIZE = 64  # pixels, height and width
@@ -197,7 +197,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
     try:
         ids = comparable_probe(source)
-        stored, sums = stored_in(source), _is_sums(source)
+        stored, sums = stored_in(source), is_own(source.quantization)
         cached = stored.caches is not None
         active = cached or sums or any(layer.scheme.inputs is not None for layer in stored.layers.values())
         # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
@@ -229,15 +229,10 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     return result
 
 
-def _is_sums(source: Source) -> bool:
-    """Whether a checkpoint is in our own words, which transformers does not know."""
-    return (source.quantization or {}).get("quant_method") == METHOD
-
-
 def comparable_probe(source: Source) -> Tensor:
     """What both models are shown. Raises NotComparedError where transformers cannot read the checkpoint, or where there
     is nothing to show."""
-    if source.quantization is not None and not _is_sums(source):
+    if source.quantization is not None and not is_own(source.quantization):
         try:
             import compressed_tensors  # noqa: F401
         except ImportError:

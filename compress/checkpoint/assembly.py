@@ -11,7 +11,7 @@ from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.shards import Piece, pieces_of, planned, write_shard
 from compress.checkpoint.together import Together
 from compress.errors import CheckpointError
-from compress.weights.own_words import METHOD
+from compress.weights.own_words import is_own
 
 
 class Assembly:
@@ -61,11 +61,6 @@ class Assembly:
                 (self.place.blocks / file).unlink(missing_ok=True)
 
 
-def in_own_words(config: Mapping[str, Any] | None) -> bool:
-    """Whether a configuration describes weights that other readers have no words for."""
-    return ((config or {}).get("quantization_config") or {}).get("quant_method") == METHOD
-
-
 def write_beside(
     model: Path,
     weight_map: Mapping[str, str],
@@ -80,7 +75,7 @@ def write_beside(
     names = {*weights, *extra_files}
     if len(weights) > 1:
         total = sum((model / file).stat().st_size for file in weights)
-        index = OWN_INDEX if in_own_words(config) else INDEX
+        index = OWN_INDEX if is_own((config or {}).get("quantization_config")) else INDEX
         write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         names.add(index)
     if config is not None:

@@ -11,7 +11,7 @@ written, so that a byte that changed on disk in between is found.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,22 +78,6 @@ def pieces_of(path: Path) -> list[Piece]:
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged or incomplete ({error})") from None
-
-
-def checksums_of(pieces: Iterable[Piece]) -> dict[str, str]:
-    """{tensor: SHA-256 of its bytes}, each file opened once."""
-    by_file: dict[Path, list[Piece]] = {}
-    for piece in pieces:
-        by_file.setdefault(piece.file, []).append(piece)
-    found = {}
-    for path, inside in by_file.items():
-        with path.open("rb") as file:
-            for piece in sorted(inside, key=lambda p: p.begin):
-                digest = hashlib.sha256()
-                for chunk in piece.chunks(file):
-                    digest.update(chunk)
-                found[piece.name] = digest.hexdigest()
-    return found
 
 
 def planned(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:

@@ -10,7 +10,7 @@ from compress.checkpoint.source import Source
 from compress.checkpoint.weight_files import DTYPES
 from compress.errors import CheckpointError
 from compress.weights import own_words
-from compress.weights.caches import SIDES, CacheScheme
+from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.codes import Int8Table
 from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
 from compress.weights.scheme import Scheme, check_parts, shape_of
@@ -98,7 +98,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
             )
         return {}
     method, layout = quantization.get("quant_method"), quantization.get("format")
-    if method == own_words.METHOD:
+    if own_words.is_own(quantization):
         schemes = own_words.read_groups(quantization, source.path)
         if unknown := sorted(names - schemes.keys()):
             raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
@@ -147,15 +147,14 @@ def _caches(source: Source) -> StoredCaches | None:
     if not entry:
         return None
     scheme, found = read_cache_scheme(entry), source.headers
-    keys = tuple(f"{side}_scale" for side in SIDES)
-    holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in keys})
+    holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in SCALES})
     if scheme.dynamic and holders:
         raise CheckpointError(f"{holders[0]} has scales of a cache whose scales are fitted to every token")
     if not scheme.dynamic and not holders:
         raise CheckpointError(f"{source.path} has a key-value cache of fixed scales and holds none of them")
     scales = {}
     for holder in holders:
-        for key in keys:
+        for key in SCALES:
             if f"{holder}.{key}" not in found:
                 raise CheckpointError(f"{holder}.{key} is missing from the checkpoint")
             shape, dtype = found[f"{holder}.{key}"]
@@ -163,7 +162,7 @@ def _caches(source: Source) -> StoredCaches | None:
             if not fits or DTYPES.get(dtype) not in FLOATS:
                 needed = "[heads, 1, 1]" if scheme.granularity == "head" else "[1]"
                 raise CheckpointError(f"{holder}.{key} is {dtype} {list(shape)}; it must be floats {needed}")
-        scales[holder] = {key: (f"{holder}.{key}", found[f"{holder}.{key}"][0]) for key in keys}
+        scales[holder] = {key: (f"{holder}.{key}", found[f"{holder}.{key}"][0]) for key in SCALES}
     return StoredCaches(scheme, scales)
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compress.checkpoint.assembly import Assembly, in_own_words, write_beside
+from compress.checkpoint.assembly import Assembly, write_beside
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.journal import PROGRESS, Files, Journal
@@ -29,7 +29,8 @@ from compress.model.opened import Opened
 from compress.weights.codes import Int8Table
 from compress.weights.decision import Decision
 from compress.weights.formats import check_importable
-from compress.weights.scheme import Scheme, parts_of, read_entry, scheme_of
+from compress.weights.own_words import is_own
+from compress.weights.scheme import Scheme, read_entry
 
 
 class Writer:
@@ -56,6 +57,11 @@ class Writer:
     def blocks(self) -> Mapping[str, Mapping[str, Any]]:
         """What the journal says about every finished block."""
         return self.journal.blocks
+
+    @property
+    def assembly(self) -> Assembly:
+        """What knows where the tensors of the journal lie, and puts them together."""
+        return Assembly(self.place, self.journal, self.together)
 
     def forget(self) -> None:
         """There is nothing to go on with: what was written so far is dropped with the run."""
@@ -90,15 +96,15 @@ class Writer:
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
         owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
+        schemes = {name: decision.scheme(isinstance(layers[name], Table)) for name, decision in stored.items()}
+        check_importable(term for scheme in schemes.values() for term in scheme.terms)
         for name, decision in stored.items():
             if owner[name] == self.comm.rank:
-                mine |= _tensors(layers[name], decision)
+                mine |= _tensors(layers[name], decision, schemes[name])
         if self.comm.rank == 0:
             mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
         for record in finished.records:
             record.figures["sha256"] = checksum(decided[record.name].sum.dequantize())
-        schemes = {name: scheme_of(*_rounded(layers[name], decision)) for name, decision in stored.items()}
-        check_importable(term for scheme in schemes.values() for term in scheme.terms)
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
@@ -129,8 +135,8 @@ class Writer:
             before = self.journal.rest
             self.together.first("rest", lambda: self._read(before))
         self.together.first("model", lambda: self.place.model.mkdir(exist_ok=True))
-        name = OWN_WHOLE if in_own_words(config) else WHOLE
-        weight_map = Assembly(self.place, self.journal, self.together).weight_files(name)
+        name = OWN_WHOLE if is_own((config or {}).get("quantization_config")) else WHOLE
+        weight_map = self.assembly.weight_files(name)
         whole = {**record, "tensors": self.journal.checksums}
 
         def finish() -> None:
@@ -194,8 +200,7 @@ class Writer:
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
         """The tensors that were written as `files`, wherever they lie now, held to their checksums."""
-        assembly = Assembly(self.place, self.journal, self.together)
-        where = {name: assembly.path(file, name) for file, sums in files.items() for name in sums}
+        where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
         expected = {name: digest for sums in files.values() for name, digest in sums.items()}
         tensors: dict[str, Tensor] = {}
         for path in sorted(set(where.values())):
@@ -210,16 +215,12 @@ class Writer:
         return tensors
 
 
-def _rounded(layer: Layer, decision: Decision) -> tuple[Any, ...]:
-    return decision.weight, decision.inputs, decision.outputs, isinstance(layer, Table)
-
-
-def _tensors(layer: Layer, decision: Decision) -> dict[str, Tensor]:
+def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:
     """What a layer is stored as. Modules that share the weight of a table have, in `weight`, its codes, and need their
     scales beside them, which are small; packed codes are the table's alone."""
-    parts = parts_of(*_rounded(layer, decision))
+    parts = decision.parts(isinstance(layer, Table))
     tensors = {f"{layer.name}.{name}": part for name, part in parts.items()}
-    if isinstance(layer, Table) and isinstance(scheme_of(*_rounded(layer, decision)).codes, Int8Table):
+    if isinstance(layer, Table) and isinstance(scheme.codes, Int8Table):
         small = {name: part for name, part in parts.items() if name != "weight"}
         tensors |= {f"{other}.{name}": part.clone() for other in layer.shared for name, part in small.items()}
     return tensors

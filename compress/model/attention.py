@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from compress.model.calls import without_data
-from compress.weights.caches import SIDES
+from compress.weights.caches import SCALES
 
 # What forwards of attentions call their cache.
 ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
@@ -101,8 +101,8 @@ def attentions(block: nn.Module) -> dict[str, nn.Module]:
 
 def hold_scales(attention: nn.Module, scales: Sequence[Tensor], persistent: bool) -> None:
     """Give an attention the scales of its keys and values. persistent: as a part of its state_dict."""
-    for side, scale in zip(SIDES, scales, strict=True):
-        attention.register_buffer(f"{side}_scale", scale, persistent)
+    for name, scale in zip(SCALES, scales, strict=True):
+        attention.register_buffer(name, scale, persistent)
 
 
 @contextmanager

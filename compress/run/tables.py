@@ -11,7 +11,6 @@ from compress.run.decide import decide
 from compress.run.installed import Versions
 from compress.run.remarks import layer_record
 from compress.run.state import Run
-from compress.weights.scheme import scheme_of
 
 
 def round_tables(run: Run) -> None:
@@ -40,7 +39,7 @@ def _round_table(run: Run, p: Pass, table: Table, opened: Opened) -> None:
         Versions().install(table, finished.decided[table.name])
     else:
         decision = decide(p, [table], opened, run.comm)[table.name]
-        if scheme_of(decision.weight, decision.inputs, decision.outputs, table=True).codes is None:
+        if decision.scheme(table=True).codes is None:
             raise CompressError(
                 f"{p.name} decides something else than codes for {table.name}; a token embedding is looked up in codes"
             )

@@ -22,7 +22,7 @@ from compress.runtime.caches import round_cache
 from compress.runtime.embedding import QuantEmbedding, TiedLinear, give_back, take_over
 from compress.runtime.fused import FusedLinear, why_not_fuse
 from compress.runtime.linear import PackedLinear, QuantLinear, SumLinear
-from compress.weights.caches import SIDES, CacheScheme
+from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.terms import FLOATS
 
 if TYPE_CHECKING:
@@ -234,10 +234,10 @@ def finish(model: nn.Module, device: torch.device | None = None, caches: CacheSc
 
 def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
     for name, attention in attentions(model).items():
-        for side in SIDES:
-            scale = getattr(attention, f"{side}_scale", None)
+        for held in SCALES:
+            scale = getattr(attention, held, None)
             if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-                raise CheckpointError(f"{name}.{side}_scale holds values that are negative or not finite")
+                raise CheckpointError(f"{name}.{held} holds values that are negative or not finite")
         round_cache(attention, scheme)
 
 
@@ -282,7 +282,7 @@ def densify(model: nn.Module) -> None:
         linear.weight, linear.bias = weight, cast(nn.Parameter, bias)
         model.set_submodule(name, linear.requires_grad_(trains).train(layer.training))
     for attention in attentions(model).values():
-        scales = [getattr(attention, f"{side}_scale", None) for side in SIDES]
+        scales = [getattr(attention, name, None) for name in SCALES]
         if all(scale is not None for scale in scales):
             hold_scales(attention, cast(list[Tensor], scales), persistent=False)
     _tie(model)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, InputError
 from compress.kernels.routes import Route
-from compress.weights.grid import Quantized, quantize
-from compress.weights.rounding import ActivationCodes
+from compress.weights.grid import Grid, Quantized, quantize
+from compress.weights.rounding import ActivationCodes, Side
 from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named, scheme_of, terms_of
 from compress.weights.terms import Format, Summand, Weight
 
@@ -106,6 +106,14 @@ class QuantLinear(nn.Module):
         """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""
         raise NotImplementedError
 
+    def rounding(self, side: Side) -> ActivationCodes | None:
+        """How the layer rounds its input or its output; None where it does not."""
+        grid = self.scheme.inputs if side == "input" else self.scheme.outputs
+        if grid is None:
+            return None
+        fixed = (getattr(self, f"{side}_{part}", None) for part in ("scale", "zero"))
+        return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
+
     @property
     def weight(self) -> Tensor:
         """`dequantize()`, for code that looks at the weight of a linear layer; made anew each time."""
@@ -191,8 +199,13 @@ class QuantLinear(nn.Module):
 RUNS: dict[type[Format] | None, type[QuantLinear]] = {}
 
 
+def kernel_of(term: Format, inputs: Grid | None = None) -> type[QuantLinear] | None:
+    """The layer that has a kernel for a term, beside an input that is rounded so; None where there is none."""
+    kind = RUNS.get(type(term))
+    return None if kind is None or (kind.rounds_inputs and inputs is None) else kind
+
+
 def run_of(scheme: Scheme) -> type[QuantLinear]:
     """The layer for a scheme: that of its format, or the one for sums and for formats without a kernel (None)."""
-    found = RUNS.get(type(scheme.terms[0])) if len(scheme.terms) == 1 else None
-    fits = found is not None and found.rounds_inputs <= (scheme.inputs is not None)
-    return found if found is not None and fits else RUNS[None]
+    kernel = kernel_of(scheme.terms[0], scheme.inputs) if len(scheme.terms) == 1 else None
+    return RUNS[None] if kernel is None else kernel

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.model.attention import CacheHook, cache_argument
-from compress.weights.caches import SIDES, CacheScheme, decode_states, encode_states
+from compress.weights.caches import SCALES, CacheScheme, decode_states, encode_states
 from compress.weights.grid import straight_through
 
 
@@ -25,7 +25,7 @@ class RoundCache(CacheHook):
         self, attention: nn.Module, cache: Any, keys: Tensor, values: Tensor, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         """Encode, hand to the cache, decode what it returns. Gradients pass as if nothing were rounded."""
-        scales = [getattr(attention, f"{side}_scale", None) for side in SIDES]
+        scales = [getattr(attention, name, None) for name in SCALES]
         if not self.scheme.dynamic:
             for x, scale in zip((keys, values), scales, strict=True):
                 if scale is None or len(scale) not in (1, x.shape[1]):

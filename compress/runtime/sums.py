@@ -8,11 +8,18 @@ from torch import Tensor, nn
 
 from compress.kernels import reference
 from compress.kernels.routes import Route
-from compress.runtime.base import RUNS, QuantLinear
+from compress.runtime.base import QuantLinear, kernel_of
 from compress.weights.grid import FLOAT8, straight_through
-from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own, summed
+
+# {part of a checkpoint: the buffer that holds it}, of fixed ranges.
+FIXED = {
+    "input_scale": "input_scale",
+    "input_zero_point": "input_zero",
+    "output_scale": "output_scale",
+    "output_zero_point": "output_zero",
+}
 
 
 class Held(nn.Module):
@@ -74,7 +81,7 @@ class SumLinear(QuantLinear):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self.summands = nn.ModuleList(_summand(term, in_features, out_features) for term in scheme.terms)
-        for name in ("input_scale", "input_zero", "output_scale", "output_zero"):
+        for name in FIXED.values():
             self.register_buffer(name, None)
 
     @property
@@ -87,14 +94,12 @@ class SumLinear(QuantLinear):
         for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
             held = own(i, parts, term, self.out_features, self.in_features)
             summand.fill(held, rows)  # type: ignore[operator]
-        for side in ("input", "output"):
-            for part, name in (("scale", "scale"), ("zero_point", "zero")):
-                value = parts.get(f"{side}_{part}")
-                held = getattr(self, f"{side}_{name}")
-                if value is not None and held is not None:
-                    held.copy_(value.reshape(1))
-                elif value is not None:
-                    setattr(self, f"{side}_{name}", value.reshape(1).clone())
+        for part, name in FIXED.items():
+            held = getattr(self, name)
+            if part in parts and held is not None:
+                held.copy_(parts[part].reshape(1))
+            elif part in parts:
+                setattr(self, name, parts[part].reshape(1).clone())
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sums are not read by rows"
@@ -105,11 +110,8 @@ class SumLinear(QuantLinear):
             parts |= named(i, {name: part for name, part in held.items() if name in known})
         if self.scheme.terms[0].whole is None:
             parts["weight_shape"] = torch.tensor([self.out_features, self.in_features], device=self.device)
-        for side in ("input", "output"):
-            for part, name in (("scale", "scale"), ("zero_point", "zero")):
-                value = getattr(self, f"{side}_{name}")
-                parts |= {} if value is None else {f"{side}_{part}": value}
-        return parts
+        fixed = {part: getattr(self, name) for part, name in FIXED.items()}
+        return parts | {part: value for part, value in fixed.items() if value is not None}
 
     def dequantize(self) -> Tensor:
         return summed(summand.dequantize() for summand in self.summands)  # type: ignore[operator]
@@ -119,7 +121,7 @@ class SumLinear(QuantLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b of the rounded x, before the output is rounded."""
-        inputs = self._rounding("input")
+        inputs = self.rounding("input")
         if inputs is not None:
             x = straight_through(x, inputs.fake_quantize(x.detach()))
         y = self.summands[0](x)
@@ -129,7 +131,7 @@ class SumLinear(QuantLinear):
 
     def rounded(self, y: Tensor) -> Tensor:
         """What the layer returns of its product."""
-        outputs = self._rounding("output")
+        outputs = self.rounding("output")
         return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
@@ -148,8 +150,8 @@ class SumLinear(QuantLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         kernels, reasons = [], []
         for term in scheme.terms:
-            kind = RUNS.get(type(term))
-            if kind is None or kind.rounds_inputs:
+            kind = kernel_of(term)
+            if kind is None:
                 kernels.append(term.kind)
                 reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
             else:
@@ -158,18 +160,11 @@ class SumLinear(QuantLinear):
                 reasons += one.why_not
         return Route(" + ".join(kernels), tuple(reasons))
 
-    def _rounding(self, side: str) -> ActivationCodes | None:
-        grid = self.scheme.inputs if side == "input" else self.scheme.outputs
-        if grid is None:
-            return None
-        fixed = (getattr(self, f"{side}_{part}") for part in ("scale", "zero"))
-        return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
-
 
 def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:
     """What computes on one term of a sum."""
-    kind = RUNS.get(type(term))
-    if kind is None or kind.rounds_inputs:
+    kind = kernel_of(term)
+    if kind is None:
         return Held(term, in_features, out_features)
     layer = kind(Scheme(terms=(term,)), in_features, out_features, None)
     layer.spoken_for = True

@@ -16,7 +16,6 @@ Shapes: M tokens, N outputs, K inputs.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +31,6 @@ from compress.weights.rounding import ActivationCodes
 TIE = 4 * torch.finfo(torch.float32).eps
 
 
-def rounding_of(layer: QuantLinear, side: Literal["input", "output"]) -> ActivationCodes | None:
-    """How a layer rounds its input or its output; None where it does not."""
-    grid = layer.scheme.inputs if side == "input" else layer.scheme.outputs
-    if grid is None:
-        return None
-    fixed = (getattr(layer, f"{side}_{part}", None) for part in ("scale", "zero"))
-    return ActivationCodes(grid, *(None if value is None else value.reshape(1, -1) for value in fixed))
-
-
 def weight_values(layer: QuantLinear) -> Tensor:
     """[N, K] what the weight's codes stand for: of rows of codes before they are rounded to the layer's dtype."""
     if isinstance(layer, RowLinear):
@@ -50,7 +40,7 @@ def weight_values(layer: QuantLinear) -> Tensor:
 
 def plain(layer: QuantLinear, x: Tensor) -> Tensor:
     """What a layer computes, by torch's own product, in the dtype of x."""
-    inputs, outputs = rounding_of(layer, "input"), rounding_of(layer, "output")
+    inputs, outputs = layer.rounding("input"), layer.rounding("output")
     if inputs is None:
         out = nn.functional.linear(x, weight_values(layer).to(x.dtype), layer.bias)
     else:
@@ -83,7 +73,7 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     outputs. Above 1 is wrong; infinite where something is not a number."""
     x_MK, out_MN = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).double()
     weight_NK, exact_MK = weight_values(layer).double(), x_MK.double()
-    codes, outputs = rounding_of(layer, "input"), rounding_of(layer, "output")
+    codes, outputs = layer.rounding("input"), layer.rounding("output")
     slack = layer.slack(exact_MK)
     if codes is not None:
         exact_MK, apart_MK = rounded_input(codes, x_MK)

@@ -20,8 +20,7 @@ from torch import Tensor
 from compress.weights.grid import Granularity, Grid, decode, encode, scale_of_range
 
 CacheGranularity = Literal["tensor", "head", "token"]
-SIDES = ("k", "v")
-SCALES = tuple(f"{side}_scale" for side in SIDES)
+SCALES = ("k_scale", "v_scale")
 SCALE_BYTES = 4  # of a float32
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from compress.weights.dense import Dense
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import Summand, Weight
+from compress.weights.scheme import Scheme, parts_of, scheme_of
+from compress.weights.terms import Summand, Term, Weight, summands
 
 Figures = Mapping[str, float | int | str]
 
@@ -31,13 +32,22 @@ class Decision:
     @property
     def sum(self) -> Weight:
         """The weight as a sum of terms."""
-        return self.weight if isinstance(self.weight, Weight) else Weight((self.weight,))
+        return Weight(summands(self.weight))
+
+    def scheme(self, table: bool = False) -> Scheme:
+        """What the layer is stored as. table: it is a token embedding."""
+        return scheme_of(self.weight, self.inputs, self.outputs, table)
+
+    def parts(self, table: bool = False) -> dict[str, Tensor]:
+        """The tensors that `scheme` announces, on the CPU."""
+        return parts_of(self.weight, self.inputs, self.outputs, table)
 
     @property
     def dense(self) -> bool:
         """Whether the weight is numbers and nothing else, which a checkpoint has as it always had them."""
-        alone = len(self.sum.terms) == 1 and self.inputs is None and self.outputs is None
-        return alone and isinstance(getattr(self.sum.terms[0], "format", None), Dense)
+        first, *others = summands(self.weight)
+        rounds = self.inputs is not None or self.outputs is not None
+        return not others and not rounds and isinstance(first, Term) and isinstance(first.format, Dense)
 
 
 def joined(parts: Sequence[Decision]) -> Decision:

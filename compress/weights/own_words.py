@@ -42,6 +42,11 @@ class Quantization(TypedDict):
     groups: list[Group]
 
 
+def is_own(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether a `quantization_config` is in our own words."""
+    return (quantization or {}).get("quant_method") == METHOD
+
+
 def groups_of(layers: Mapping[str, Scheme]) -> dict[str, Any]:
     """Layers with their schemes as a `quantization_config` has them."""
     by_entry: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table,
 from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
-from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own
+from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: beside inputs that stay as they are (a16), 8-bit integers (a8), or both float8 (fp8).
@@ -71,13 +71,15 @@ class Scheme:
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Weight:
         """The weight that an [N, K] layer's tensors stand for. Raises CheckpointError as `check` does."""
         self.check(parts, rows, columns)
-        held = (own(i, parts, term, rows, columns) for i, term in enumerate(self.terms))
-        return Weight(tuple(term.read(its, rows, columns) for term, its in zip(self.terms, held, strict=True)))
+        return Weight(tuple(term.read(held, rows, columns) for term, held in self._by_term(parts, rows, columns)))
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         """Raises CheckpointError, whose message begins with the name of a part, for values that cannot be."""
-        for i, term in enumerate(self.terms):
-            term.check(own(i, parts, term, rows, columns))
+        for term, held in self._by_term(parts, rows, columns):
+            term.check(held)
+
+    def _by_term(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> list[tuple[Format, dict[str, Tensor]]]:
+        return [(term, own(i, parts, term, rows, columns)) for i, term in enumerate(self.terms)]
 
     def read_inputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
         """How the input of a layer is rounded."""
@@ -124,9 +126,9 @@ def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = 
 
 def terms_of(weight: Summand | Weight, inputs: Grid | None = None, table: bool = False) -> tuple[Term, ...]:
     """The terms of a weight, each with its format, beside an input that is rounded so. table: of a token embedding."""
-    summands = weight.terms if isinstance(weight, Weight) else (weight,)
     return tuple(
-        format_of(term.grid, inputs, table).term(term) if isinstance(term, Quantized) else term for term in summands
+        format_of(term.grid, inputs, table).term(term) if isinstance(term, Quantized) else term
+        for term in summands(weight)
     )
 
 

@@ -198,6 +198,11 @@ class Weight:
         return cls(tuple(type(terms[0]).stacked(terms) for terms in across))
 
 
+def summands(weight: Summand | Weight) -> tuple[Summand, ...]:
+    """The terms of a weight, be it one or a sum."""
+    return weight.terms if isinstance(weight, Weight) else (weight,)
+
+
 def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a layer's term by the names that they have in the layer."""
     return dict(parts) if index == 0 else {f"term{index}_{name}": part for name, part in parts.items()}
@@ -205,8 +210,8 @@ def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def own(index: int, parts: Mapping[str, Any], format_: Format, rows: int, columns: int) -> dict[str, Any]:
     """Inverse of `named`, out of the parts of a whole layer."""
-    names = zip(format_.parts(rows, columns), named(index, format_.parts(rows, columns)), strict=True)
-    return {name: parts[full] for name, full in names if full in parts}
+    known = format_.parts(rows, columns)
+    return {name: parts[full] for name, full in zip(known, named(index, known), strict=True) if full in parts}
 
 
 def check_finite(parts: Mapping[str, Tensor], *names: str) -> None:

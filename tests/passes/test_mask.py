@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from models import build, tokens
-from pruning import largest
+from pruning import Largest, largest
 from published import (
     GRIDS,
     assert_same_decisions,
@@ -25,7 +25,7 @@ from torch import Tensor
 import compress
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.passes.base import Aspect, Pass
+from compress.passes.base import Aspect
 from compress.passes.columns import gptq
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
@@ -36,21 +36,13 @@ from compress.weights.grid import Grid, Quantized, quantize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Magnitude(Pass):
-    """Keeps the largest weights of each row, as codes of 8 bits: a mask may come with any term."""
+class Magnitude(Largest):
+    """Its survivors are codes of 8 bits: a mask may come with any term."""
 
     name: ClassVar[str] = "magnitude"
-    writes: ClassVar[Aspect] = "mask"
 
-    share: float = 0.5
-
-    def apply(self, site: Site) -> dict[str, Decision]:
-        grid = Grid(bits=8, granularity="group", group_size=16)
-        decisions = {}
-        for name, weight in site.weights.items():
-            kept = largest(weight, self.share)
-            decisions[name] = Decision(quantize(weight * kept, grid, site.scale_dtypes[name]), kept=kept)
-        return decisions
+    def stands_for(self, weight: Tensor, dtype: torch.dtype) -> Quantized:
+        return quantize(weight, Grid(bits=8, granularity="group", group_size=16), dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

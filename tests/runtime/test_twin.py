@@ -7,7 +7,7 @@ from models import build, tokens
 from compress import RTN, load, quantize
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.linear import QuantLinear
-from compress.runtime.twin import compared, error, plain, rounded_input, rounding_of
+from compress.runtime.twin import compared, error, plain, rounded_input
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
 
@@ -66,7 +66,7 @@ def test_only_a_value_whose_last_places_decide_may_have_either_code() -> None:
 @torch.no_grad()
 def test_the_other_code_of_a_tie_is_right_and_of_any_other_value_wrong() -> None:
     layer = layer_of("w8a8", torch.float32)
-    codes = rounding_of(layer, "input")
+    codes = layer.rounding("input")
     assert codes is not None
     x = torch.zeros(1, 64)
     x[0, 0], x[0, 1] = 127.5, 0.5  # a step of 1

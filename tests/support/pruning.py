@@ -10,6 +10,7 @@ from compress.passes.base import Aspect, Pass
 from compress.passes.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
+from compress.weights.terms import Summand
 
 
 def largest(weight: Tensor, share: float) -> Tensor:
@@ -31,5 +32,9 @@ class Largest(Pass):
         decisions = {}
         for name, weight in site.weights.items():
             kept = largest(weight, self.share)
-            decisions[name] = Decision(dense((weight * kept).to(site.scale_dtypes[name])), kept=kept)
+            decisions[name] = Decision(self.stands_for(weight * kept, site.scale_dtypes[name]), kept=kept)
         return decisions
+
+    def stands_for(self, weight: Tensor, dtype: torch.dtype) -> Summand:
+        """What is decided in place of a weight."""
+        return dense(weight.to(dtype))
