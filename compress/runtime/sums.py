@@ -135,15 +135,15 @@ class SumLinear(QuantLinear):
         return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
-        """Every term is rounded. Of a term without a kernel half of the digits are asked for: its format says how it is
-        multiplied."""
+        """Every term is rounded. A term without a kernel may be off by its last place times |x| |w|: in between, its
+        format may round what is as large as that, where the result is not."""
         last = torch.finfo(self.dtype).eps
         slack = x_MK.new_zeros(())
         for summand in self.summands:
             weight_NK = summand.dequantize().double()  # type: ignore[operator]
             slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
             if isinstance(summand, Held):
-                slack = slack + last**0.5 * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
+                slack = slack + last * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
         return slack
 
     @classmethod

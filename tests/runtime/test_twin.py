@@ -1,15 +1,22 @@
 """The twin of a compressed model: right layers are within what is allowed, slightly wrong ones are not."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from models import build, tokens
+from torch import Tensor
 
 from compress import RTN, load, quantize
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.linear import QuantLinear
 from compress.runtime.twin import compared, error, plain, rounded_input
 from compress.weights.grid import Grid
+from compress.weights.grid import quantize as rounded_to
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import FLOATS, Format, Part, Weight
 
 SCHEMES = ("w2a16", "w4a16", "w8a16", "w4a8", "w8a8", "fp8")
 FORMER = 0.05  # of an output's standard deviation: what no layer in float32 may be off by
@@ -52,6 +59,40 @@ def test_an_output_may_be_one_of_its_codes_and_nothing_between(options: dict[str
     assert error(layer, x, out) <= 1
     for wrong in (out + out.std() * 1e-3, out + torch.eye(3, out.shape[1]) * out.std()):
         assert error(layer, x, wrong) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated(Format):
+    """Values as they are, multiplied with a share of the product missing."""
+
+    kind: ClassVar[str] = "stated"
+    missing: float
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {"values": Part((rows, columns), FLOATS, by_row=True)}
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return parts["values"]
+
+    def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        return super().product(x, parts) * (1 - self.missing)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("dtype", "missing"), [(torch.float32, (1e-2, 1)), (torch.bfloat16, (1,)), (torch.float16, (1e-1, 1))]
+)
+def test_a_term_without_a_kernel_is_found_where_its_product_is_off(
+    dtype: torch.dtype, missing: tuple[float, ...]
+) -> None:
+    for inputs in (64, 576):
+        weight_NK = torch.randn(48, inputs).to(dtype)
+        codes = rounded_to(weight_NK, Grid(bits=3, granularity="group", group_size=32), dtype)
+        rest, x = weight_NK - codes.dequantize(), torch.randn(17, inputs).to(dtype)
+        for share in (0, *missing):
+            weight = Weight((codes, Stated(missing=share).read({"values": rest}, *rest.shape)))
+            layer = QuantLinear.from_quantized(weight)
+            assert (error(layer, x, layer(x)) <= 1) == (share == 0), (inputs, share)
 
 
 def test_only_a_value_whose_last_places_decide_may_have_either_code() -> None:
