@@ -21,6 +21,8 @@ INT8_STEPS = INT8_MAX - INT8_MIN
 # A symmetric grid spreads the largest magnitude over 127.5 steps, as `weights.grid` does for a whole int8 range.
 INT8_HALF_RANGE = INT8_STEPS / 2
 ROUNDING_WIDTH = 4
+# Rows of a sparse weight that are made dense at a time.
+SPARSE_ROWS = 256
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -57,6 +59,23 @@ def weight_only(
 ) -> Tensor:
     """w4a16, w8a16 and every other width: multiply by the dequantized weight. Result in the dtype of x."""
     return linear(x_MK, dequantize(codes_NK, scale_NG, zero_NG), bias_N)
+
+
+def sparse_rows(x: Tensor, row_start_N: Tensor, column_E: Tensor, value_E: Tensor) -> Tensor:
+    """[..., N] x W^T of a weight that is E values, of row n those from row_start[n] to row_start[n + 1]; fp32 products
+    and sums (fp64 for fp64 input), rounded once to the dtype of x. A block of rows is made dense at a time."""
+    work, N = _accumulator(x.dtype), len(row_start_N) - 1
+    starts = row_start_N.tolist()
+    outs = []
+    for first in range(0, N, SPARSE_ROWS):
+        last = min(first + SPARSE_ROWS, N)
+        counts = row_start_N[first : last + 1].long().diff()
+        row = torch.repeat_interleave(torch.arange(last - first, device=x.device), counts)
+        part = slice(starts[first], starts[last])
+        block_RK = torch.zeros(last - first, x.shape[-1], dtype=work, device=x.device)
+        block_RK.index_put_((row, column_E[part].long()), value_E[part].to(work), accumulate=True)
+        outs.append(x.to(work) @ block_RK.t())
+    return torch.cat(outs, -1).to(x.dtype)
 
 
 def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,7 +50,7 @@ class CodesFormat(Format):
         kind = "symmetric" if self.grid.symmetric else "asymmetric"
         return f"w{self.grid.bits}a{16 if inputs is None else inputs.bits} {group} {kind}"
 
-    def check(self, parts: Mapping[str, Tensor]) -> None:
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         check_finite(parts, "weight_scale")
         codes = parts.get("weight")
         if codes is not None and codes.is_floating_point() and bool(codes.isnan().any()):

@@ -235,6 +235,12 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     return (torch.round(x / scale) + zero_point).clamp(grid.qmin, grid.qmax)
 
 
+def encode_unsigned(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes 0 ... 2^bits - 1 of `x` in its dtype, for a zero that is no whole number; 0 where the step is 0."""
+    codes = torch.round(x / step + zero).clamp(0, 2**bits - 1)
+    return torch.where(step == 0, torch.zeros_like(codes), codes)
+
+
 def round_to_e4m3(x: Tensor) -> Tensor:
     """The value of e4m3 nearest to each of x, |x| <= 448, in the dtype of x; a tie goes to the even significand."""
     if x.dtype != torch.float64:

@@ -76,7 +76,7 @@ class Scheme:
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         """Raises CheckpointError, whose message begins with the name of a part, for values that cannot be."""
         for term, held in self._by_term(parts, rows, columns):
-            term.check(held)
+            term.check(held, rows, columns)
 
     def _by_term(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> list[tuple[Format, dict[str, Tensor]]]:
         return [(term, own(i, parts, term, rows, columns)) for i, term in enumerate(self.terms)]

@@ -60,9 +60,12 @@ class Format:
         """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
         return nn.functional.linear(x, self.values(parts).to(x.dtype))
 
-    def check(self, parts: Mapping[str, Tensor]) -> None:
-        """Look at the values of tensors whose names, shapes and dtypes are right. Raises CheckpointError, whose message
-        begins with the name of a part, for what cannot be: by default, floats that are not finite."""
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        """Look at the values of an [N, K] term's tensors, whose names, shapes and dtypes are right.
+
+        Raises CheckpointError, whose message begins with the name of a part, for what cannot be: by default, floats
+        that are not finite.
+        """
         check_finite(parts, *(name for name, part in parts.items() if part.dtype in FLOATS))
 
     def problem(self, rows: int, columns: int) -> str | None:

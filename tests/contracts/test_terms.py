@@ -19,7 +19,9 @@ from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
+from compress.weights.sparse import sparse
 from compress.weights.terms import Format, Term, Weight
+from compress.weights.tiles import Tiled, Tiles
 
 ROWS, COLUMNS = 24, 64
 GROUPS = {"granularity": "group", "group_size": 16}
@@ -41,6 +43,25 @@ def low_rank(dtype: torch.dtype) -> Term:
     return LowRank(rank=3).read(parts, ROWS, COLUMNS)
 
 
+def sparse_rows(dtype: torch.dtype) -> Term:
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)).to(dtype)
+    chosen = values.abs() > 1.5
+    chosen[5], chosen[6] = True, False  # a row full of entries, and one without
+    return sparse(values, chosen)
+
+
+def tiles(dtype: torch.dtype) -> Term:
+    draw = torch.Generator().manual_seed(4)
+    format_ = Tiles(bits=3, scale_bits=3, zero_bits=4, group_size=16, tile_rows=8)
+    groups = COLUMNS // format_.group_size
+    codes, scale, zero = (
+        torch.randint(2**bits, (ROWS, n), dtype=torch.uint8, generator=draw)
+        for bits, n in ((3, COLUMNS), (3, groups), (4, groups))
+    )
+    ranges = torch.rand(ROWS // 8, groups, 4, generator=draw).to(dtype).repeat_interleave(8, 0)
+    return Tiled(codes, scale, zero, ranges, format_)
+
+
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),
     "packed, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
@@ -49,11 +70,14 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
     "low rank": low_rank,
+    "sparse rows": sparse_rows,
+    "tiles": tiles,
     "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
 }
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
     "packed + low rank": lambda dtype: Weight((TERMS["packed"](dtype), low_rank(dtype))),
+    "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))
     ),

@@ -1,0 +1,124 @@
+"""A few weights with values of their own, beside a term that holds the rest: outliers, as compressed sparse rows.
+
+N outputs, K inputs, E entries.
+
+    row_start   int32 [N + 1]       entries of row n: row_start[n] to row_start[n + 1]
+    column      int16 [E]           rising within a row; int32 where K is above 32768
+    value       model dtype [E]     what is added there
+
+16 bits for a column and 16 for a value: 32 bits an entry, 32 more a row. In a sum the value is added to what the other
+terms have at that place, so that it is exact where those have zero there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError
+from compress.kernels import reference
+from compress.weights.grid import Grid
+from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+
+# Columns that fit into int16.
+SHORT_COLUMNS = 2**15
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRows(Format):
+    """entries: how many weights have a value."""
+
+    kind: ClassVar[str] = "sparse-rows"
+    entries: int
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {
+            "row_start": Part((rows + 1,), (torch.int32,)),
+            "column": Part((self.entries,), (column_dtype(columns),)),
+            "value": Part((self.entries,), FLOATS),
+        }
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Sparse":
+        return Sparse(parts["row_start"], parts["column"], parts["value"], columns)
+
+    def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        return reference.sparse_rows(x, parts["row_start"], parts["column"], parts["value"])
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        check_finite(parts, "value")
+        start, column = parts["row_start"].long(), parts["column"].long()
+        if int(start[0]) != 0 or int(start[-1]) != self.entries or bool((start.diff() < 0).any()):
+            raise CheckpointError(f"row_start does not rise from 0 to {self.entries}, the number of values")
+        if bool(((column < 0) | (column >= columns)).any()):
+            raise CheckpointError(f"column goes from {column.min()} to {column.max()}; there are {columns} inputs")
+        place = rows_of(start) * columns + column
+        if bool((place.diff() <= 0).any()):
+            raise CheckpointError("column does not rise within each row: there are repeated or unsorted entries")
+
+    def words(self, inputs: Grid | None) -> str:
+        return f"{self.entries} exact"
+
+
+@dataclass(frozen=True)
+class Sparse(Term):
+    """Sparse rows as tensors, as they are stored."""
+
+    row_start: Tensor
+    column: Tensor
+    value: Tensor
+    inputs: int
+
+    @property
+    def format(self) -> SparseRows:  # type: ignore[override]
+        return SparseRows(entries=len(self.value))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.row_start) - 1, self.inputs
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        values = self.value.new_zeros(self.shape)
+        values[rows_of(self.row_start), self.column.long()] = self.value
+        return values if dtype is None else values.to(dtype)
+
+    def parts(self) -> dict[str, Tensor]:
+        return {"row_start": self.row_start, "column": self.column, "value": self.value}
+
+    def rows(self, part: slice) -> "Sparse":
+        rows, _ = self.shape
+        chosen = torch.arange(rows, device=self.column.device)[part]
+        counts = self.row_start.diff()[chosen]
+        first = torch.repeat_interleave(self.row_start[chosen] - _starts(counts)[:-1], counts)
+        entries = first.long() + torch.arange(len(first), device=first.device)
+        return Sparse(_starts(counts), self.column[entries], self.value[entries], self.inputs)
+
+    @classmethod
+    def stacked(cls, terms: Sequence["Sparse"]) -> "Sparse":
+        counts = torch.cat([term.row_start.diff() for term in terms])
+        column, value = torch.cat([term.column for term in terms]), torch.cat([term.value for term in terms])
+        return cls(_starts(counts), column, value, terms[0].inputs)
+
+
+def sparse(values_NK: Tensor, chosen_NK: Tensor) -> Sparse:
+    """The chosen (bool) of these values, in the dtype that they have, as a term."""
+    columns = values_NK.shape[1]
+    column = chosen_NK.nonzero()[:, 1].to(column_dtype(columns))
+    return Sparse(_starts(chosen_NK.sum(1)), column, values_NK[chosen_NK], columns)
+
+
+def column_dtype(columns: int) -> torch.dtype:
+    """What holds the number of a column."""
+    return torch.int16 if columns <= SHORT_COLUMNS else torch.int32
+
+
+def rows_of(row_start: Tensor) -> Tensor:
+    """The row of each entry, int64."""
+    counts = row_start.long().diff()
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """int32 [N + 1] where the entries of each row begin, and the last one's end."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
