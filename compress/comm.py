@@ -1,6 +1,6 @@
 """Data-parallel collectives that are no-ops in one process. No pass and no statistic asks how many ranks there are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,16 +28,18 @@ class Comm:
             dist.all_reduce(tensor, op=operation, group=self.group)
         return tensor
 
-    def gather_rows(self, part: Tensor, rows: int) -> Tensor:
-        """Concatenate every rank's `rows_of` slice along dim 0 into the full [rows, ...] tensor, on every rank."""
+    def gather_rows(self, part: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Concatenate every rank's rows along dim 0, of which each has so many, on every rank. Of any dtype."""
         if not self.active:
             return part
-        longest = -(-rows // self.world)
-        padded = part.new_zeros(longest, *part.shape[1:])
+        own, part = part.dtype, part.contiguous()
+        if part.element_size() == 1:
+            part = part.view(torch.uint8)  # collectives know no float8
+        padded = part.new_zeros(max(lengths), *part.shape[1:])
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded.contiguous(), group=self.group)
-        return torch.cat([p[: len(range(rows)[self.rows_of(rows, r)])] for r, p in enumerate(parts)])
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([each[:length] for each, length in zip(parts, lengths, strict=True)]).view(own)
 
     def rows_of(self, rows: int, rank: int | None = None) -> slice:
         """The contiguous rows of a [rows, ...] tensor that a rank (this one when not given) works on."""

@@ -30,12 +30,15 @@ from compress.calibration.stats import ChannelMean, StatisticFactory
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.model.folds import spread_scales
+from compress.passes.outliers import set_apart
 from compress.passes.quantize import FoldThenRound
 from compress.passes.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.solve import quadratic, solve_rows
 from compress.passes.stages import Rewrite
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fake_quantize, fit_matrix, quantize
+from compress.weights.sparse import Sparse
+from compress.weights.terms import Summand, Weight, added, summands
 
 POWERS = tuple(a / 20 for a in range(20))
 # Scales below this are set to it, relative to their geometric mean (the authors' code).
@@ -108,12 +111,17 @@ class AWQ(FoldThenRound):
         inputs = self.input_codes(site)
         decisions = {}
         for name, stored in site.weights.items():
-            weight = stored.to(hessian.dtype)
+            weight = rest = stored.to(hessian.dtype)
+            exact: tuple[Sparse, ...] = ()
+            if self.outliers:
+                how = (self.weight_grid(), site.scale_dtypes[name], self.outliers, hessian.diagonal())
+                rest, found = set_apart(weight, *how)
+                exact = (found,)
             round_part = partial(self._round, hessian, site.scale_dtypes[name])
             if self.per_tensor:
-                quantized = round_part(weight)
+                quantized: Summand | Weight = round_part(rest)
             else:
-                quantized = solve_rows(site.comm, {"weight_NK": weight}, self.weight_grid(), round_part)
+                quantized = added(*summands(solve_rows(site.comm, {"weight_NK": rest}, round_part)), *exact)
             nearest = quantize(weight, self.weight_grid().with_range("minmax"), site.scale_dtypes[name])
             energy = quadratic(site.comm, weight, hessian) or 1.0
             error, plain = (q.dequantize(hessian.dtype) - weight for q in (quantized, nearest))

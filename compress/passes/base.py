@@ -67,9 +67,14 @@ class Pass:
         raise NotImplementedError
 
     @property
+    def decide_stage(self) -> Decide:
+        """How the pass decides."""
+        return Decide(self.needs(), self.apply)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """What the pass does, in order: unless it says more, it decides."""
-        return (Decide(self.needs(), self.apply),)
+        return (self.decide_stage,)
 
     def stage(self, kind: type[S]) -> S | None:
         """The stage of a kind, if the pass has one."""

@@ -15,14 +15,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from compress.passes.outliers import grouped_costs, places_at, price_of, sampled_rows
 from compress.passes.polish import GridRule, Polish
 from compress.passes.sweep import Factor, damped, factorize, sweep
 from compress.weights.grid import Grid, Quantized, fit_matrix, to_quantized
+from compress.weights.sparse import sparse
+from compress.weights.terms import Weight
 
 ActOrder = Literal["none", "static", "group"]
 DAMP = 0.01
 # However many tokens: just enough damping to divide by the diagonal of H.
 POLISH_DAMP = 1e-6
+# Rows that are swept to see how many weights a price makes exact.
+TRIAL_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,24 @@ class Ordered:
     diagonal_K: Tensor
     fixed: bool
 
+    def back(self, columns_in_order: Tensor) -> Tensor:
+        """[..., K] in the order of the sweep -> in the layer's own."""
+        found = torch.empty_like(columns_in_order)
+        found[..., self.order_K] = columns_in_order
+        return found
+
+    @property
+    def costs(self) -> Tensor:
+        """[K] what an error of each column costs in a sweep, in the layer's own order."""
+        return self.back(self.factor.diagonal)
+
 
 @dataclass(frozen=True)
 class Solved:
-    """weight: codes, scales and zero points. loss_N: tr(E H E^T) of each row, H damped as the last step has it. damp:
-    what the sweep's factor needed."""
+    """weight: codes, scales and zero points, and the outliers beside them where there are any. loss_N: tr(E H E^T) of
+    each row, H damped as the last step has it. damp: what the sweep's factor needed."""
 
-    weight: Quantized
+    weight: Quantized | Weight
     loss_N: Tensor
     damp: float
 
@@ -58,18 +74,23 @@ def gptq(
     sweeps: int = 0,
     scale_dtype: torch.dtype | None = None,
     kept_NK: Tensor | None = None,
+    outliers: float = 0.0,
 ) -> Solved:
     """Quantize a weight for the least tr(E H E^T). Pure: no rank, no device, no state.
 
     H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
     sweeps: rounds of `polish` after the sweep. scale_dtype: that of the stored scales (the weight's own, if not given).
     kept: bool, which weights are not pruned; the others become exactly 0, whatever they were, and the ones that are
-    kept make up for it as they do for rounding.
+    kept make up for it as they do for rounding. outliers: the share of weights that keep values of their own.
     """
     work = weight_NK.to(hessian_KK.dtype)
     seen = ordered(hessian_KK, damp, act_order, grid.group_size)
     dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
-    return solve_ordered(work, seen, grid=grid, scale_dtype=dtype, kept_NK=kept_NK, refit=refit, sweeps=sweeps)
+    price_N = None
+    if outliers:
+        price_N = work.new_full((len(work),), price_by_sweep(work, seen, grid, dtype, outliers))
+    how = {"grid": grid, "scale_dtype": dtype, "refit": refit, "sweeps": sweeps}
+    return solve_ordered(work, seen, **how, kept_NK=kept_NK, price_N=price_N)  # type: ignore[arg-type]
 
 
 def ordered(hessian_KK: Tensor, damp: float, act_order: ActOrder, group_size: int | None) -> Ordered:
@@ -103,19 +124,26 @@ def solve_ordered(
     scale_NG: Tensor | None = None,
     zero_NG: Tensor | None = None,
     kept_NK: Tensor | None = None,
+    price_N: Tensor | None = None,
     refit: int = 0,
     sweeps: int = 0,
     polish_damp: float = POLISH_DAMP,
 ) -> Solved:
     """`gptq` of rows of a weight, [N, K] in its own column order and the Hessian's dtype.
 
-    scale, zero: fixed beforehand, for rows that share them with others. polish_damp: of H in refit and descent.
+    scale, zero: fixed beforehand, for rows that share them with others. price: of an exact weight in each row
+    (`passes.outliers`). polish_damp: of H in refit and descent.
     """
+    exact_NK = None if price_N is None else torch.zeros_like(weight_NK, dtype=torch.bool)
     if scale_NG is None and (seen.fixed or grid.granularity == "tensor"):
         survivors = weight_NK if kept_NK is None else weight_NK * kept_NK
+        if price_N is not None:
+            exact_NK = places_at(survivors, grid, scale_dtype, seen.costs, price_N)
+            survivors = survivors.masked_fill(exact_NK, 0.0)
         scale_NG, zero_NG = fit_matrix(survivors, grid, scale_dtype, seen.diagonal_K)
-    kept_KN = None if kept_NK is None else kept_NK[:, seen.order_K].t().contiguous()
+    kept_KN, exact_KN = (None if m is None else m[:, seen.order_K].t().contiguous() for m in (kept_NK, exact_NK))
     rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
+    rule.price, rule.cost_K, rule.exact = price_N, seen.factor.diagonal, exact_KN
     weight = weight_NK[:, seen.order_K]
     values, loss = sweep(weight, seen.factor, rule)
     if refit or sweeps:
@@ -126,10 +154,30 @@ def solve_ordered(
             if step < sweeps:
                 state.descend()
         loss = state.loss()
-    codes = torch.empty_like(weight)
-    codes[:, seen.order_K] = rule.codes.t()
     scale, zero = (t.t().contiguous() for t in (rule.scale, rule.zero_point))
-    return Solved(to_quantized(codes, scale, zero, grid, scale_dtype), loss, seen.factor.damp)
+    quantized = to_quantized(seen.back(rule.codes.t()), scale, zero, grid, scale_dtype)
+    if rule.exact is None:
+        return Solved(quantized, loss, seen.factor.damp)
+    outliers = sparse(seen.back(values).to(scale_dtype), seen.back(rule.exact.t()))
+    return Solved(Weight((quantized, outliers)), loss, seen.factor.damp)
+
+
+def price_by_sweep(weight_NK: Tensor, seen: Ordered, grid: Grid, scale_dtype: torch.dtype, share: float) -> float:
+    """The price (`passes.outliers`) at which a sweep makes so large a share of a weight exact.
+
+    Found without a sweep first. What is fed back makes later weights larger and dearer, so that a sweep makes more of
+    them exact: by how much is seen on a few rows, and so much less is asked for.
+    """
+    some = weight_NK[sampled_rows(*weight_NK.shape).to(weight_NK.device)]
+    found = grouped_costs(some, grid, scale_dtype, seen.costs)
+    price = price_of(share, found)
+    trial = some[:TRIAL_ROWS]
+    solved = solve_ordered(
+        trial, seen, grid=grid, scale_dtype=scale_dtype, price_N=trial.new_full(trial.shape[:1], price)
+    )
+    assert isinstance(solved.weight, Weight)
+    taken = len(solved.weight.terms[1].parts()["value"]) / trial.numel()  # type: ignore[union-attr]
+    return price_of(share * share / taken, found) if taken else price
 
 
 def grid_rule(

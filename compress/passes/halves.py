@@ -13,7 +13,7 @@ from compress.calibration.hessian import HessianResult
 from compress.comm import Comm
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic
-from compress.weights.grid import Quantized
+from compress.weights.terms import Summand, Weight
 
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
 JUDGED_ROWS = 128
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=str)
 def borne_out(
     site: Site,
     halves: Sequence[HessianResult],
-    solve: Callable[[Site, HessianResult], Iterable[tuple[S, Mapping[str, Quantized]]]],
+    solve: Callable[[Site, HessianResult], Iterable[tuple[S, Mapping[str, Summand | Weight]]]],
 ) -> dict[str, S]:
     """For every layer the boldest solution that, found by either half of the tokens, is better on the other.
 
@@ -33,15 +33,15 @@ def borne_out(
     losses: dict[str, dict[S, list[float]]] = {n: {} for n in site.weights}
     for fitted, judge in zip(halves, reversed(halves), strict=True):
         for solution, solved in solve(part, fitted):
-            for name, quantized in solved.items():
-                loss = loss_on(site.comm, part.wanted(name).to(judge.hessian.dtype), quantized, judge)
+            for name, weight in solved.items():
+                loss = loss_on(site.comm, part.wanted(name).to(judge.hessian.dtype), weight, judge)
                 losses[name].setdefault(solution, []).append(loss)
     return {name: boldest(found) for name, found in losses.items()}
 
 
-def loss_on(comm: Comm, weight_NK: Tensor, quantized: Quantized, judge: HessianResult) -> float:
+def loss_on(comm: Comm, weight_NK: Tensor, weight: Summand | Weight, judge: HessianResult) -> float:
     """Mean over tokens of |X_ref W^T - X Q^T|^2, less the part of it that does not depend on Q."""
-    error = weight_NK - quantized.dequantize(weight_NK.dtype)
+    error = weight_NK - weight.dequantize(weight_NK.dtype)
     loss = quadratic(comm, error, judge.hessian)
     if judge.drift is None:
         return loss

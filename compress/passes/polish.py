@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.passes.outliers import costs, exact_places
 from compress.passes.sweep import BLOCK
 from compress.weights.grid import Grid, decode, encode, fit, round_scale
 
@@ -19,7 +20,9 @@ class GridRule:
     """Round each target to the grid; scales are fitted when a group begins, or given.
 
     kept [K, N], in sweep order as the codes are: weights that are not kept have the code of 0, and no say in a range
-    (every range holds 0, which is exact in it).
+    (every range holds 0, which is exact in it). price [N]: what a weight of its own is worth (`passes.outliers`), where
+    an error of column j costs cost_K[j]; exact [K, N]: the weights that have one, beside the code of 0. They are chosen
+    as the sweep goes, until the rule is `settled`.
     """
 
     grid: Grid
@@ -31,11 +34,20 @@ class GridRule:
     scale: Tensor
     zero_point: Tensor
     kept: Tensor | None = None
+    price: Tensor | None = None
+    cost_K: Tensor | None = None
+    exact: Tensor | None = None
+    settled: bool = False
 
     def begin(self, column: int, updated_gN: Tensor) -> None:
         importance = self.importance_K[column : column + len(updated_gN)]
         if self.kept is not None:
             updated_gN = updated_gN * self.kept[column : column + len(updated_gN)]
+        if self.price is not None and self.exact is not None and self.cost_K is not None:
+            cost = self.cost_K[column : column + len(updated_gN)]
+            found = costs(updated_gN.t(), self.grid, self.scale_dtype, cost)
+            self.exact[column : column + len(updated_gN)] = exact = exact_places(found, self.price.unsqueeze(1)).t()
+            updated_gN = updated_gN.masked_fill(exact, 0.0)
         scale, zero_point = fit(updated_gN.t(), self.grid, self.scale_dtype, importance)
         self.scale[self.group_of[column]] = scale
         self.zero_point[self.group_of[column]] = zero_point
@@ -46,8 +58,21 @@ class GridRule:
         codes = encode(target_N, scale, zero_point, self.grid)
         if self.kept is not None:
             codes = torch.where(self.kept[column], codes, zero_point)
+        values = decode(codes, scale, zero_point, self.scale_dtype)
+        if self.exact is not None:
+            exact = self._exact(column, target_N - values)
+            codes = torch.where(exact, zero_point, codes)
+            values = torch.where(exact, target_N.to(self.scale_dtype).to(target_N.dtype), values)
         self.codes[column] = codes
-        return decode(codes, scale, zero_point, self.scale_dtype)
+        return values
+
+    def _exact(self, column: int, error_N: Tensor) -> Tensor:
+        """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""
+        assert self.exact is not None
+        if not self.settled and self.price is not None and self.cost_K is not None:
+            dear = self.cost_K[column] * error_N.square() > self.price
+            self.exact[column] |= dear if self.kept is None else dear & self.kept[column]
+        return self.exact[column]
 
 
 class Polish:
@@ -55,6 +80,7 @@ class Polish:
 
     def __init__(self, weight: Tensor, values: Tensor, rule: GridRule, hessian: Tensor) -> None:
         self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
+        rule.settled = True
         group_of = torch.tensor(rule.group_of, device=weight.device)
         length = weight.shape[1] // len(rule.scale)
         # Columns of each group, [G, length], in sweep order.
@@ -78,6 +104,8 @@ class Polish:
             new = torch.where(valid, round_scale(moved, rule.scale_dtype), old)
             values = decode(steps, new.unsqueeze(1), torch.zeros_like(new).unsqueeze(1), rule.scale_dtype)
             change = values - self.values[:, columns]
+            if rule.exact is not None:
+                change = change.masked_fill(rule.exact[columns].t(), 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
             gain = 2 * (gradient[:, columns] * change).sum(1)
             gain = gain - ((change @ self.hessian[columns][:, columns]) * change).sum(1)

@@ -12,18 +12,29 @@ from compress.errors import CompressError, InputError
 from compress.passes.activation_format import ActivationFormat
 from compress.passes.base import Aspect
 from compress.passes.fixed_ranges import FixedRanges
+from compress.passes.outliers import check_share
 from compress.passes.sites import Site
 from compress.passes.stages import Decide, Fix, Rewrite, Stage
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
+from compress.weights.scheme import WHOLE
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeWeights(FixedRanges, ActivationFormat):
     """A pass that rounds weights, inputs and outputs. Its options are those of the formats and of the fixed ranges."""
 
+    outliers: float = 0.0
+    """0 to 0.25: share of the weights that stay exact, those worth it most; 32 bits for each of them."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_share(self.outliers)
+        if self.outliers and (self.per_tensor or self.scheme in WHOLE):
+            given = "per_tensor" if self.per_tensor else f"scheme {self.scheme}"
+            raise InputError(
+                f"outliers go beside codes in groups or channels of w2a16 ... w8a16 and w4a8; drop {given}"
+            )
         if self.activations == "static" or self.outputs == "static":
             self.fixed_range(self.activation_grid_of("tensor"))
         elif self.calibrator != "minmax":
@@ -41,7 +52,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
     @property
     def decide_stage(self) -> Decide:
         """How weights and inputs are rounded."""
-        return Decide(self.needs(), self.apply, rounds_inputs=self.input_grid() is not None)
+        return replace(super().decide_stage, rounds_inputs=self.input_grid() is not None)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

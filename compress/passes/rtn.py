@@ -8,11 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from compress.passes.outliers import set_apart
 from compress.passes.quantize import QuantizeWeights
 from compress.passes.sites import Site
 from compress.weights.decision import Decision
-from compress.weights.grid import Grid, quantize, working_dtype
+from compress.weights.grid import Grid, Quantized, quantize, working_dtype
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +28,28 @@ class RTN(QuantizeWeights):
     keeps_zeros: ClassVar[bool] = True
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self.weight_grid(), self.input_codes(site))
+        return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)
 
 
-def round_to_nearest(site: Site, grid: Grid, inputs: Mapping[str, ActivationCodes]) -> dict[str, Decision]:
-    """Every layer of a site by itself, each weight to the nearest point of the grid. inputs: how those are rounded."""
+def round_to_nearest(
+    site: Site, grid: Grid, inputs: Mapping[str, ActivationCodes], outliers: float = 0.0
+) -> dict[str, Decision]:
+    """Every layer of a site by itself, each weight to the nearest point of the grid. inputs: how those are rounded.
+    outliers: the share of weights that stay exact."""
     decisions = {}
     for name, weight in site.weights.items():
-        quantized = quantize(weight, grid, site.scale_dtypes[name])
+        rounded = nearest(weight, grid, site.scale_dtypes[name], outliers)
         exact = weight.to(working_dtype(weight))
-        error = (quantized.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
-        decisions[name] = Decision(quantized, {"weight_error": float(error)}, inputs.get(name))
+        error = (rounded.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
+        decisions[name] = Decision(rounded, {"weight_error": float(error)}, inputs.get(name))
     return decisions
+
+
+def nearest(
+    weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, outliers: float = 0.0, cost_K: Tensor | None = None
+) -> Quantized | Weight:
+    """A weight rounded to nearest, beside a share of outliers. cost: what an error of each input costs."""
+    if not outliers:
+        return quantize(weight_NK, grid, scale_dtype)
+    rest, exact = set_apart(weight_NK, grid, scale_dtype, outliers, cost_K)
+    return Weight((quantize(rest, grid, scale_dtype), exact))

@@ -106,7 +106,7 @@ class SmoothQuant(FoldThenRound):
         return ActivationCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return round_to_nearest(site, self.weight_grid(), self.input_codes(site))
+        return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)
 
 
 def smoothing(largest_C: Tensor, heaviest_C: Tensor, alpha: float) -> Tensor:

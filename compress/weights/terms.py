@@ -206,6 +206,11 @@ def summands(weight: Summand | Weight) -> tuple[Summand, ...]:
     return weight.terms if isinstance(weight, Weight) else (weight,)
 
 
+def added(*terms: Summand) -> Summand | Weight:
+    """Inverse of `summands`: one term as itself, several as a sum."""
+    return terms[0] if len(terms) == 1 else Weight(terms)
+
+
 def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a layer's term by the names that they have in the layer."""
     return dict(parts) if index == 0 else {f"term{index}_{name}": part for name, part in parts.items()}

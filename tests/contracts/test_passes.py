@@ -177,10 +177,9 @@ class TwoRanks(Comm):
         first, second = self.exchange(tensor)
         return tensor.copy_({"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction](first, second))
 
-    def gather_rows(self, part, rows):
-        gathered = torch.cat(self.exchange(part))
-        assert len(gathered) == rows
-        return gathered
+    def gather_rows(self, part, lengths):
+        assert len(part) == lengths[self.rank]
+        return torch.cat(self.exchange(part))
 
 
 @every_pass_on_a_layout

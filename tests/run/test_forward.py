@@ -275,6 +275,6 @@ def test_a_model_that_changes_the_hidden_state_between_blocks_runs_as_one_block(
 def test_comm_of_one_process_changes_nothing():
     comm, x = Comm(), torch.arange(6.0).view(3, 2)
     assert comm.all_reduce(x.clone()).equal(x)
-    assert comm.gather_rows(x, 3).equal(x)
+    assert comm.gather_rows(x, [3]).equal(x)
     assert comm.rows_of(3) == slice(0, 3)
     assert comm.assign({"a": 1.0, "b": 2.0}) == {"a": 0, "b": 0}
