@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compress.passes.kv_cache import KVCache
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
+    from compress.passes.spqr import SpQR
     from compress.passes.where import but, only
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
@@ -52,6 +53,7 @@ _HOMES = {
     "Quantized": "compress.weights.grid",
     "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
+    "SpQR": "compress.passes.spqr",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
     "fake_quantize": "compress.weights.grid",
@@ -82,6 +84,7 @@ __all__ = [
     "Quantized",
     "Result",
     "SmoothQuant",
+    "SpQR",
     "__version__",
     "but",
     "evaluate",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PASSES = {
     "rtn": "compress.passes.rtn:RTN",
     "gptq": "compress.passes.gptq:GPTQ",
+    "spqr": "compress.passes.spqr:SpQR",
     "awq": "compress.passes.awq:AWQ",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",

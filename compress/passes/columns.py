@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.passes.outliers import grouped_costs, places_at, price_of, sampled_rows
+from compress.passes.outliers import grouped_costs, places_at, price_of, sampled_rows, share_of_outliers
 from compress.passes.polish import GridRule, Polish
 from compress.passes.sweep import Factor, damped, factorize, sweep
-from compress.weights.grid import Grid, Quantized, fit_matrix, to_quantized
+from compress.weights.grid import Grid, fit_matrix, to_quantized
 from compress.weights.sparse import sparse
-from compress.weights.terms import Weight
+from compress.weights.terms import Summand, Weight
 
 ActOrder = Literal["none", "static", "group"]
 DAMP = 0.01
@@ -58,7 +58,7 @@ class Solved:
     """weight: codes, scales and zero points, and the outliers beside them where there are any. loss_N: tr(E H E^T) of
     each row, H damped as the last step has it. damp: what the sweep's factor needed."""
 
-    weight: Quantized | Weight
+    weight: Summand | Weight
     loss_N: Tensor
     damp: float
 
@@ -175,8 +175,7 @@ def price_by_sweep(weight_NK: Tensor, seen: Ordered, grid: Grid, scale_dtype: to
     solved = solve_ordered(
         trial, seen, grid=grid, scale_dtype=scale_dtype, price_N=trial.new_full(trial.shape[:1], price)
     )
-    assert isinstance(solved.weight, Weight)
-    taken = len(solved.weight.terms[1].parts()["value"]) / trial.numel()  # type: ignore[union-attr]
+    taken = share_of_outliers(solved.weight)
     return price_of(share * share / taken, found) if taken else price
 
 

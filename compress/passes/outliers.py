@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.weights.grid import Grid, decode, encode, fit, grouped, working_dtype
 from compress.weights.sparse import Sparse, sparse
+from compress.weights.terms import Summand, Weight, summands
 
 # Weights on which a price is found (and that are looked at at a time), the halvings of its logarithm, and the least
 # price, as a part of the largest cost.
@@ -89,6 +90,12 @@ def sampled_rows(rows: int, columns: int, together: int = 1) -> Tensor:
     first = torch.arange(wanted) * tiles // wanted * together
     found = (first.unsqueeze(1) + torch.arange(together)).flatten()
     return found[found < rows]
+
+
+def share_of_outliers(weight: Summand | Weight) -> float:
+    """The part of a weight's values that sparse rows have."""
+    found = [term for term in summands(weight) if isinstance(term, Sparse)]
+    return sum(len(term.value) / (term.shape[0] * term.inputs) for term in found)
 
 
 def set_apart(

@@ -6,6 +6,7 @@ parabola that the loss is in it, `descend` one code.
 """
 
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,6 +67,10 @@ class GridRule:
         self.codes[column] = codes
         return values
 
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        """What `decide` writes for a column."""
+        return (self.codes[column],)
+
     def _exact(self, column: int, error_N: Tensor) -> Tensor:
         """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""
         assert self.exact is not None
@@ -75,10 +80,29 @@ class GridRule:
         return self.exact[column]
 
 
-class Polish:
+class Settled(Protocol):
+    """A rule whose groups all have their scales."""
+
+    group_of: list[int]
+    scale: Tensor
+    settled: bool
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        """As in the sweep."""
+        ...
+
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        """What `decide` writes for a column."""
+        ...
+
+
+R = TypeVar("R", bound=Settled)
+
+
+class Polish(Generic[R]):
     """Refit and coordinate descent on the codes of a finished sweep, in sweep order. Updates the rule's tensors."""
 
-    def __init__(self, weight: Tensor, values: Tensor, rule: GridRule, hessian: Tensor) -> None:
+    def __init__(self, weight: Tensor, values: Tensor, rule: R, hessian: Tensor) -> None:
         self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
         rule.settled = True
         group_of = torch.tensor(rule.group_of, device=weight.device)
@@ -90,7 +114,7 @@ class Polish:
         error = self.weight - self.values
         return ((error @ self.hessian) * error).sum(1)
 
-    def refit_scales(self) -> None:
+    def refit_scales(self: "Polish[GridRule]") -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         rule = self.rule
         gradient = (self.weight - self.values) @ self.hessian
@@ -129,10 +153,11 @@ class Polish:
             change_BN = torch.empty_like(values_BN)
             for j in range(last - first):
                 target = values_BN[j] + gradient_BN[j] / block[j, j]
-                codes = rule.codes[first + j].clone()
+                before = [held.clone() for held in rule.at(first + j)]
                 value = rule.decide(first + j, target)
                 closer = (value - target).abs() < (values_BN[j] - target).abs()
-                rule.codes[first + j] = torch.where(closer, rule.codes[first + j], codes)
+                for held, old in zip(rule.at(first + j), before, strict=True):
+                    held.copy_(torch.where(closer, held, old))
                 value = torch.where(closer, value, values_BN[j])
                 change_BN[j] = value - values_BN[j]
                 values_BN[j] = value

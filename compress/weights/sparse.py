@@ -113,6 +113,11 @@ def column_dtype(columns: int) -> torch.dtype:
     return torch.int16 if columns <= SHORT_COLUMNS else torch.int32
 
 
+def entry_bits(columns: int, dtype: torch.dtype) -> int:
+    """Bits of a value and its column."""
+    return torch.finfo(dtype).bits + torch.iinfo(column_dtype(columns)).bits
+
+
 def rows_of(row_start: Tensor) -> Tensor:
     """The row of each entry, int64."""
     counts = row_start.long().diff()

@@ -53,6 +53,12 @@ class Tiles(Format):
             "ranges": Part((-(-rows // self.tile_rows), groups, RANGES), FLOATS),
         }
 
+    def bits_per_weight(self, dtype: torch.dtype) -> float:
+        """With ranges of this dtype; what words of 32 bits leave empty is not counted."""
+        tile = self.group_size * self.tile_rows
+        own = self.bits + (self.scale_bits + self.zero_bits) / self.group_size
+        return own + RANGES * torch.finfo(dtype).bits / tile
+
     def problem(self, rows: int, columns: int) -> str | None:
         size = self.group_size
         return f"has {columns} inputs; groups of {size} do not fit" if columns % size else None

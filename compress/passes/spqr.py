@@ -1,0 +1,186 @@
+"""SpQR: codes in tiny groups whose scales are codes, too, and the few weights that suffer most kept exact (Dettmers et
+al. 2023, arXiv 2306.03078).
+
+Shapes: N outputs, K inputs, g inputs a group, R rows a tile. H = X^T X / tokens = U D U^T, as in `gptq`.
+
+    W = Q + S      Q: codes, value (code - z) s; s and z of g inputs are codes themselves, in ranges of g x R tiles
+                   S: exact weights, 16 bits and a column each
+
+Bits per weight: bits + (scale_bits + zero_bits) / g + 64 / (g R) + 32 share + 32 / K: 3.625 + 32 share for 3 bits, 3
+and 3, in tiles of 16 x 16. The sweep is GPTQ's, and so are drift, shrink and act_order (`compress methods gptq`).
+
+Paper -> code: beta_1 -> `group_size`; beta_2 -> `tile_rows`; b_s, b_z -> `scale_bits`, `zero_bits`; tau -> `threshold`;
+algorithm 1, `outliers` -> `tile_rule.leave_one_out`; `fit_quantizer` -> `weights.tiles.fit_tiles`.
+
+Departs from the paper (all of it off: threshold=0.2, damp=1, drift=0, search=false, refit=0, sweeps=0, shrink=false):
+- outliers are chosen for the least cost of the group as a whole, at a price for each (`passes.outliers`): a share of
+  the weights, or a number of bits per weight, is met. The paper drops one weight at a time and compares with tau times
+  the variance of a weight.
+- `search`: nearest in 3 bits is far for a scale: its neighbours, and those of the zero point, are tried, too.
+- `refit`, `sweeps`: once the sweep is over, scales and zero points move to neighbours, codes and exact weights to what
+  lowers the loss (`passes.polish`).
+- damp is 0.01, where the paper has 1.
+- act_order=group sorts inputs inside of groups and then groups (as `gptq` does); the paper sorts all inputs and stores
+  the order. Nothing is stored here.
+Departs from the authors' code:
+- ranges of scales and zero points are rounded to the dtype in which they are stored before a code is chosen by them;
+- a group of equal weights has a range from them to 0 (the code: from -1 to 1); 16 equal scales are stored as they are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.passes.base import Aspect
+from compress.passes.columns import ActOrder
+from compress.passes.outliers import check_share
+from compress.passes.second_order import Relied, SecondOrder
+from compress.passes.sites import Site
+from compress.passes.solve import Solve
+from compress.passes.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
+from compress.weights.decision import Decision
+from compress.weights.grid import MAX_BITS, suggest_groups
+from compress.weights.scheme import SCHEMES
+from compress.weights.sparse import entry_bits
+from compress.weights.terms import Summand
+from compress.weights.tiles import Tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpQR(SecondOrder):
+    """Codes in tiles and exact outliers."""
+
+    name: ClassVar[str] = "spqr"
+    writes: ClassVar[Aspect] = "quantized weight"
+
+    scheme: str = "w3a16"
+    """w2a16 ... w8a16: bits of a code."""
+
+    group_size: int = 16
+    """1 or more: inputs that share a scale and a zero point."""
+
+    tile_rows: int = 16
+    """1 or more: rows whose scales share a range, and so their zero points."""
+
+    scale_bits: int = 3
+    """1 to 8: bits of a scale."""
+
+    zero_bits: int = 3
+    """1 to 8: bits of a zero point."""
+
+    outliers: float = 0.01
+    """0 to 0.25: share of the weights that stay exact, those worth it most; 32 bits for each of them."""
+
+    bits_per_weight: float = 0.0
+    """0 or a number: as many outliers as make each layer so large, all of its tensors counted; 0 leaves that to
+    `outliers`."""
+
+    threshold: float = 0.0
+    """0 or a number: outliers as the paper chooses them, by its tau (0.2 there); 0 leaves that to `outliers`."""
+
+    act_order: ActOrder = "group"
+    """Visit columns by falling diag(H) inside groups, and the groups by theirs (group)."""
+
+    search: bool = True
+    """Try the neighbours of each group's nearest scale and zero point."""
+
+    refit: int = 2
+    """0 or more: rounds in which scales and zero points move to their neighbours once the sweep is over."""
+
+    sweeps: int = 2
+    """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scheme not in SCHEMES or not self.scheme.endswith("a16"):
+            allowed = ", ".join(s for s in SCHEMES if s.endswith("a16"))
+            raise InputError(f"scheme {self.scheme!r} of spqr, which leaves inputs as they are; allowed: {allowed}")
+        for option in ("scale_bits", "zero_bits"):
+            if not 1 <= getattr(self, option) <= MAX_BITS:
+                raise InputError(f"{option} {getattr(self, option)}; allowed: 1 to {MAX_BITS}")
+        for option, least in (("group_size", 1), ("tile_rows", 1), ("refit", 0), ("sweeps", 0)):
+            if getattr(self, option) < least:
+                raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")
+        if self.act_order == "static":
+            raise InputError(
+                "act_order static fixes scales beforehand, and spqr fits them as it goes; give group or none"
+            )
+        check_share(self.outliers)
+        if self.threshold < 0:
+            raise InputError(f"threshold {self.threshold}; allowed: above 0 (0.2 in the paper), or 0 for a share")
+        if self.threshold and self.bits_per_weight:
+            raise InputError("threshold and bits_per_weight both say how many outliers there are; give one")
+        bare = self.tiles.bits_per_weight(torch.float16)
+        if self.bits_per_weight and self.bits_per_weight <= bare:
+            raise InputError(
+                f"bits_per_weight {self.bits_per_weight}; {self.scheme} in these tiles takes {bare:g} without a single "
+                "outlier: give more, or fewer bits in the scheme"
+            )
+
+    @property
+    def tiles(self) -> Tiles:
+        """The format of Q."""
+        return Tiles(
+            bits=SCHEMES[self.scheme],
+            scale_bits=self.scale_bits,
+            zero_bits=self.zero_bits,
+            group_size=self.group_size,
+            tile_rows=self.tile_rows,
+        )
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
+        if bad:
+            raise InputError(
+                f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of {bad[0]} "
+                f"({len(bad)} layers in all); {suggest_groups(columns for _, columns in shapes.values())}"
+            )
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
+
+    @property
+    def group_length(self) -> int | None:
+        return self.group_size
+
+    @property
+    def together(self) -> int:
+        return self.tile_rows
+
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Summand:
+        return round_to_tiles(site.weights[name].to(dtype), self.tiles, site.scale_dtypes[name])
+
+    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+        price = self._price(target_NK, relied, site.scale_dtypes[name])
+        rows = {"weight_NK": target_NK}
+        return rows if price is None else {**rows, "price_N": target_NK.new_full(target_NK.shape[:1], price)}
+
+    def _price(self, target_NK: Tensor, relied: Relied, scale_dtype: torch.dtype) -> float | None:
+        """What an exact weight is worth in a layer; None where there is to be none."""
+        seen = relied.ordered
+        if self.threshold:
+            return self.threshold * float((target_NK.var(0) * seen.costs).mean())
+        share = self.outliers
+        if self.bits_per_weight:
+            rows, columns = target_NK.shape
+            left = self.bits_per_weight - self.tiles.bits_per_weight(scale_dtype) - 32 * (rows + 1) / target_NK.numel()
+            share = max(0.0, left / entry_bits(columns, scale_dtype))
+        return price_in_tiles(target_NK, seen, self.tiles, scale_dtype, share, self.search) if share else None
+
+    def solver(self, relied: Relied) -> Solve:
+        solve = partial(
+            solve_tiles,
+            seen=relied.ordered,
+            format_=self.tiles,
+            leave_one_out=self.threshold > 0,
+            search=self.search,
+            refit=self.refit,
+            sweeps=self.sweeps,
+            polish_damp=relied.polish_damp,
+        )
+        return lambda **rows: solve(**rows).weight
