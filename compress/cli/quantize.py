@@ -17,7 +17,7 @@ from compress.errors import InputError
 if TYPE_CHECKING:
     from compress.passes.base import Pass
 
-OF_A_METHOD = ("scheme", "group_size", "grid", "activations", "calibrator")
+OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
 OF_CALIBRATION = ("samples", "length", "batch_size")
 
 
@@ -33,6 +33,7 @@ OF_CALIBRATION = ("samples", "length", "batch_size")
     "--scheme",
     help="w2a16 ... w8a16: bits of a weight; w4a8, w8a8: int8 inputs, too; fp8: both float8.  [default: w4a16]",
 )
+@click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 3 is --scheme w3a16.")
 @click.option(
     "--group-size",
     type=int,
@@ -138,6 +139,11 @@ def quantize(
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """The options of a method that a person gave: those of the command line, and what --set says."""
     chosen = {key: value for key, value in options.items() if value is not None}
+    if "bits" in chosen:
+        bits = f"w{chosen.pop('bits')}a16"
+        if "scheme" in chosen:
+            raise InputError(f"--bits is short for --scheme {bits}; drop it, or --scheme {chosen['scheme']}")
+        chosen["scheme"] = bits
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:

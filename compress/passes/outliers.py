@@ -23,9 +23,10 @@ from compress.weights.grid import Grid, decode, encode, fit, grouped, working_dt
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Summand, Weight, summands
 
-# Weights on which a price is found (and that are looked at at a time), the halvings of its logarithm, and the least
-# price, as a part of the largest cost.
-SAMPLED, HALVINGS, LOWEST_PRICE = 2**19, 40, 1e-12
+# Weights on which a price is found, and that are looked at at a time.
+SAMPLED, AT_A_TIME = 2**16, 2**20
+# Halvings of the logarithm of a price, and the least one, as a part of the largest cost.
+HALVINGS, LOWEST_PRICE = 24, 1e-12
 # With more than a quarter exact, a wider grid has fewer bytes.
 LARGEST_SHARE = 0.25
 
@@ -122,7 +123,7 @@ def places_at(weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, cost_K: T
     """Bool [N, K]: which weights are exact at a price, a number or one for each row [N]; some rows at a time."""
     rows, columns = weight_NK.shape
     prices = torch.as_tensor(price, dtype=weight_NK.dtype, device=weight_NK.device).expand(rows)
-    size = max(1, SAMPLED // columns)
+    size = max(1, AT_A_TIME // columns)
     parts = [
         exact_places(grouped_costs(part, grid, scale_dtype, cost_K), price_N.view(-1, 1, 1)).view(part.shape)
         for part, price_N in zip(weight_NK.split(size), prices.split(size), strict=True)

@@ -89,7 +89,7 @@ class SpQR(SecondOrder):
     search: bool = True
     """Try the neighbours of each group's nearest scale and zero point."""
 
-    refit: int = 2
+    refit: int = 1
     """0 or more: rounds in which scales and zero points move to their neighbours once the sweep is over."""
 
     sweeps: int = 2
