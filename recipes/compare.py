@@ -7,19 +7,23 @@ Each row is a recipe: it is quantized, verified in a fresh process and evaluated
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from compress.recipe import parse_recipe
 from compress.recipes.figures import command, evaluated, keep, stored
 
+# {title: passes}
+Recipes = dict[str, list[dict[str, dict[str, object]]]]
 STATIC = {"scheme": "w8a8", "activations": "static"}
 
 
-def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
-    """{title: passes}."""
-    found: dict[str, list[dict[str, dict[str, object]]]] = {}
+def recipes(group_size: int) -> Recipes:
+    """Every method, and the schemes that it is for."""
+    found: Recipes = {}
     for scheme in ("w4a16", "w3a16"):
         own = {"scheme": scheme, "group_size": group_size}
         found[f"{scheme} rtn"] = [{"rtn": {**own}}]
@@ -55,7 +59,12 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    compare(parser(__doc__).parse_args(), recipes)
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """What a comparison is told."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
@@ -64,7 +73,11 @@ def main() -> None:
         "--only", nargs="+", help="words of titles, like gptq fp8; other rows stay as the file has them"
     )
     parser.add_argument("--json", type=Path, required=True)
-    arguments = parser.parse_args()
+    return parser
+
+
+def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) -> list[dict[str, Any]]:
+    """Quantize, verify and evaluate by every recipe; print a row for each, and keep all of them."""
     before = {row["title"]: row for row in stored(arguments.json)}
     rows = []
     for title, passes in recipes(arguments.group_size).items():
@@ -87,6 +100,7 @@ def main() -> None:
             flush=True,
         )
         keep(arguments.json, arguments, rows)
+    return rows
 
 
 if __name__ == "__main__":

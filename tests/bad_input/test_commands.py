@@ -197,6 +197,46 @@ OPTIONS: dict[str, Case] = {
     "damp 0": (lambda d: d.gptq(d.tokens, "--set", "damp=0"), ("damp 0.0", "above 0")),
     "drift above 1": (lambda d: d.gptq(d.tokens, "--set", "drift=2"), ("drift 2.0", "to 1")),
     "unknown order": (lambda d: d.gptq(d.tokens, "--set", "act_order=up"), ("act_order 'up'", "none, static, group")),
+    "more exact weights than pay": (
+        lambda d: d.rtn(d.model, "--set", "outliers=0.5"),
+        ("outliers 0.5", "0 (none) to 0.25"),
+    ),
+    "exact weights beside one scale": (
+        lambda d: d.rtn(d.model, "--group-size", -1, "--set", "outliers=0.01", "--set", "per_tensor=true"),
+        ("outliers go beside codes in groups or channels", "drop per_tensor"),
+    ),
+    "exact weights beside rounded inputs": (
+        lambda d: d.rtn(d.model, "--group-size", -1, "--set", "outliers=0.01", "--scheme", "w8a8"),
+        ("outliers go beside codes in groups or channels", "drop scheme w8a8"),
+    ),
+    "bits and scheme": (
+        lambda d: d.rtn(d.model, "--bits", 3, "--scheme", "w4a16"),
+        ("--bits is short for --scheme w3a16", "drop it, or --scheme w4a16"),
+    ),
+    "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16", "bits 2 to 8")),
+    "spqr with rounded inputs": (
+        lambda d: d.spqr("--scheme", "w4a8"),
+        ("'w4a8' of spqr, which leaves inputs as they are", "allowed: w2a16, w3a16"),
+    ),
+    "spqr in fixed order": (
+        lambda d: d.spqr("--set", "act_order=static"),
+        ("act_order static fixes scales beforehand", "give group or none"),
+    ),
+    "spqr by two budgets": (
+        lambda d: d.spqr("--set", "threshold=0.2", "--set", "bits_per_weight=4"),
+        ("threshold and bits_per_weight both say how many outliers", "give one"),
+    ),
+    "spqr by too small a budget": (
+        lambda d: d.spqr("--set", "bits_per_weight=3.5"),
+        ("bits_per_weight 3.5", "takes 3.625 without a single outlier"),
+    ),
+    "spqr with 9-bit scales": (lambda d: d.spqr("--set", "scale_bits=9"), ("scale_bits 9", "1 to 8")),
+    "spqr in tiles of no row": (lambda d: d.spqr("--set", "tile_rows=0"), ("tile_rows 0", "1 or more")),
+    "spqr by a threshold below 0": (lambda d: d.spqr("--set", "threshold=-1"), ("threshold -1.0", "above 0")),
+    "spqr in groups that do not divide": (
+        lambda d: d.spqr("--group-size", 24),
+        ("group size 24 does not divide the 64 inputs of model.layers.0", "sizes that work"),
+    ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (
         lambda d: d.rtn(d.model, "--set", "group-size=16"),

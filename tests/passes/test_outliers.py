@@ -11,7 +11,6 @@ from torch import Tensor
 from compress import AWQ, GPTQ, RTN
 from compress.calibration.hessian import Hessian
 from compress.comm import Comm
-from compress.errors import InputError
 from compress.passes.outliers import costs, exact_places, price_of, set_apart
 from compress.passes.sites import Site
 from compress.weights.grid import Grid, decode, encode, fit
@@ -111,17 +110,3 @@ def test_outliers_go_with_every_order_of_the_columns(order):
     plain, exact = (GPTQ(**how, outliers=share).apply(site)["a"] for share in (0.0, 0.02))
     assert exact.figures["loss"] < 0.8 * plain.figures["loss"]
     assert exact.figures["outliers"] == pytest.approx(0.02, rel=0.3)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"outliers": -0.1}, "outliers -0.1; allowed: 0 (none) to 0.25"),
-        ({"outliers": 0.01, "per_tensor": True}, "drop per_tensor"),
-        ({"outliers": 0.01, "scheme": "w8a8"}, "drop scheme w8a8"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, said):
-    with pytest.raises(InputError) as refused:
-        RTN(**options)
-    assert said in str(refused.value)

@@ -144,6 +144,12 @@ class Desk:
         words = ["--group-size", 32, "--calibration", calibration, "--output", self.output, "--no-verify"]
         return command("quantize", model or self.model, *words, *more)
 
+    def spqr(self, *more: object) -> Outcome:
+        """`compress quantize --method spqr`; later options win."""
+        return command(
+            "quantize", self.model, "--method", "spqr", "--calibration", self.tokens, "--output", self.output, *more
+        )
+
     def recipe(self, text: str, *more: object) -> Outcome:
         path = self.file("recipe.yaml", textwrap.dedent(text))
         return command("quantize", self.model, "--recipe", path, "--output", self.output, "--no-verify", *more)
