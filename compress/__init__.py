@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
+    from compress.passes.low_rank import LowRank
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.where import but, only
@@ -47,6 +48,7 @@ _HOMES = {
     "Evaluation": "compress.evaluation.evaluate",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
+    "LowRank": "compress.passes.low_rank",
     "Pass": "compress.passes.base",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
@@ -77,6 +79,7 @@ __all__ = [
     "Grid",
     "InputError",
     "KVCache",
+    "LowRank",
     "Pass",
     "QuantLinear",
     "Quantized",

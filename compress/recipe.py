@@ -29,6 +29,7 @@ PASSES = {
     "rtn": "compress.passes.rtn:RTN",
     "gptq": "compress.passes.gptq:GPTQ",
     "awq": "compress.passes.awq:AWQ",
+    "low-rank": "compress.passes.low_rank:LowRank",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",
     "kv-cache": "compress.passes.kv_cache:KVCache",

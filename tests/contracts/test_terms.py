@@ -106,7 +106,7 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
 
 def test_every_format_is_here():
     assert {type(make(torch.float32).format) for make in TERMS.values()} == set(FORMATS.values())
-    assert set(FORMATS) - OURS == {"somebodys-low-rank"}
+    assert set(FORMATS) - OURS == {"svd"}
 
 
 @pytest.mark.parametrize("name", TERMS)

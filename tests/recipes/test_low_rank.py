@@ -23,7 +23,7 @@ from compress.recipe import make_pass
 from compress.runtime.linear import SumLinear
 from compress.weights.formats import FORMATS
 
-MODULE, KIND = "somebodys_low_rank", "somebodys-low-rank"
+MODULE, KIND = "somebodys_low_rank", "svd"
 LINES = 60
 
 

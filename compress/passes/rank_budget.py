@@ -1,0 +1,140 @@
+"""The options of what adds a matrix of low rank to a layer: its rank, how its factors are stored, and who gets more.
+
+Shapes: N outputs, K inputs. A rank of a layer is N + K numbers; the layer as it is has N K, of 16 bits.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from glob import escape
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from compress.calibration.hessian import Hessian, HessianResult
+from compress.errors import InputError
+from compress.passes.allocation import Curve, allocate
+from compress.passes.base import Pass
+from compress.passes.sites import Site
+from compress.passes.stages import Survey
+from compress.passes.where import but
+from compress.weights.lowrank import WHOLE_BITS, check_bits
+
+FactorBits = Literal[16, 8]
+Allocation = Literal["uniform", "layer-loss", "relative-loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBudget(Pass):
+    """A pass that gives layers a matrix of low rank."""
+
+    # A layer's least rank, and whether one that would take more as a low rank than as it is stays as it is.
+    least: ClassVar[int] = 0
+    or_whole: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
+
+    rank: int = 0
+    """0 or more: rank of every layer, or with `allocate` what all of them have to share."""
+
+    allocate: Allocation = "uniform"
+    """Who gets how much: all layers the same, or each rank to where it takes most off the layers' loss for its size,
+    found in a walk over the original model (layer-loss), or off that loss as a part of each layer's output
+    (relative-loss)."""
+
+    factor_bits: FactorBits = WHOLE_BITS
+    """How factors are stored: as numbers in the model's dtype, or as int8 codes with one scale per rank."""
+
+    ranks: tuple[tuple[str, int], ...] = ()
+    """[layer, rank] pairs: ranks of single layers by their full names, in place of what the other options say."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank < 0:
+            raise InputError(f"rank {self.rank}; allowed: 0 or more")
+        if self.allocate not in get_args(Allocation):
+            raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Allocation))}")
+        check_bits("factor_bits", self.factor_bits)
+        object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
+
+    def uniform_rank(self, shape: tuple[int, int]) -> int:
+        """The rank of a layer that has the same part as the others."""
+        return self.rank
+
+    def budget(self, shapes: Mapping[str, tuple[int, int]]) -> float:
+        """What all of these layers' factors may take, in bits."""
+        return sum(self.uniform_rank(shape) * self.cost(shape) for shape in shapes.values())
+
+    def rank_of(self, layer: str, shape: tuple[int, int]) -> int:
+        """The rank of a layer, as far as it has so many."""
+        found = dict(self.ranks).get(layer)
+        return min(self.uniform_rank(shape) if found is None else found, *shape)
+
+    def cost(self, shape: tuple[int, int]) -> int:
+        """Bits of a rank of a layer."""
+        return sum(shape) * self.factor_bits
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        for name, shape in shapes.items():
+            given = dict(self.ranks).get(name, self.rank)
+            if given > min(shape):
+                raise InputError(
+                    f"rank {given} of {name}, which is {shape[0]} x {shape[1]}; allowed: up to {min(shape)}, or leave "
+                    "the layer to another pass (`but`)"
+                )
+
+    @property
+    def survey(self) -> tuple[Survey, ...]:
+        """The stage that finds out how much each rank is worth; none where all layers have the same part."""
+        if self.allocate == "uniform":
+            return ()
+        return (Survey({"hessian": partial(Hessian, dtype=torch.float64)}, self.look, self.settle),)
+
+    def look(self, site: Site) -> dict[str, tuple[tuple[int, int], torch.Tensor]]:
+        """{layer: (its shape, what each rank takes off its loss)}; the layers of a site are shared by the ranks of the
+        run."""
+        statistics: HessianResult = site.stats["hessian"]
+        found = {}
+        owners = site.comm.assign({name: float(min(w.shape)) for name, w in site.weights.items()})
+        for name, weight in site.weights.items():
+            values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
+            if site.comm.rank == owners[name]:
+                values = self.worth(site, name, statistics)
+                if self.allocate == "relative-loss":
+                    work = weight.double()
+                    energy = ((work @ statistics.hessian.double()) * work).sum()
+                    values = values / energy.clamp(min=torch.finfo(torch.float64).tiny)
+            rows, columns = weight.shape
+            found[name] = (rows, columns), site.comm.all_reduce(values).cpu()
+        return found
+
+    def worth(self, site: Site, name: str, statistics: HessianResult) -> torch.Tensor:
+        """[R] what each rank takes off the loss of a layer, float64."""
+        raise NotImplementedError
+
+    def settle(self, found: Mapping[str, Any]) -> tuple[Pass, Mapping[str, str]]:
+        """The pass with a rank for each layer, and the layers that it leaves as they are."""
+        shapes = {name: shape for name, (shape, _) in found.items()}
+        curves = {
+            name: Curve(values, self.cost(shape), *([shape[0] * shape[1] * WHOLE_BITS] if self.or_whole else []))
+            for name, (shape, values) in found.items()
+        }
+        given = allocate(curves, self.budget(shapes), self.least)
+        whole = {
+            name: f"its share of the budget holds it as it is ({self.allocate})"
+            for name in given
+            if given[name] is None
+        }
+        ranks = tuple((name, rank) for name, rank in given.items() if rank is not None)
+        settled = replace(self, ranks=ranks)
+        return (but(settled, *map(escape, whole)) if whole else settled), whole
+
+
+def _pairs(given: Any) -> Iterator[tuple[str, int]]:
+    """Pairs of a layer and its rank, as tuples. Raises InputError for anything else."""
+    for each in given if isinstance(given, tuple | list) else [given]:
+        match each:
+            case [str(layer), int(rank)] if rank >= 0 and not isinstance(rank, bool):
+                yield layer, rank
+            case _:
+                raise InputError(f"ranks {each!r}; allowed: [layer, rank] pairs, like [model.layers.0.mlp.up_proj, 8]")
