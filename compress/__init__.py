@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
     from compress.passes.low_rank import LowRank
+    from compress.passes.lqs import LQS
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.where import but, only
@@ -42,6 +43,7 @@ __version__ = VERSION
 _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
+    "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
     "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
@@ -70,6 +72,7 @@ _HOMES = {
 __all__ = [
     "AWQ",
     "GPTQ",
+    "LQS",
     "RTN",
     "BatchNormFolds",
     "CheckpointError",

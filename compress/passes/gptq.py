@@ -56,10 +56,11 @@ from compress.passes.drift import Correction, aimed, drift_correction
 from compress.passes.halves import borne_out
 from compress.passes.quantize import QuantizeWeights
 from compress.passes.sites import Site
-from compress.passes.solve import quadratic, solve_stacked
+from compress.passes.solve import Rows, quadratic, solve_stacked
 from compress.passes.stages import Decide
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix, quantize
+from compress.weights.terms import Weight
 
 # What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
@@ -150,7 +151,7 @@ class GPTQ(QuantizeWeights):
 
     def _by_every_solution(
         self, site: Site, statistics: HessianResult
-    ) -> Iterator[tuple[Solution, dict[str, Quantized]]]:
+    ) -> Iterator[tuple[Solution, dict[str, Quantized | Weight]]]:
         relied = self._relied(statistics)
         for solution in SOLUTIONS:
             if relied.correction is not None or solution != "gptq without drift":
@@ -158,7 +159,7 @@ class GPTQ(QuantizeWeights):
 
     def _solve(self, site: Site, relied: "Relied", solution: Solution) -> dict[str, "Aimed"]:
         """The site's layers by one solution."""
-        hessian, grid = relied.hessian, self.weight_grid()
+        hessian = relied.hessian
         weights = {n: site.wanted(n).to(hessian.dtype) for n in site.weights}
         if solution == "rounding":
             return {n: Aimed(self._nearest(site, n, hessian.dtype), w, 0.0) for n, w in weights.items()}
@@ -168,12 +169,16 @@ class GPTQ(QuantizeWeights):
             aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
         pruned = any(site.kept(n) is not None for n in site.weights)
         rows = {n: self._rows(site, n, target, pruned) for n, (target, _) in aims.items()}
-        damp = relied.polish_damp
+        codes = self._codes(site, relied, rows)
+        return {n: Aimed(codes[n], target, share) for n, (target, share) in aims.items()}
+
+    def _codes(self, site: Site, relied: "Relied", rows: Mapping[str, Rows]) -> dict[str, Quantized]:
+        """The codes of the site's layers, by the arguments of `solve_ordered` that have a row for each output."""
+        grid, damp = self.weight_grid(), relied.polish_damp
         solve = partial(
             solve_ordered, seen=relied.ordered, grid=grid, refit=self.refit, sweeps=self.sweeps, polish_damp=damp
         )
-        codes = solve_stacked(site, rows, grid, lambda **rows: solve(**rows).weight)
-        return {n: Aimed(codes[n], target, share) for n, (target, share) in aims.items()}
+        return solve_stacked(site, rows, grid, lambda **rows: solve(**rows).weight)
 
     def _nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized:
         """A layer's weight, as it is now, rounded to nearest."""
@@ -228,8 +233,9 @@ class Relied:
 
 @dataclass(frozen=True)
 class Aimed:
-    """The codes of a layer, the values [N, K] that they aim at, and the share of the drift correction in those."""
+    """The codes of a layer, and what a method adds to them, the values [N, K] that it aims at, and the share of the
+    drift correction in those."""
 
-    weight: Quantized
+    weight: Quantized | Weight
     target: Tensor
     drift: float

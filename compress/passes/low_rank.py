@@ -125,9 +125,9 @@ class LowRank(RankBudget):
         statistics: HessianResult = site.stats["hessian"]
         if self.shrink:
             statistics = statistics.shrunk()
-        known = {key: t.double() for key, t in vars(statistics).items() if isinstance(t, Tensor)}
-        statistics = replace(statistics, **known)
-        hessian = statistics.hessian
+        hessian = statistics.hessian.double()
+        drift, contrast = (None if t is None else t.double() for t in (statistics.drift, statistics.contrast))
+        statistics = replace(statistics, hessian=hessian, drift=drift, contrast=contrast)
         noise = len(hessian) / max(statistics.tokens, 1) * self.shrink
         correction = drift_correction(statistics, DAMP + noise) if self.drift else None
         decisions = {}

@@ -41,7 +41,7 @@ class RankBudget(Pass):
     found in a walk over the original model (layer-loss), or off that loss as a part of each layer's output
     (relative-loss)."""
 
-    factor_bits: FactorBits = WHOLE_BITS
+    factor_bits: FactorBits = 16
     """How factors are stored: as numbers in the model's dtype, or as int8 codes with one scale per rank."""
 
     ranks: tuple[tuple[str, int], ...] = ()
