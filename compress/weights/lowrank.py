@@ -108,8 +108,8 @@ def low_rank(basis_Nr: Tensor, weight_NK: Tensor, dtype: torch.dtype, bits: int 
 
 
 def _beside(left_Nr: Tensor, weight_NK: Tensor) -> Tensor:
-    """right [r, K] of least |W - left right|; left has full rank, or hardly more than rounding takes from that."""
-    return torch.linalg.lstsq(left_Nr, weight_NK, driver="gelsd" if left_Nr.device.type == "cpu" else None).solution
+    """right [r, K] of least |W - left right|. The columns of left are nearly orthonormal, or zero."""
+    return torch.linalg.pinv(left_Nr.t() @ left_Nr, hermitian=True) @ (left_Nr.t() @ weight_NK)
 
 
 def check_bits(name: str, bits: int) -> None:
