@@ -18,9 +18,9 @@ Departs from the paper:
   the tokens carry that; H is shrunk towards its diagonal by what in it is noise.
 - The right factor is fitted to the left one as stored: rounded to the model's dtype or (`factor_bits`) to codes.
 - `allocate` shares one budget out between layers. Their spectra are taken from the original model beforehand, and each
-  rank goes to where it takes most off the loss for its size; a layer that would take more so than as it is stays as it
-  is (`passes.allocation`). layer-loss adds up squared errors as they are; relative-loss divides them by the squares of
-  what the layer returns.
+  rank goes to where it takes most for its size off the layer's loss, as a part of what the layer returns (squares over
+  squares: bare squares starve layers of small outputs, and lose). A layer that would take more so than as it is stays
+  as it is (`passes.allocation`).
 - `outliers` are added in turns with the low rank: W* - S is approximated, then the weights whose errors cost most,
   e^2 H_jj, are made exact; the best of all turns is kept. They come on top of `share`.
 """
@@ -28,7 +28,7 @@ Departs from the paper:
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from compress.passes.sensitivity import check_outliers, dearest
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic
 from compress.passes.stages import Decide, Stage
-from compress.passes.whitened import approximated, spectrum
+from compress.passes.whitened import approximated
 from compress.weights.decision import Decision
 from compress.weights.lowrank import WHOLE_BITS
 from compress.weights.sparse import sparse
@@ -61,7 +61,7 @@ class LowRank(RankBudget):
     or_whole: ClassVar[bool] = True
 
     share: float = 0.5
-    """above 0, up to 1: of the room that the layers take in 16 bits, what their factors may take. Not with `rank`."""
+    """above 0, up to 1: what factors may take of the room that the layers take in 16 bits; has no say with `rank`."""
 
     outliers: float = 0.0
     """0 to 0.25: share of weights that are made exact beside the low rank, on top of `share`."""
@@ -75,9 +75,6 @@ class LowRank(RankBudget):
     shrink: bool = True
     """Rely on statistics only as far as the calibration tokens carry."""
 
-    statistics: Literal["float32", "float64"] = "float32"
-    """The dtype in which H is summed."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.share <= 1:
@@ -87,8 +84,6 @@ class LowRank(RankBudget):
             raise InputError(f"iterations {self.iterations}; allowed: 1 or more")
         if not 0 <= self.drift <= 1:
             raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
-        if self.statistics not in ("float32", "float64"):
-            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         rows, columns = shape
@@ -110,16 +105,11 @@ class LowRank(RankBudget):
                 )
 
     def needs(self) -> Mapping[str, StatisticFactory]:
-        dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {"hessian": partial(Hessian, dtype=dtype, reference=self.drift > 0)}
+        return {"hessian": partial(Hessian, dtype=self.summed_in, reference=self.drift > 0)}
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         return *self.survey, Decide(self.needs(), self.apply, reference=self.drift > 0)
-
-    def worth(self, site: Site, name: str, statistics: HessianResult) -> Tensor:
-        relied = statistics.shrunk() if self.shrink else statistics
-        return spectrum(site.weights[name], relied.hessian).values
 
     def apply(self, site: Site) -> dict[str, Decision]:
         statistics: HessianResult = site.stats["hessian"]

@@ -31,7 +31,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
 from compress.passes.gptq import GPTQ, Aimed, Relied, Solution
 from compress.passes.rank_budget import RankBudget
@@ -39,7 +38,7 @@ from compress.passes.sensitivity import check_outliers, dearest
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic
 from compress.passes.stages import Stage
-from compress.passes.whitened import approximated, spectrum
+from compress.passes.whitened import approximated
 from compress.weights.grid import Quantized
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Tensors, Weight
@@ -77,10 +76,9 @@ class LQS(RankBudget, GPTQ):
     def stages(self) -> tuple[Stage, ...]:
         return *self.survey, *super().stages
 
-    def worth(self, site: Site, name: str, statistics: HessianResult) -> Tensor:
-        relied = statistics.shrunk() if self.shrink else statistics
-        error = site.weights[name].double() - self._nearest(site, name, torch.float64).dequantize(torch.float64)
-        return spectrum(error, relied.hessian).values
+    def approximated(self, site: Site, name: str) -> Tensor:
+        weight = site.weights[name].double()
+        return weight - self._nearest(site, name, torch.float64).dequantize()
 
     def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
         alone = super()._solve(site, relied, solution)

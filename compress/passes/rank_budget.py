@@ -10,6 +10,7 @@ from glob import escape
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.errors import InputError
@@ -18,10 +19,11 @@ from compress.passes.base import Pass
 from compress.passes.sites import Site
 from compress.passes.stages import Survey
 from compress.passes.where import but
+from compress.passes.whitened import spectrum
 from compress.weights.lowrank import WHOLE_BITS, check_bits
 
 FactorBits = Literal[16, 8]
-Allocation = Literal["uniform", "layer-loss", "relative-loss"]
+Allocation = Literal["uniform", "layer-loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +39,17 @@ class RankBudget(Pass):
     """0 or more: rank of every layer, or with `allocate` what all of them have to share."""
 
     allocate: Allocation = "uniform"
-    """Who gets how much: all layers the same, or each rank to where it takes most off the layers' loss for its size,
-    found in a walk over the original model (layer-loss), or off that loss as a part of each layer's output
-    (relative-loss)."""
+    """Who gets how much: all layers the same part, or each rank goes where it takes most for its size off the loss that
+    a layer has of its output, found in a walk over the original model."""
 
     factor_bits: FactorBits = 16
     """How factors are stored: as numbers in the model's dtype, or as int8 codes with one scale per rank."""
 
     ranks: tuple[tuple[str, int], ...] = ()
     """[layer, rank] pairs: ranks of single layers by their full names, in place of what the other options say."""
+
+    statistics: Literal["float32", "float64"] = "float32"
+    """The dtype in which H is summed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +59,10 @@ class RankBudget(Pass):
             raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Allocation))}")
         check_bits("factor_bits", self.factor_bits)
         object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
+        if self.ranks and self.allocate != "uniform":
+            raise InputError(f"ranks are given, and allocate={self.allocate} would find others; give one of them")
+        if self.statistics not in ("float32", "float64"):
+            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         """The rank of a layer that has the same part as the others."""
@@ -75,6 +83,8 @@ class RankBudget(Pass):
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
+        if strange := next((name for name, _ in self.ranks if name not in shapes), None):
+            raise InputError(f"ranks of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}")
         for name, shape in shapes.items():
             given = dict(self.ranks).get(name, self.rank)
             if given > min(shape):
@@ -88,29 +98,31 @@ class RankBudget(Pass):
         """The stage that finds out how much each rank is worth; none where all layers have the same part."""
         if self.allocate == "uniform":
             return ()
-        return (Survey({"hessian": partial(Hessian, dtype=torch.float64)}, self.look, self.settle),)
+        return (Survey({"hessian": partial(Hessian, dtype=self.summed_in)}, self.look, self.settle),)
 
-    def look(self, site: Site) -> dict[str, tuple[tuple[int, int], torch.Tensor]]:
-        """{layer: (its shape, what each rank takes off its loss)}; the layers of a site are shared by the ranks of the
-        run."""
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The dtype of the statistics."""
+        return torch.float64 if self.statistics == "float64" else torch.float32
+
+    def look(self, site: Site) -> dict[str, tuple[tuple[int, int], Tensor]]:
+        """{layer: (its shape, what each rank takes off its loss, as a part of what its output has in squares)}. Each
+        rank of the run finds its share of the layers."""
         statistics: HessianResult = site.stats["hessian"]
-        found = {}
-        owners = site.comm.assign({name: float(min(w.shape)) for name, w in site.weights.items()})
+        hessian = statistics.shrunk().hessian.double()
+        owners, found = site.comm.assign(dict.fromkeys(site.weights, 1.0)), {}
         for name, weight in site.weights.items():
-            values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
-            if site.comm.rank == owners[name]:
-                values = self.worth(site, name, statistics)
-                if self.allocate == "relative-loss":
-                    work = weight.double()
-                    energy = ((work @ statistics.hessian.double()) * work).sum()
-                    values = values / energy.clamp(min=torch.finfo(torch.float64).tiny)
             rows, columns = weight.shape
+            values = weight.new_zeros(min(rows, columns), dtype=torch.float64)
+            if site.comm.rank == owners[name]:
+                energy = ((weight.double() @ hessian) * weight).sum().clamp(min=torch.finfo(torch.float64).tiny)
+                values = spectrum(self.approximated(site, name), hessian).values / energy
             found[name] = (rows, columns), site.comm.all_reduce(values).cpu()
         return found
 
-    def worth(self, site: Site, name: str, statistics: HessianResult) -> torch.Tensor:
-        """[R] what each rank takes off the loss of a layer, float64."""
-        raise NotImplementedError
+    def approximated(self, site: Site, name: str) -> Tensor:
+        """[N, K] what a low rank is to approximate, as far as is known beforehand."""
+        return site.weights[name]
 
     def settle(self, found: Mapping[str, Any]) -> tuple[Pass, Mapping[str, str]]:
         """The pass with a rank for each layer, and the layers that it leaves as they are."""
@@ -120,13 +132,9 @@ class RankBudget(Pass):
             for name, (shape, values) in found.items()
         }
         given = allocate(curves, self.budget(shapes), self.least)
-        whole = {
-            name: f"its share of the budget holds it as it is ({self.allocate})"
-            for name in given
-            if given[name] is None
-        }
+        whole = {name: "its share of the budget holds it as it is" for name in given if given[name] is None}
         ranks = tuple((name, rank) for name, rank in given.items() if rank is not None)
-        settled = replace(self, ranks=ranks)
+        settled = replace(self, ranks=ranks, allocate="uniform")
         return (but(settled, *map(escape, whole)) if whole else settled), whole
 
 
