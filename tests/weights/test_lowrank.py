@@ -1,4 +1,4 @@
-"""A matrix of low rank as it is stored: two factors, of numbers or of codes, and what a product of them may be off by."""
+"""A matrix of low rank as it is stored: two factors of numbers or codes, and what a product may be off by."""
 
 import pytest
 import torch
@@ -93,7 +93,10 @@ def test_factors_that_hide_large_numbers_behind_a_small_sum_are_allowed_what_tho
 
 @pytest.mark.parametrize(
     ("format_", "says"),
-    [(LowRank(rank=-1), "rank -1; there is none below 0"), (LowRank(rank=3, bits=4), "factors of 4 bits; there are 16")],
+    [
+        (LowRank(rank=-1), "rank -1; there is none below 0"),
+        (LowRank(rank=3, bits=4), "factors of 4 bits; there are 16"),
+    ],
 )
 def test_what_no_factors_are_is_refused(format_, says):
     term = low_rank(basis_of(weight_of(), 3), weight_of(), torch.float32)
