@@ -97,6 +97,8 @@ class LowRank(RankBudget):
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
         for name, shape in shapes.items():
+            if dict(self.ranks).get(name) == 0:
+                raise InputError(f"rank 0 of {name} leaves nothing of it; allowed: 1 to {min(shape)}")
             if self.rank_of(name, shape) < 1:
                 least = self.cost(shape) / (WHOLE_BITS * shape[0] * shape[1])
                 raise InputError(

@@ -59,6 +59,8 @@ class RankBudget(Pass):
             raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Allocation))}")
         check_bits("factor_bits", self.factor_bits)
         object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
+        if len(dict(self.ranks)) < len(self.ranks):
+            raise InputError("ranks name a layer twice; give each once")
         if self.ranks and self.allocate != "uniform":
             raise InputError(f"ranks are given, and allocate={self.allocate} would find others; give one of them")
         if self.statistics not in ("float32", "float64"):

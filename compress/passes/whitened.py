@@ -46,6 +46,9 @@ def spectrum(weight_NK: Tensor, hessian_KK: Tensor) -> Spectrum:
     values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
     if outer is not None:
         vectors = outer @ vectors
+    # A vector and its negative are as good: the largest element is positive, whatever the last places are.
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    vectors = torch.where(largest < 0, -vectors, vectors)
     # An output of zeros stays one, to the last place.
     return Spectrum(vectors * weight.any(1, keepdim=True), values if mean > 0 else torch.zeros_like(values))
 

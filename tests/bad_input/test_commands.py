@@ -329,6 +329,14 @@ RECIPES: dict[str, Case] = {
         lambda d: d.recipe("passes: [low-rank: {ranks: [[nope, 3]]}]", "--calibration", d.tokens),
         ("ranks of 'nope', which is no layer of this pass", "a layer is called 'model.layers.0."),
     ),
+    "ranks of a layer given twice": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[a, 3], [a, 4]]}]", "--calibration", d.tokens),
+        ("ranks name a layer twice",),
+    ),
+    "rank 0 in place of a weight": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[model.layers.0.mlp.up_proj, 0]]}]", "--calibration", d.tokens),
+        ("rank 0 of model.layers.0.mlp.up_proj leaves nothing of it", "1 to 64"),
+    ),
     "ranks that are no pairs": (
         lambda d: d.recipe("passes: [low-rank: {ranks: [[a, b]]}]", "--calibration", d.tokens),
         ("ranks ['a', 'b']", "[layer, rank] pairs"),
