@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
+    from compress.passes.low_rank import LowRank
+    from compress.passes.lqs import LQS
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.spqr import SpQR
@@ -42,12 +44,14 @@ __version__ = VERSION
 _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
+    "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
     "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
+    "LowRank": "compress.passes.low_rank",
     "Pass": "compress.passes.base",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
@@ -70,6 +74,7 @@ _HOMES = {
 __all__ = [
     "AWQ",
     "GPTQ",
+    "LQS",
     "RTN",
     "BatchNormFolds",
     "CheckpointError",
@@ -79,6 +84,7 @@ __all__ = [
     "Grid",
     "InputError",
     "KVCache",
+    "LowRank",
     "Pass",
     "QuantLinear",
     "Quantized",

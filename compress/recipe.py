@@ -30,6 +30,8 @@ PASSES = {
     "gptq": "compress.passes.gptq:GPTQ",
     "spqr": "compress.passes.spqr:SpQR",
     "awq": "compress.passes.awq:AWQ",
+    "low-rank": "compress.passes.low_rank:LowRank",
+    "lqs": "compress.passes.lqs:LQS",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",
     "kv-cache": "compress.passes.kv_cache:KVCache",

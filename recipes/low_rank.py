@@ -26,7 +26,7 @@ from compress.weights.terms import FLOATS, Format, Part, Weight
 class LowRank(Format):
     """left [N, rank] times right [rank, K]."""
 
-    kind: ClassVar[str] = "low-rank"
+    kind: ClassVar[str] = "svd"
     rank: int
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
@@ -46,7 +46,7 @@ FORMATS[LowRank.kind] = LowRank
 class LowRankAndCodes(QuantizeWeights):
     """Codes beside a matrix of a low rank."""
 
-    name: ClassVar[str] = "low-rank"
+    name: ClassVar[str] = "svd"
     rank: int = 8
 
     def apply(self, site: Site) -> dict[str, Decision]:

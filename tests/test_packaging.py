@@ -357,7 +357,7 @@ def test_the_card_of_a_method_is_what_its_file_says() -> None:
             if types[option.name] is bool:
                 assert option.allowed == "true, false"
             elif get_origin(types[option.name]) is Literal:
-                assert option.allowed == ", ".join(get_args(types[option.name]))
+                assert option.allowed == ", ".join(map(str, get_args(types[option.name])))
             else:
                 assert 0 < len(option.allowed) < 60, f"{name}: {option.name} does not say what it may be"
 

@@ -11,10 +11,10 @@ from typing import ClassVar, Literal, TypeVar
 
 from compress.calibration.stats import StatisticFactory
 from compress.passes.sites import Site
-from compress.passes.stages import Decide, Fix, Rewrite, Stage
+from compress.passes.stages import Decide, Fix, Rewrite, Stage, Survey
 from compress.weights.decision import Decision
 
-S = TypeVar("S", Rewrite, Decide, Fix)
+S = TypeVar("S", Survey, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
 Aspect = Literal["dense weight", "mask", "quantized weight"]
 # What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
@@ -48,6 +48,8 @@ class Pass:
     writes: ClassVar[Aspect] = "dense weight"
     # Whether weights that an earlier pass has pruned (`Site.kept`) stay exactly zero.
     keeps_zeros: ClassVar[bool] = False
+    # Whether a layer can be decided about in parts, each some of its rows: the groups of a convolution.
+    by_rows: ClassVar[bool] = True
 
     where: tuple[Filter, ...] = ()
 

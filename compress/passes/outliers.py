@@ -93,6 +93,15 @@ def sampled_rows(rows: int, columns: int, together: int = 1) -> Tensor:
     return found[found < rows]
 
 
+def dearest(error_NK: Tensor, diagonal_K: Tensor, share: float) -> Tensor:
+    """Bool [N, K]: so large a share of all weights, those whose errors cost most, e^2 H_jj; of equals the first. For
+    errors that have no grid."""
+    cost = (error_NK.square() * diagonal_K).flatten()
+    chosen = torch.zeros_like(cost, dtype=torch.bool)
+    chosen[cost.argsort(descending=True, stable=True)[: int(share * len(cost))]] = True
+    return chosen.view_as(error_NK)
+
+
 def share_of_outliers(weight: Summand | Weight) -> float:
     """The part of a weight's values that sparse rows have."""
     found = [term for term in summands(weight) if isinstance(term, Sparse)]

@@ -1,5 +1,6 @@
 """What a pass does, stage by stage: values, each of which says what it needs to know and what it does with that.
 
+    Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
@@ -16,6 +17,17 @@ from compress.passes.sites import FoldSite, Scaling, Site
 from compress.weights.decision import Decision
 
 Needs = Mapping[str, StatisticFactory]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """needs: statistics of layers' inputs, by name, in the uncompressed model. look: what is found out about each layer
+    of a site, the same on every rank. settle: (the pass that knows what was found about all layers, which of these it
+    leaves alone then, and why)."""
+
+    needs: Needs
+    look: Callable[[Site], Mapping[str, Any]]
+    settle: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -48,4 +60,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Rewrite | Decide | Fix
+Stage = Survey | Rewrite | Decide | Fix

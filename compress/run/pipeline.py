@@ -1,13 +1,15 @@
 """THE loop. For every block: open it, let each pass see its statistics and decide, install, write, go on.
 
-    original calls -> tables -> for stack: capture -> for block: run_block -> remarks
+    survey -> original calls -> tables -> for stack: capture -> for block: run_block -> remarks
 
-The token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block
+What a pass has to know about all layers beforehand, it finds out in a walk over the original model (`run.survey`). The
+token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block
 (`Streams`) and the layers decided so far. All of it can be recomputed from what is on disk, which is how a run resumes.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from compress.run.remarks import few_tokens, held_back
 from compress.run.residency import Residency
 from compress.run.rewrite import FoldFinder
 from compress.run.state import Run, Steps, Streams
+from compress.run.survey import surveyed
 from compress.run.tables import round_tables
 
 
@@ -47,9 +50,10 @@ def run(
     steps = Steps(reporter, sum(len(stack.blocks) for stack in plan_.stacks) + len(plan_.tables))
     folds = FoldFinder(comm, shared_weights(model))
     this = Run(model, plan_, batches, residency, sink, comm, record, reporter, folds, steps)
-    _name_left_alone(this)
     steps.begin()
     with without_cache(model):
+        this = replace(this, plan=surveyed(this, partial(_captured, this)))
+        _name_left_alone(this)
         originals = [_original_calls(this, stack) for stack in plan_.stacks]
         round_tables(this)
         for stack, original in zip(plan_.stacks, originals, strict=True):

@@ -233,13 +233,18 @@ def _check(plan: Plan) -> None:
 
 
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
-    """Refuse one scale for a grouped convolution whose groups are decided about one by one."""
-    if not (isinstance(p, WeightFormat) and p.per_tensor) or not set(p.needs()) - {"range"}:
-        return
+    """Refuse a grouped convolution, whose groups are decided about one by one, where they would have to share."""
+    per_tensor = isinstance(p, WeightFormat) and p.per_tensor and set(p.needs()) - {"range"}
     for layer in layers:
-        if layer.geometry is not None and layer.geometry.groups > 1:
+        groups = 1 if layer.geometry is None else layer.geometry.groups
+        if groups > 1 and not p.by_rows:
             raise InputError(
-                f"{p.name} decides about the {layer.geometry.groups} groups of {layer.name} one by one, so "
+                f"{p.name} decides about a layer as a whole, and {layer.name} is a convolution of {groups} groups; "
+                "ignore it or use another method for it"
+            )
+        if groups > 1 and per_tensor:
+            raise InputError(
+                f"{p.name} decides about the {groups} groups of {layer.name} one by one, so "
                 "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
             )
 

@@ -135,15 +135,13 @@ class SumLinear(QuantLinear):
         return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
-        """Every term is rounded. A term without a kernel may be off by its last place times |x| |w|: in between, its
-        format may round what is as large as that, where the result is not."""
-        last = torch.finfo(self.dtype).eps
+        """Every term is rounded; one without a kernel may be off by as much as its format says, too."""
         slack = x_MK.new_zeros(())
         for summand in self.summands:
             weight_NK = summand.dequantize().double()  # type: ignore[operator]
             slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
             if isinstance(summand, Held):
-                slack = slack + last * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
+                slack = slack + summand.format.slack(x_MK, weight_NK, summand.held, self.dtype)
         return slack
 
     @classmethod

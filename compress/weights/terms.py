@@ -60,6 +60,12 @@ class Format:
         """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
         return nn.functional.linear(x, self.values(parts).to(x.dtype))
 
+    def slack(self, x_MK: Tensor, weight_NK: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """[M, N] how far `product` in this dtype may be from that of the values, weight, beyond what rounding its
+        result explains (`runtime.twin`); x, weight in float64. By default the last place times |x| |w|: in between, a
+        format may round what is as large as that, where the result is not."""
+        return torch.finfo(dtype).eps * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
+
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         """Look at the values of an [N, K] term's tensors, whose names, shapes and dtypes are right.
 

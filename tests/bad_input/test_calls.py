@@ -83,6 +83,14 @@ CASES = {
     "batch size": ({"batch_size": "8"}, "^batch size '8'; allowed: 1 or more"),
     "samples": ({"passes": GPTQ, "calibration": "demo", "samples": "8"}, "^samples '8'; it must be a whole number"),
     "dtype": ({"dtype": torch.int8}, r"^dtype torch\.int8; allowed: "),
+    "grouped convolution": (
+        {
+            "model": lambda: nn.Sequential(nn.Conv2d(8, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+            "passes": compress.LowRank(share=0.9),
+            "calibration": [{"input": torch.ones(2, 8, 9, 9)}],
+        },
+        "^low-rank decides about a layer as a whole, and 0 is a convolution of 4 groups; ignore it or use another",
+    ),
     "calibration": ({"passes": GPTQ, "calibration": 5}, "^calibration is 5; give text, token ids"),
     "input name": (
         {"passes": GPTQ, "calibration": [{"z": torch.ones(2, 32)}]},

@@ -36,6 +36,11 @@ def npy(desk: Desk, value: object) -> Path:
     return desk.here / "given.npy"
 
 
+def low_rank(desk: Desk, setting: str, *more: object) -> Outcome:
+    words = ["quantize", desk.model, "--method", "low-rank", "--calibration", desk.tokens, "--output", desk.output]
+    return command(*words, "--set", setting, *more)
+
+
 MODELS: dict[str, Case] = {
     "unknown hub model": (lambda d: d.rtn("nosuch/model"), ("'nosuch/model'", "directory", "hub id", "'demo'")),
     "unknown bare name": (lambda d: d.rtn("nosuchmodel"), ("'nosuchmodel'", "directory", "hub id", "'demo'")),
@@ -237,6 +242,50 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.spqr("--group-size", 24),
         ("group size 24 does not divide the 64 inputs of model.layers.0", "sizes that work"),
     ),
+    "rank above what a layer has": (
+        lambda d: low_rank(d, "rank=65"),
+        ("rank 65 of model.layers.0.self_attn.q_proj", "64 x 64", "up to 64", "`but`"),
+    ),
+    "rank below 0": (
+        lambda d: low_rank(d, "rank=-1"),
+        ("rank -1", "0 or more"),
+    ),
+    "share that leaves no rank": (
+        lambda d: low_rank(d, "share=0.01"),
+        ("share 0.01 leaves no rank for model.layers.0", "64 x 64", "from 0.0312 up"),
+    ),
+    "share above 1": (
+        lambda d: low_rank(d, "share=50"),
+        ("share 50.0", "above 0, at most 1"),
+    ),
+    "factors of 4 bits": (
+        lambda d: low_rank(d, "factor_bits=4"),
+        ("factor_bits 4", "16 (the model's dtype), 8 (codes)"),
+    ),
+    "unknown allocation": (
+        lambda d: low_rank(d, "allocate=best"),
+        ("allocate 'best'", "uniform, layer-loss"),
+    ),
+    "ranks that are a word": (
+        lambda d: low_rank(d, "ranks=8"),
+        ("ranks '8'", "[layer, rank] pairs"),
+    ),
+    "low rank with a scheme": (
+        lambda d: low_rank(d, "share=0.5", "--scheme", "w4a16"),
+        ("unknown option of low-rank 'scheme'", "allocate, drift"),
+    ),
+    "low rank without calibration": (
+        lambda d: command("quantize", d.model, "--method", "low-rank", "--output", d.output),
+        ("low-rank needs calibration data", "text, token ids or 'demo'"),
+    ),
+    "nothing beside the codes": (
+        lambda d: d.gptq(d.tokens, "--method", "lqs", "--set", "rank=0"),
+        ("rank 0 leaves nothing beside what gptq finds", "use gptq"),
+    ),
+    "rounds of codes and low rank below 0": (
+        lambda d: d.gptq(d.tokens, "--method", "lqs", "--set", "iterations=-1"),
+        ("iterations -1", "0 or more rounds"),
+    ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (
         lambda d: d.rtn(d.model, "--set", "group-size=16"),
@@ -307,6 +356,30 @@ RECIPES: dict[str, Case] = {
     "two quantizing passes on one layer": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}, gptq: {group_size: 32}]", "--calibration", d.tokens),
         ("'gptq' needs the dense weight of model.layers.0", "'rtn' has quantized", "different layers"),
+    ),
+    "ranks of a layer that is not there": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[nope, 3]]}]", "--calibration", d.tokens),
+        ("ranks of 'nope', which is no layer of this pass", "a layer is called 'model.layers.0."),
+    ),
+    "ranks of a layer given twice": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[a, 3], [a, 4]]}]", "--calibration", d.tokens),
+        ("ranks name a layer twice",),
+    ),
+    "rank 0 in place of a weight": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[model.layers.0.mlp.up_proj, 0]]}]", "--calibration", d.tokens),
+        ("rank 0 of model.layers.0.mlp.up_proj leaves nothing of it", "1 to 64"),
+    ),
+    "ranks that are no pairs": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[a, b]]}]", "--calibration", d.tokens),
+        ("ranks ['a', 'b']", "[layer, rank] pairs"),
+    ),
+    "ranks that are given and asked for": (
+        lambda d: d.recipe("passes: [low-rank: {ranks: [[a, 3]], allocate: layer-loss}]", "--calibration", d.tokens),
+        ("ranks are given, and allocate=layer-loss would find others",),
+    ),
+    "codes after a low rank": (
+        lambda d: d.recipe("passes: [low-rank: {rank: 3}, gptq: {group_size: 32}]", "--calibration", d.tokens),
+        ("'gptq' needs the dense weight of model.layers.0", "'low-rank' has", "different layers"),
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),

@@ -12,12 +12,14 @@ from torch import nn
 
 from compress.checkpoint.stored import read_weight
 from compress.errors import CheckpointError, CompressError
-from compress.recipes.low_rank import LowRank
+from compress.recipes.low_rank import LowRank as SomebodysLowRank
 from compress.runtime.linear import QuantLinear
 from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
+from compress.weights.lowrank import LowRank
+from compress.weights.lowrank import low_rank as low_rank_of
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
 from compress.weights.sparse import sparse
 from compress.weights.terms import Format, Term, Weight
@@ -41,6 +43,16 @@ def low_rank(dtype: torch.dtype) -> Term:
     torch.manual_seed(1)
     parts = {"left": torch.randn(ROWS, 3).to(dtype), "right": torch.randn(3, COLUMNS).to(dtype)}
     return LowRank(rank=3).read(parts, ROWS, COLUMNS)
+
+
+def low_rank_codes(dtype: torch.dtype) -> Term:
+    draw = torch.Generator().manual_seed(5)
+    basis, _ = torch.linalg.qr(torch.randn(ROWS, 6, generator=draw, dtype=torch.float64))
+    return low_rank_of(basis, torch.randn(ROWS, COLUMNS, generator=draw, dtype=torch.float64), dtype, bits=8)
+
+
+def somebodys(dtype: torch.dtype) -> Term:
+    return SomebodysLowRank(rank=3).read(low_rank(dtype).parts(), ROWS, COLUMNS)
 
 
 def sparse_rows(dtype: torch.dtype) -> Term:
@@ -70,6 +82,11 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
     "low rank": low_rank,
+    "low rank, 8 bits": low_rank_codes,
+    "low rank, nothing": lambda dtype: low_rank_of(
+        torch.zeros(ROWS, 0).double(), torch.zeros(ROWS, COLUMNS).double(), dtype
+    ),
+    "somebody's": somebodys,
     "sparse rows": sparse_rows,
     "tiles": tiles,
     "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
@@ -77,6 +94,9 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
     "packed + low rank": lambda dtype: Weight((TERMS["packed"](dtype), low_rank(dtype))),
+    "packed + low rank of 8 bits + sparse rows": lambda dtype: Weight(
+        (TERMS["packed"](dtype), low_rank_codes(dtype), sparse_rows(dtype))
+    ),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))
@@ -86,7 +106,7 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
 
 def test_every_format_is_here():
     assert {type(make(torch.float32).format) for make in TERMS.values()} == set(FORMATS.values())
-    assert set(FORMATS) - OURS == {"low-rank"}
+    assert set(FORMATS) - OURS == {"svd"}
 
 
 @pytest.mark.parametrize("name", TERMS)
@@ -155,7 +175,7 @@ def test_what_is_missing_too_much_or_no_number_is_named(name):
             check_parts("layer", {**found, key: ((7, 7), part.dtypes[0])}, scheme, (ROWS, COLUMNS))
     with pytest.raises(CheckpointError, match=r"layer\.other is no part of a layer stored as"):
         check_parts("layer", {**found, "other": ((1,), torch.float32)}, scheme, (ROWS, COLUMNS))
-    for key in (key for key, part in parts.items() if part.is_floating_point()):
+    for key in (key for key, part in parts.items() if part.is_floating_point() and part.numel()):
         damaged = {**parts, key: torch.full_like(parts[key], torch.nan)}
         with pytest.raises(CheckpointError, match=r"not finite numbers|not numbers"):
             read_weight("layer", scheme, damaged, (ROWS, COLUMNS))

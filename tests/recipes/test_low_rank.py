@@ -23,7 +23,7 @@ from compress.recipe import make_pass
 from compress.runtime.linear import SumLinear
 from compress.weights.formats import FORMATS
 
-MODULE = "somebodys_low_rank"
+MODULE, KIND = "somebodys_low_rank", "svd"
 LINES = 60
 
 
@@ -36,7 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     before = dict(FORMATS)
-    FORMATS.pop("low-rank", None)
+    FORMATS.pop(KIND, None)
     sys.modules.pop(MODULE, None)
     yield MODULE
     FORMATS.clear()
@@ -66,7 +66,7 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert "compressed-tensors cannot express 14 layers" in outcome.err
 
     stored = stored_in(find_source(str(out)))
-    assert {str(layer.scheme) for layer in stored.layers.values()} == {"w4a16 g32 symmetric + low-rank rank 4"}
+    assert {str(layer.scheme) for layer in stored.layers.values()} == {f"w4a16 g32 symmetric + {KIND} rank 4"}
     model = compress.load(out)
     layers = [m for m in model.modules() if isinstance(m, SumLinear)]
     assert len(layers) == 14
@@ -74,8 +74,8 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert torch.equal(layer.dequantize(), weight_of(find_source(str(out)), name).dequantize())
 
     shown = command("inspect", out)
-    assert shown.out.count("w4a16 g32 symmetric + low-rank rank 4") == 14
-    assert "low-rank has no kernel" in command("inspect", out, "--kernels").out
+    assert shown.out.count(f"w4a16 g32 symmetric + {KIND} rank 4") == 14
+    assert f"{KIND} has no kernel" in command("inspect", out, "--kernels").out
     measured = command("evaluate", out, "--reference", llama, "--text", text_file, "--length", "16", "--json", "-")
     assert measured.code == 0, measured.err
     assert json.loads(measured.out)["kl_mean"] >= 0
@@ -98,13 +98,13 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert not any(isinstance(m, SumLinear) for m in compress.load(again).modules())
 
     # In a process that has not imported the module, what to do is said, and done.
-    FORMATS.pop("low-rank")
+    FORMATS.pop(KIND)
     sys.modules.pop(module)
     find_source(str(out))
     refused = command("verify", out)
     assert refused.code == 2
     assert f"--plugin {module}" in last_line(refused)
-    with pytest.raises(CheckpointError, match="the format 'low-rank' of the module somebodys_low_rank"):
+    with pytest.raises(CheckpointError, match=f"the format '{KIND}' of the module {MODULE}"):
         compress.load(out)
     assert command("verify", out, "--plugin", module).code == 0
     assert command("verify", out, "--plugin", "no_such_module").code == 2

@@ -13,7 +13,7 @@ from checkpoints import same
 from commands import StopAfterOne, command
 from models import build, tokens
 from places import SUPPORT
-from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FOLDING, train
+from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FOLDING, SUMS, train
 from vision import calibration, net
 
 import compress
@@ -47,6 +47,8 @@ def folder(tmp_path_factory) -> Path:
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
     for name, passes in FOLDING.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
+    for name, method in SUMS.items():
+        compress.quantize(folder / "model", method, output=folder / f"{name}-1", **common)
     build("gemma").save_pretrained(folder / "tied")
     for name in ("model", "tied"):
         compress.quantize(folder / name, EMBEDDINGS, output=folder / f"embeddings-{name}-1", **common)
@@ -87,6 +89,13 @@ def test_two_ranks_fold_and_calibrate_as_one_process(folder, two, name):
     assert one == other
     assert all(found["histogram"] for found in one)
     assert len(one) == {"smoothquant": 8, "w8a8": 8, "outputs": 8 + 14, "kv-cache": 4}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", sorted(SUMS))
+def test_two_ranks_share_ranks_out_and_make_sums_as_one_process(folder, two, name):
+    record = json.loads((folder / f"{name}-1" / "compress.json").read_text())
+    same(folder / f"{name}-1", folder / f"{name}-2", layers=len(record["layers"]))
+    assert len({layer["figures"]["rank"] for layer in record["layers"]}) > 1
 
 
 def test_two_ranks_round_embeddings_as_one_process(folder, two):

@@ -65,6 +65,18 @@ FOLDING = {
         )
     ],
 }
+# Sums of terms, their ranks shared out between layers; 8 bits hold no last place of a decomposition.
+SUMS = {
+    "low-rank": compress.LowRank(share=0.5, factor_bits=8, allocate="layer-loss", statistics="float64"),
+    "lqs": compress.LQS(
+        scheme="w2a16",
+        group_size=16,
+        rank=3,
+        factor_bits=8,
+        allocate="layer-loss",
+        **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
+    ),
+}
 
 
 def train(model, steps=3):
@@ -166,6 +178,8 @@ def run(rank: int, world: int, folder: Path) -> None:
         rtn = compress.RTN(group_size=16, grid="asymmetric")
         for name, passes in FOLDING.items():
             compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
+        for name, method in SUMS.items():
+            compress.quantize(folder / "model", method, output=folder / f"{name}-2", **common)
         compress.quantize(folder / "model", FOLDING["awq-gptq"], output=folder / "refolded", resume=True, **common)
         for name in ("model", "tied"):
             compress.quantize(folder / name, EMBEDDINGS, output=folder / f"embeddings-{name}-2", **common)

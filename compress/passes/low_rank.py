@@ -1,0 +1,158 @@
+"""Low rank: each weight as the product of two thin matrices (SVD-LLM, arXiv 2403.07378).
+
+Shapes: N outputs, K inputs, r ranks. X_q [T, K] is the layer's input behind the compressed prefix, X the same input in
+the original model; H = X_q^T X_q, a mean over tokens.
+
+    minimise over L [N, r], R [r, K]     |X W^T - X_q (L R)^T|^2  =  tr((W* - L R) H (W* - L R)^T) + const
+
+The optimum is exact: the truncated singular value decomposition of W* H^(1/2), taken back through H^(1/2). A rank below
+N K / (N + K) takes less room than the weight.
+
+Paper -> code: whitening and truncation -> `whitened.spectrum`, which projects W* on the eigenvectors of W* H W*^T and
+so has no inverse; the ratio -> 1 - `share`; the closed-form update of what remains -> there is nothing left to update
+where the truncation is exact.
+
+Departs from the paper:
+- H is not damped for the truncation. Where it is singular, of all optima the one closest to W* is taken.
+- `drift` and `shrink` are those of gptq: W* = W + a W D makes up for what the layers before did to the input, as far as
+  the tokens carry that; H is shrunk towards its diagonal by what in it is noise.
+- The right factor is fitted to the left one as stored: rounded to the model's dtype or (`factor_bits`) to codes.
+- `allocate` shares one budget out between layers. Their spectra are taken from the original model beforehand, and each
+  rank goes to where it takes most for its size off the layer's loss, as a part of what the layer returns (squares over
+  squares: bare squares starve layers of small outputs, and lose). A layer that would take more so than as it is stays
+  as it is (`passes.allocation`).
+- `outliers` are added in turns with the low rank: W* - S is approximated, then the weights whose errors cost most,
+  e^2 H_jj, are made exact; the best of all turns is kept. They come on top of `share`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.stats import StatisticFactory
+from compress.errors import InputError
+from compress.passes.base import Aspect
+from compress.passes.columns import DAMP
+from compress.passes.drift import aimed, drift_correction
+from compress.passes.outliers import check_share, dearest
+from compress.passes.rank_budget import RankBudget
+from compress.passes.sites import Site
+from compress.passes.solve import quadratic
+from compress.passes.stages import Decide, Stage
+from compress.passes.whitened import approximated
+from compress.weights.decision import Decision
+from compress.weights.lowrank import WHOLE_BITS
+from compress.weights.sparse import sparse
+from compress.weights.terms import Term, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(RankBudget):
+    """A low rank in place of a weight."""
+
+    name: ClassVar[str] = "low-rank"
+    writes: ClassVar[Aspect] = "quantized weight"
+    least: ClassVar[int] = 1
+    or_whole: ClassVar[bool] = True
+
+    share: float = 0.5
+    """above 0, up to 1: what factors may take of the room that the layers take in 16 bits; has no say with `rank`."""
+
+    outliers: float = 0.0
+    """0 to 0.25: share of weights that are made exact beside the low rank, on top of `share`."""
+
+    iterations: int = 4
+    """1 or more: how often outliers are chosen, and the low rank fitted again to the rest; without any, it is exact."""
+
+    drift: float = 1.0
+    """0 to 1: how much of the change of a layer's input is made up for, of what `shrink` leaves; 0 is the paper."""
+
+    shrink: bool = True
+    """Rely on statistics only as far as the calibration tokens carry."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1:
+            raise InputError(f"share {self.share}; allowed: above 0, at most 1")
+        check_share(self.outliers)
+        if self.iterations < 1:
+            raise InputError(f"iterations {self.iterations}; allowed: 1 or more")
+        if not 0 <= self.drift <= 1:
+            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
+
+    def uniform_rank(self, shape: tuple[int, int]) -> int:
+        rows, columns = shape
+        return self.rank or int(self.share * rows * columns * WHOLE_BITS / self.cost(shape))
+
+    def budget(self, shapes: Mapping[str, tuple[int, int]]) -> float:
+        if self.rank:
+            return super().budget(shapes)
+        return self.share * WHOLE_BITS * sum(rows * columns for rows, columns in shapes.values())
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        for name, shape in shapes.items():
+            if dict(self.ranks).get(name) == 0:
+                raise InputError(f"rank 0 of {name} leaves nothing of it; allowed: 1 to {min(shape)}")
+            if self.rank_of(name, shape) < 1:
+                least = self.cost(shape) / (WHOLE_BITS * shape[0] * shape[1])
+                raise InputError(
+                    f"share {self.share} leaves no rank for {name}, which is {shape[0]} x {shape[1]}; allowed: from "
+                    f"{least:.3g} up, or leave the layer to another pass (`but`)"
+                )
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        return {"hessian": partial(Hessian, dtype=self.summed_in, reference=self.drift > 0)}
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return *self.survey, Decide(self.needs(), self.apply, reference=self.drift > 0)
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        statistics: HessianResult = site.stats["hessian"]
+        if self.shrink:
+            statistics = statistics.shrunk()
+        hessian = statistics.hessian.double()
+        drift, contrast = (None if t is None else t.double() for t in (statistics.drift, statistics.contrast))
+        statistics = replace(statistics, hessian=hessian, drift=drift, contrast=contrast)
+        noise = len(hessian) / max(statistics.tokens, 1) * self.shrink
+        correction = drift_correction(statistics, DAMP + noise) if self.drift else None
+        decisions = {}
+        for name, stored in site.weights.items():
+            target, share = stored.double(), 0.0
+            if correction is not None:
+                target, share = aimed(site.comm, target, correction, hessian, self.drift, self.shrink)
+            weight, loss = self._best(site, name, target, hessian)
+            figures = {
+                "loss": loss / (quadratic(site.comm, target, hessian) or 1.0),
+                "rank": self.rank_of(name, (len(stored), stored.shape[1])),
+                "tokens": statistics.tokens,
+                "shrinkage": statistics.shrinkage if self.shrink else 0.0,
+                "drift": share,
+            }
+            decisions[name] = Decision(weight, figures)
+        return decisions
+
+    def _best(self, site: Site, name: str, target_NK: Tensor, hessian_KK: Tensor) -> tuple[Weight, float]:
+        """The best of what the turns find for a layer, and its loss."""
+        rows, columns = target_NK.shape
+        rank, dtype = self.rank_of(name, (rows, columns)), site.scale_dtypes[name]
+        owner = site.comm.assign({each: float(min(w.shape)) for each, w in site.weights.items()})[name]
+        found: list[tuple[Weight, float]] = []
+        outliers: tuple[Term, ...] = ()
+        for turn in range(1 + 2 * (self.iterations if self.outliers else 0)):
+            if turn % 2 == 0:
+                rest = target_NK - sum(term.dequantize(torch.float64) for term in outliers)
+                low = approximated(site.comm, owner, rest, hessian_KK, rank, dtype, self.factor_bits)
+            else:
+                rest = target_NK - low.dequantize(torch.float64)
+                outliers = (sparse(rest.to(dtype), dearest(rest, hessian_KK.diagonal(), self.outliers)),)
+            weight = Weight((low, *outliers))
+            error = target_NK - weight.dequantize(torch.float64)
+            found.append((weight, quadratic(site.comm, error, hessian_KK)))
+        return min(found, key=lambda each: each[1])

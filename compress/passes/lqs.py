@@ -1,0 +1,154 @@
+"""LQS: codes, a low rank and a few exact weights beside each other, W = Q + L R + S, found in turns.
+
+LQER (arXiv 2402.02446) adds to codes the low rank that the layer's outputs miss most; CALDERA (arXiv 2405.18886) makes
+codes and low rank in turns, each of what the other leaves.
+
+Shapes: N outputs, K inputs, r ranks. W* and H are those of gptq: what the codes aim at, the Hessian they go by.
+
+    minimise over Q on the grid, L [N, r], R [r, K], S sparse     tr(E H E^T),    E = W* - Q - L R - S
+
+    Q, S     of W* alone: gptq, with its `outliers`
+    L R      of W* - Q - S: the exact optimum (`whitened.spectrum`)
+    Q, S     of W* - L R: gptq again
+
+and so on, `iterations` times the last two. What is kept, of each layer, is the turn of least loss, and gptq alone is
+one of them: it is never worse than that in this loss. Figure `codes_loss` is that of gptq alone.
+
+Paper -> code: whitening by the diagonal (LQER), by H (CALDERA) -> by H; LDLQ -> the sweep of gptq; LPLR, factors of few
+bits -> `factor_bits`, the right factor fitted to the left one as stored.
+
+Departs from the papers:
+- codes and exact weights are those of gptq with all that it has: drift correction, range search, refit, descent,
+  shrinkage. With iterations=0 and without outliers this is LQER under the full Hessian;
+- `allocate` shares ranks out between layers by what each takes off the loss of plain rounding in the original model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.passes.gptq import GPTQ
+from compress.passes.rank_budget import RankBudget
+from compress.passes.second_order import Aimed, Relied, Solution
+from compress.passes.sites import Site
+from compress.passes.solve import quadratic, solve_stacked
+from compress.passes.stages import Stage
+from compress.passes.whitened import approximated
+from compress.weights.terms import Summand, Tensors, Weight, added, summands
+
+
+@dataclass(frozen=True, kw_only=True)
+class LQS(RankBudget, GPTQ):
+    """Codes, a low rank and exact weights."""
+
+    name: ClassVar[str] = "lqs"
+    keeps_zeros: ClassVar[bool] = False
+
+    rank: int = 8
+    """0 or more: rank of every layer, or with `allocate` what all of them have to share; 0 is no low rank."""
+
+    iterations: int = 4
+    """0 or more: rounds of codes and low rank once each has been made; 0 is LQER."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterations < 0:
+            raise InputError(f"iterations {self.iterations}; allowed: 0 or more rounds")
+        if not self.rank and not self.ranks:
+            raise InputError("rank 0 leaves nothing beside what gptq finds; give a rank, or use gptq")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return *self.survey, *super().stages
+
+    def approximated(self, site: Site, name: str) -> Tensor:
+        weight = site.weights[name].double()
+        return weight - self.nearest(site, name, torch.float64).dequantize()
+
+    def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
+        alone = super()._solve(site, relied, solution)
+        if solution == "rounding":
+            return alone
+        targets = {name: found.target for name, found in alone.items()}
+        turns = [{name: Parts(found.weight) for name, found in alone.items()}]
+        for turn in range(1 + self.iterations):
+            codes = self._with_codes(site, relied, targets, turns[-1]) if turn else turns[-1]
+            turns.append(self._with_low_rank(site, relied, targets, codes))
+        return {name: self._best(site, relied, found, [turn[name] for turn in turns]) for name, found in alone.items()}
+
+    def _with_codes(
+        self, site: Site, relied: Relied, targets: Mapping[str, Tensor], now: Mapping[str, "Parts"]
+    ) -> dict[str, "Parts"]:
+        """Codes, and exact weights, of what the low rank leaves."""
+        rests = {name: replace(parts, codes=None).left(targets[name]) for name, parts in now.items()}
+        rows = {name: self.rows(site, name, rest, relied) for name, rest in rests.items()}
+        codes = solve_stacked(site, rows, self.solver(relied), self.together)
+        return {name: replace(parts, codes=codes[name]) for name, parts in now.items()}
+
+    def _with_low_rank(
+        self, site: Site, relied: Relied, targets: Mapping[str, Tensor], now: Mapping[str, "Parts"]
+    ) -> dict[str, "Parts"]:
+        """The best low rank of what codes, and exact weights, leave."""
+        owners = site.comm.assign({name: float(min(target.shape)) for name, target in targets.items()})
+        found = {}
+        for name, parts in now.items():
+            rest = replace(parts, low=None).left(targets[name])
+            rank, dtype = self.rank_of(name, two(rest)), site.scale_dtypes[name]
+            how = (relied.hessian, rank, dtype, self.factor_bits)
+            low = approximated(site.comm, owners[name], rest, *how) if rank else None
+            found[name] = replace(parts, low=low)
+        return found
+
+    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence["Parts"]) -> "Found":
+        """The turn of least loss of a layer."""
+        losses = [quadratic(site.comm, parts.left(alone.target), relied.hessian) for parts in turns]
+        best = turns[losses.index(min(losses))]
+        rank = 0 if best.low is None else best.low.held["left"].shape[1]
+        return Found(best.weight, alone.target, alone.drift, losses[0], rank)
+
+    def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
+        figures = super().figures(site, name, solved, relied)
+        if not isinstance(solved, Found):
+            return {**figures, "codes_loss": figures["loss"], "rank": 0}
+        energy = quadratic(site.comm, solved.target, relied.hessian) or 1.0
+        return {**figures, "codes_loss": solved.codes_loss / energy, "rank": solved.rank}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a layer is made of in a turn: codes, with exact weights beside them, and a low rank; None where it has
+    none."""
+
+    codes: Summand | Weight | None = None
+    low: Tensors | None = None
+
+    @property
+    def weight(self) -> Summand | Weight:
+        """The sum of all terms; one at least."""
+        terms = () if self.codes is None else summands(self.codes)
+        low = () if self.low is None else (self.low,)
+        return added(*terms[:1], *low, *terms[1:])
+
+    def left(self, target_NK: Tensor) -> Tensor:
+        """What of a target they leave."""
+        if self.codes is None and self.low is None:
+            return target_NK
+        return target_NK - self.weight.dequantize(target_NK.dtype)
+
+
+@dataclass(frozen=True)
+class Found(Aimed):
+    """codes_loss: of gptq alone. rank: of the low rank beside the codes, 0 where there is none."""
+
+    codes_loss: float
+    rank: int
+
+
+def two(weight_NK: Tensor) -> tuple[int, int]:
+    """(N, K)."""
+    rows, columns = weight_NK.shape
+    return rows, columns
