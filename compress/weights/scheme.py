@@ -12,6 +12,7 @@ from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table,
 from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
+from compress.weights.ternary import Binary
 from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
 
 NARROW, WIDE = 4, 8
@@ -110,6 +111,8 @@ def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
 
 def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesFormat:
     """How codes are stored beside an input that is rounded so, or not at all. table: of a token embedding."""
+    if weights.signs:
+        return Binary(grid=weights)
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
         return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)

@@ -20,6 +20,7 @@ from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
 from compress.weights.sparse import sparse
+from compress.weights.ternary import Binary, Ternary
 from compress.weights.terms import Format, Term, Weight
 from compress.weights.tiles import Tiled, Tiles
 
@@ -69,6 +70,9 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "int8 table": lambda dtype: codes(Int8Table(grid=Grid(bits=8, symmetric=False, **GROUPS)), dtype),
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
+    "ternary": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
+    "ternary, a scale per channel": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True)), dtype),
+    "binary": lambda dtype: codes(Binary(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
     "low rank": low_rank,
     "sparse rows": sparse_rows,
     "tiles": tiles,
@@ -77,6 +81,7 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
 SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
     "packed + low rank": lambda dtype: Weight((TERMS["packed"](dtype), low_rank(dtype))),
+    "binary + ternary": lambda dtype: Weight((TERMS["binary"](dtype), TERMS["ternary"](dtype))),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))
