@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
     from compress.passes.base import Pass
+    from compress.passes.binary import Binary
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
+    from compress.passes.ternary import Ternary
     from compress.passes.where import but, only
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
@@ -42,6 +44,7 @@ _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
     "RTN": "compress.passes.rtn",
+    "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
@@ -52,6 +55,7 @@ _HOMES = {
     "Quantized": "compress.weights.grid",
     "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
+    "Ternary": "compress.passes.ternary",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
     "fake_quantize": "compress.weights.grid",
@@ -70,6 +74,7 @@ __all__ = [
     "GPTQ",
     "RTN",
     "BatchNormFolds",
+    "Binary",
     "CheckpointError",
     "CompressError",
     "Embeddings",
@@ -82,6 +87,7 @@ __all__ = [
     "Quantized",
     "Result",
     "SmoothQuant",
+    "Ternary",
     "__version__",
     "but",
     "evaluate",

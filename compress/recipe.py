@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 PASSES = {
     "rtn": "compress.passes.rtn:RTN",
     "gptq": "compress.passes.gptq:GPTQ",
+    "ternary": "compress.passes.ternary:Ternary",
+    "binary": "compress.passes.binary:Binary",
     "awq": "compress.passes.awq:AWQ",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",

@@ -60,6 +60,7 @@ from compress.passes.solve import quadratic, solve_stacked
 from compress.passes.stages import Decide
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix, quantize
+from compress.weights.terms import Weight
 
 # What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
@@ -150,7 +151,7 @@ class GPTQ(QuantizeWeights):
 
     def _by_every_solution(
         self, site: Site, statistics: HessianResult
-    ) -> Iterator[tuple[Solution, dict[str, Quantized]]]:
+    ) -> Iterator[tuple[Solution, dict[str, Quantized | Weight]]]:
         relied = self._relied(statistics)
         for solution in SOLUTIONS:
             if relied.correction is not None or solution != "gptq without drift":
@@ -230,6 +231,6 @@ class Relied:
 class Aimed:
     """The codes of a layer, the values [N, K] that they aim at, and the share of the drift correction in those."""
 
-    weight: Quantized
+    weight: Quantized | Weight
     target: Tensor
     drift: float

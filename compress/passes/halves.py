@@ -14,6 +14,7 @@ from compress.comm import Comm
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic
 from compress.weights.grid import Quantized
+from compress.weights.terms import Weight
 
 # Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
 JUDGED_ROWS = 128
@@ -23,7 +24,7 @@ S = TypeVar("S", bound=str)
 def borne_out(
     site: Site,
     halves: Sequence[HessianResult],
-    solve: Callable[[Site, HessianResult], Iterable[tuple[S, Mapping[str, Quantized]]]],
+    solve: Callable[[Site, HessianResult], Iterable[tuple[S, Mapping[str, Quantized | Weight]]]],
 ) -> dict[str, S]:
     """For every layer the boldest solution that, found by either half of the tokens, is better on the other.
 
@@ -39,7 +40,7 @@ def borne_out(
     return {name: boldest(found) for name, found in losses.items()}
 
 
-def loss_on(comm: Comm, weight_NK: Tensor, quantized: Quantized, judge: HessianResult) -> float:
+def loss_on(comm: Comm, weight_NK: Tensor, quantized: Quantized | Weight, judge: HessianResult) -> float:
     """Mean over tokens of |X_ref W^T - X Q^T|^2, less the part of it that does not depend on Q."""
     error = weight_NK - quantized.dequantize(weight_NK.dtype)
     loss = quadratic(comm, error, judge.hessian)

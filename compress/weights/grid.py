@@ -54,10 +54,10 @@ FLOAT_STEPS = 16
 class Grid:
     """How one tensor is quantized.
 
-    bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an activation) or per
-    `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the shrunken range of least
-    error (`mse`; widened where codes are floats, the very best where they are ternary). type: `float` codes are float8
-    e4m3, symmetric, without groups; `sign` codes are -1 or 1.
+    bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
+    activation) or per `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the
+    shrunken range of least error (`mse`; widened where codes are floats, the best of all where they are ternary). type:
+    `float` codes are float8 e4m3, symmetric, without groups; `sign` codes are -1 or 1.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -74,7 +74,13 @@ class Grid:
 
     def __post_init__(self) -> None:
         if self.type == "sign":
-            if (self.bits, self.symmetric, self.signed, self.narrow, self.signed_scale) != (1, True, True, False, False):
+            if (self.bits, self.symmetric, self.signed, self.narrow, self.signed_scale) != (
+                1,
+                True,
+                True,
+                False,
+                False,
+            ):
                 raise InputError("signs have 1 bit and are symmetric; leave the other options of the grid out")
         elif not MIN_BITS <= self.bits <= MAX_BITS:
             raise InputError(f"bits {self.bits}; allowed: {MIN_BITS} to {MAX_BITS}")
@@ -320,8 +326,8 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     """
     x = x.to(working_dtype(x))
     if grid.signs or (grid.ternary and grid.range_choice == "mse"):
-        live = weight is not None and bool((weight > 0).any())
-        best = (sign_scale if grid.signs else ternary_scale)(x, weight.to(x.dtype) if live else x.new_ones(x.shape[-1]))
+        live = None if weight is None or not bool((weight > 0).any()) else weight.to(x.dtype)
+        best = (sign_scale if grid.signs else ternary_scale)(x, x.new_ones(x.shape[-1]) if live is None else live)
         return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)

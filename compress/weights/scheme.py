@@ -12,8 +12,8 @@ from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table,
 from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
-from compress.weights.ternary import Binary
 from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
+from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: beside inputs that stay as they are (a16), 8-bit integers (a8), or both float8 (fp8).

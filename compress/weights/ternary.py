@@ -72,8 +72,8 @@ class Ternary(FewLevels):
         packed = parts["weight_packed"]
         if bool((packed >= limits(columns, packed.device)).any()):
             raise CheckpointError(
-                f"weight_packed holds bytes up to {int(packed.max())} that are no five ternary codes (at most 242, less "
-                "in a last byte that holds fewer)"
+                f"weight_packed holds bytes up to {int(packed.max())}; five ternary codes are at most 242, fewer in a "
+                "last byte less"
             )
 
     def pack(self, codes: Tensor) -> Tensor:

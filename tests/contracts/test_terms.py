@@ -20,8 +20,8 @@ from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
 from compress.weights.sparse import sparse
-from compress.weights.ternary import Binary, Ternary
 from compress.weights.terms import Format, Term, Weight
+from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiled, Tiles
 
 ROWS, COLUMNS = 24, 64
