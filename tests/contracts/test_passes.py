@@ -14,12 +14,15 @@ from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass
+from compress.passes.binary import Binary
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.sites import Site
 from compress.passes.stages import Decide, Rewrite
+from compress.passes.ternary import Ternary
 from compress.passes.where import but, only
+from compress.recipe import options_of
 from compress.weights.decision import Decision
 from compress.weights.grid import quantize
 
@@ -29,6 +32,8 @@ PASSES: list[Pass] = [
     RTN(clip=True),
     GPTQ(statistics="float64"),
     GPTQ(statistics="float64", drift=0.0, act_order="static"),
+    Ternary(statistics="float64", packing="words"),
+    Binary(statistics="float64"),
     AWQ(statistics="float64"),
     AWQ(statistics="float64", clip=False),
     Embeddings(),
@@ -53,6 +58,11 @@ def describe(value) -> str:
 every_pass = pytest.mark.parametrize("one", PASSES, ids=describe)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=describe)
 every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), each(PASSES, LAYOUTS), ids=describe)
+
+
+def laid_out(one: Pass, layout: dict) -> Pass:
+    """The pass with those options of a layout that it has."""
+    return replace(one, **{key: value for key, value in layout.items() if key in options_of(type(one))})
 
 
 def make_weights() -> dict[str, Tensor]:
@@ -94,7 +104,7 @@ def same(a, b) -> bool:
 @every_layout
 @every_pass
 def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights = make_weights()
     decisions = one.apply(make_site(one, weights, make_inputs()))
     assert set(decisions) == set(weights)
@@ -109,7 +119,7 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
         assert quantized.scale.shape == (len(weight), groups)
         assert quantized.scale.dtype == SCALE_DTYPES[name]
         assert torch.isfinite(quantized.scale).all()
-        assert (quantized.zero_point is None) == (layout["grid"] != "asymmetric")
+        assert (quantized.zero_point is None) == one.weight_grid().symmetric
         if quantized.zero_point is not None:
             assert quantized.zero_point.shape == quantized.scale.shape
             assert quantized.zero_point.dtype == grid.storage
@@ -118,7 +128,7 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
 
 @every_pass_on_a_layout
 def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights = make_weights()
     site = make_site(one, weights, make_inputs())
     first, second = one.apply(site), one.apply(site)
@@ -134,7 +144,7 @@ def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
 @every_layout
 @pytest.mark.parametrize("one", [one for one in PASSES if one.needs() or not one.clip], ids=describe)
 def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
     hessian = x.t() @ x / len(x)
     # A bound that is not met by rounding, for the passes that know the inputs.
@@ -151,7 +161,7 @@ def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
 
 @every_pass_on_a_layout
 def test_a_layer_is_decided_alone_as_with_its_neighbours(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
     together = one.apply(make_site(one, weights, x))
     for name, weight in weights.items():
@@ -185,7 +195,7 @@ class TwoRanks(Comm):
 
 @every_pass_on_a_layout
 def test_two_ranks_decide_what_one_decides(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
     # An odd number of rows in all, and the border between the ranks inside a layer.
     weights[next(iter(weights))] = weights[next(iter(weights))][:-3]
@@ -204,7 +214,7 @@ def test_two_ranks_decide_what_one_decides(one, layout):
 @every_layout
 @every_pass
 def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
-    one = replace(one, **layout)
+    one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
     first, last = HEIGHTS
     weights[first][3] = 0
@@ -222,7 +232,7 @@ def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
 @every_layout
 @pytest.mark.parametrize("one", [one for one in PASSES if one.keeps_zeros], ids=describe)
 def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
-    one, x = replace(one, **layout), make_inputs()
+    one, x = laid_out(one, layout), make_inputs()
     before = make_weights()
     kept = {name: weight.abs() > weight.abs().median() for name, weight in before.items()}
     site = make_site(one, {name: weight * kept[name] for name, weight in before.items()}, x)
@@ -257,8 +267,8 @@ def test_check_refuses_group_sizes_that_do_not_divide(one):
     assert "sizes that work: 16, 32, -1 " in message
     for size in (16, 32, -1):
         replace(one, group_size=size).check(shapes)
-    per_tensor = {"refit": 0} if isinstance(one, GPTQ) else {}
-    replace(one, group_size=-1, per_tensor=True, **per_tensor).check(shapes)
+    refit = {"refit": 0} if isinstance(one, GPTQ) else {}
+    laid_out(one, {"group_size": -1, "per_tensor": True, **refit}).check(shapes)
 
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.11.mlp.up_proj", "lm_head"]

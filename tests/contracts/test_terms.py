@@ -15,6 +15,7 @@ from compress.errors import CheckpointError, CompressError
 from compress.recipes.low_rank import LowRank
 from compress.runtime.linear import QuantLinear
 from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.columns import Columns
 from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
@@ -63,6 +64,13 @@ def tiles(dtype: torch.dtype) -> Term:
     return Tiled(codes, scale, zero, ranges, format_)
 
 
+def binary_columns(dtype: torch.dtype) -> Term:
+    grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
+    values = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(5))
+    column = torch.arange(1, COLUMNS, 4, dtype=torch.int16)
+    return Columns(column, Binary(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
+
+
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),
     "packed, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
@@ -73,6 +81,7 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "ternary": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
     "ternary, a scale per channel": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True)), dtype),
     "binary": lambda dtype: codes(Binary(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
+    "binary columns": binary_columns,
     "low rank": low_rank,
     "sparse rows": sparse_rows,
     "tiles": tiles,
@@ -82,6 +91,7 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     **{name: lambda dtype, make=make: Weight((make(dtype),)) for name, make in TERMS.items()},
     "packed + low rank": lambda dtype: Weight((TERMS["packed"](dtype), low_rank(dtype))),
     "binary + ternary": lambda dtype: Weight((TERMS["binary"](dtype), TERMS["ternary"](dtype))),
+    "binary + binary columns": lambda dtype: Weight((TERMS["binary"](dtype), binary_columns(dtype))),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))
