@@ -16,6 +16,7 @@ from compress.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api import quantize
+    from compress.checkpoint.exported import Exported, export_dense
     from compress.evaluation.evaluate import Evaluation, evaluate
     from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
@@ -48,6 +49,7 @@ _HOMES = {
     "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
+    "Exported": "compress.checkpoint.exported",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "Pass": "compress.passes.base",
@@ -58,6 +60,7 @@ _HOMES = {
     "Ternary": "compress.passes.ternary",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
+    "export_dense": "compress.checkpoint.exported",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
     "load": "compress.runtime.loading",
@@ -79,6 +82,7 @@ __all__ = [
     "CompressError",
     "Embeddings",
     "Evaluation",
+    "Exported",
     "Grid",
     "InputError",
     "KVCache",
@@ -91,6 +95,7 @@ __all__ = [
     "__version__",
     "but",
     "evaluate",
+    "export_dense",
     "fake_quantize",
     "fold_batch_norm",
     "load",

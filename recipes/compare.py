@@ -26,6 +26,13 @@ def recipes(group_size: int) -> dict[str, list[dict[str, dict[str, object]]]]:
         found[f"{scheme} awq"] = [{"awq": {**own}}]
         found[f"{scheme} gptq"] = [{"gptq": {**own}}]
         found[f"{scheme} awq, gptq"] = [{"awq": {**own, "rounding": "none"}}, {"gptq": {**own}}]
+    few = {"group_size": group_size}
+    found["w2a16 gptq"] = [{"gptq": {"scheme": "w2a16", **few}}]
+    found["w2a16 gptq, a scale per channel"] = [{"gptq": {"scheme": "w2a16", "group_size": -1}}]
+    found["ternary"] = [{"ternary": {**few}}]
+    found["ternary, a scale per channel"] = [{"ternary": {"group_size": -1}}]
+    found["binary"] = [{"binary": {**few}}]
+    found["binary, an eighth of the columns twice"] = [{"binary": {**few, "salient": group_size // 8}}]
     found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
     found["w8a8 dynamic gptq"] = [{"gptq": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
