@@ -24,6 +24,7 @@ What it costs: two levels are for models that are trained with them. A trained m
 longer of use: see recipes/README.md before it is tried.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -66,7 +67,7 @@ class Binary(FewLevels):
     def weight_grid(self) -> Grid:
         return signs(None if self.group_size == -1 else self.group_size or DEFAULT_GROUP)
 
-    def check(self, shapes: dict[str, tuple[int, int]]) -> None:  # type: ignore[override]
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
         for name, (_, columns) in shapes.items():
             if self.salient > columns:

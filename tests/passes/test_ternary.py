@@ -208,6 +208,12 @@ def test_a_run_is_stopped_resumed_verified_and_loaded(name, tmp_path):
     assert all(torch.equal(state[key], source.weights.tensor(key)) for key in source.weights)
     for layer, module in compressed_layers(model):
         assert torch.equal(module.dequantize(), weight_of(source, layer).dequantize())
+    if name == "ternary":
+        fused = compress.load(out, fuse=True)
+        assert torch.equal(fused(tokens).logits, model(tokens).logits)
+        assert all(torch.equal(part, state[key]) for key, part in fused.state_dict().items())
+        rounding = compress.load(out, int8_activations=True)(tokens).logits
+        assert 0 < (rounding - model(tokens).logits).abs().mean() < 0.1 * model(tokens).logits.std()
     shown = command("inspect", out, "--kernels").out
     assert name in shown
     assert "cpu" in shown or "torch" in shown
