@@ -72,11 +72,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    before = {row["title"]: row for row in stored(arguments.json)}
-    rows = []
-    for title, passes in recipes(arguments.group_size).items():
+    rows = {row["title"]: row for row in stored(arguments.json)}
+    wanted = recipes(arguments.group_size)
+    for title, passes in wanted.items():
         if arguments.only and not any(word in title for word in arguments.only):
-            rows += [before[title]] if title in before else []
             continue
         with tempfile.TemporaryDirectory() as scratch:
             out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
@@ -87,13 +86,13 @@ def main() -> None:
             found = evaluated(out, arguments.model, arguments.text)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
         row |= {"seconds": record["seconds"], "verification": record["verification"]}
-        rows.append(row)
+        rows[title] = row
         print(
             f"| {title} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} | {found['same_top']:.2%} | "
             f"{found['bits_per_weight']:.2f} | {found['bytes']} |",
             flush=True,
         )
-        keep(arguments.json, arguments, rows)
+        keep(arguments.json, arguments, [rows[title] for title in wanted if title in rows])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from compress.weights.grid import Quantized, quantize
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewLevels(GPTQ):
+class FewLevelsGPTQ(GPTQ):
     """GPTQ of weights alone, on a grid of two or three levels whose scale is the best there is."""
 
     scheme: ClassVar[str] = "w2a16"  # type: ignore[misc]

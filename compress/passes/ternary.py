@@ -14,16 +14,17 @@ Departs from the paper:
 - it trains; here are no labels and no gradients. The threshold 0.7 mean |w| is an approximation for normal weights;
   ours is searched, exactly.
 - scales per group of inputs, errors weighed by what the inputs are.
-What it costs: ternary weights are for models that are trained with them. Rounding a trained model to three levels loses
-far more than what the third bit of GPTQ's w3a16 costs: see recipes/README.md before it is used. With packing=words it
-has the bytes of GPTQ's w2a16, which has a level more and is better.
+What it costs: ternary weights are for models that are trained with them. Rounded afterwards, a small model diverges
+half as much again to twice as far as by GPTQ's w2a16, which has a fourth level, and with one scale per channel fewer
+bytes than ternary weights in groups (recipes/README.md). It is for where 2 bits are too many; with packing=words it has
+the bytes of w2a16 and nothing to show for them but zeros.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from compress.errors import InputError
-from compress.passes.few_levels import FewLevels
+from compress.passes.few_levels import FewLevelsGPTQ
 from compress.passes.sites import Site
 from compress.weights import ternary as formats
 from compress.weights.decision import Decision
@@ -34,7 +35,7 @@ Packing = Literal["bytes", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ternary(FewLevels):
+class Ternary(FewLevelsGPTQ):
     """GPTQ to three levels."""
 
     name: ClassVar[str] = "ternary"

@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 
+def scale_of_levels(x: Tensor, weight: Tensor | None, zero: bool) -> Tensor:
+    """The s [...] of x [..., g]; zero: whether 0 is a level. weight [g]: without one, or where nothing weighs more than
+    0, all weigh the same."""
+    live = weight is not None and bool((weight > 0).any())
+    w = x.new_ones(x.shape[-1]) if weight is None or not live else weight.to(x.dtype)
+    return ternary_scale(x, w) if zero else sign_scale(x, w)
+
+
 def sign_scale(x: Tensor, weight: Tensor) -> Tensor:
     """The s [...] for q of -1 and 1: the mean of |x| [..., g], weighed by weight [g]."""
     return (x.abs() * (weight / weight.sum())).sum(-1)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.weights.few_levels import sign_scale, ternary_scale
+from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token"]
 RangeChoice = Literal["minmax", "mse"]
@@ -326,8 +326,7 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     """
     x = x.to(working_dtype(x))
     if grid.signs or (grid.ternary and grid.range_choice == "mse"):
-        live = None if weight is None or not bool((weight > 0).any()) else weight.to(x.dtype)
-        best = (sign_scale if grid.signs else ternary_scale)(x, x.new_ones(x.shape[-1]) if live is None else live)
+        best = scale_of_levels(x, weight, zero=grid.ternary)
         return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
