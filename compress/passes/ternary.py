@@ -14,10 +14,10 @@ Departs from the paper:
 - it trains; here are no labels and no gradients. The threshold 0.7 mean |w| is an approximation for normal weights;
   ours is searched, exactly.
 - scales per group of inputs, errors weighed by what the inputs are.
-What it costs: ternary weights are for models that are trained with them. Rounded afterwards, a small model diverges
-half as much again to twice as far as by GPTQ's w2a16, which has a fourth level, and with one scale per channel fewer
-bytes than ternary weights in groups (recipes/README.md). It is for where 2 bits are too many; with packing=words it has
-the bytes of w2a16 and nothing to show for them but zeros.
+What it costs: ternary weights are for models that are trained with them. Rounded afterwards, small models diverge one
+and a half times to twice as far as by GPTQ's w2a16, which has a fourth level (recipes/README.md). Where groups are
+small and scales wide, w2a16 with one scale per channel is even smaller. With packing=words the bytes are those of
+w2a16, and there is nothing to show for them but zeros.
 """
 
 from dataclasses import dataclass, replace

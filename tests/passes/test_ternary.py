@@ -1,8 +1,10 @@
 """Two and three levels: scales that nothing beats, GPTQ in loops, the second binary term, and checkpoints of them."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
+from threading import Barrier
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from commands import StopAfterOne, command, make_llama, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import make_site, mean_square, realistic_layer
+from thread_ranks import ThreadComm
 from torch import Tensor
 
 import compress
@@ -170,6 +173,35 @@ def test_a_second_term_lowers_the_loss_and_is_in_few_columns(salient):
     # With few tokens, and plain rounding for them, there is one still.
     few = replace(one, salient=salient, shrink=True)
     assert isinstance(few.apply(make_site({"a": weight}, x[:4]))[name].weight, Weight)
+
+
+class Rank(ThreadComm):
+    """One of two ranks, which exchange rows, too."""
+
+    def __init__(self, rank: int, board: dict, barrier: Barrier) -> None:
+        super().__init__(rank, 2, board, barrier)
+        self.active = True
+
+    def gather_rows(self, part: Tensor, rows: int) -> Tensor:
+        self.board[self.rank] = part
+        self.meet.wait()
+        whole = torch.cat([self.board[rank] for rank in (0, 1)])
+        self.meet.wait()
+        assert len(whole) == rows
+        return whole
+
+
+def test_two_ranks_decide_the_second_term_that_one_decides():
+    weight, x = realistic_layer(9, 64, seed=7)
+    one = compress.Binary(group_size=16, salient=2, statistics="float64", drift=0.0)
+    site, board, barrier = make_site({"a": weight}, x), {}, Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as threads:
+        work = [threads.submit(one.apply, replace(site, comm=Rank(rank, board, barrier))) for rank in (0, 1)]
+        ranks = [each.result()["a"] for each in work]
+    alone = one.apply(site)["a"]
+    for decided in ranks:
+        assert torch.equal(decided.sum.dequantize(), alone.sum.dequantize())
+        assert decided.figures["loss"] == pytest.approx(alone.figures["loss"], rel=1e-9)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
