@@ -16,11 +16,13 @@ from compress.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api import quantize
+    from compress.checkpoint.exported import Exported, export_dense
     from compress.evaluation.evaluate import Evaluation, evaluate
     from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
     from compress.passes.base import Pass
+    from compress.passes.binary import Binary
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.spqr import SpQR
+    from compress.passes.ternary import Ternary
     from compress.passes.where import but, only
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
@@ -46,9 +49,11 @@ _HOMES = {
     "GPTQ": "compress.passes.gptq",
     "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
+    "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
+    "Exported": "compress.checkpoint.exported",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
@@ -58,8 +63,10 @@ _HOMES = {
     "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
     "SpQR": "compress.passes.spqr",
+    "Ternary": "compress.passes.ternary",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
+    "export_dense": "compress.checkpoint.exported",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
     "load": "compress.runtime.loading",
@@ -77,10 +84,12 @@ __all__ = [
     "LQS",
     "RTN",
     "BatchNormFolds",
+    "Binary",
     "CheckpointError",
     "CompressError",
     "Embeddings",
     "Evaluation",
+    "Exported",
     "Grid",
     "InputError",
     "KVCache",
@@ -91,9 +100,11 @@ __all__ = [
     "Result",
     "SmoothQuant",
     "SpQR",
+    "Ternary",
     "__version__",
     "but",
     "evaluate",
+    "export_dense",
     "fake_quantize",
     "fold_batch_norm",
     "load",

@@ -29,6 +29,8 @@ PASSES = {
     "rtn": "compress.passes.rtn:RTN",
     "gptq": "compress.passes.gptq:GPTQ",
     "spqr": "compress.passes.spqr:SpQR",
+    "ternary": "compress.passes.ternary:Ternary",
+    "binary": "compress.passes.binary:Binary",
     "awq": "compress.passes.awq:AWQ",
     "low-rank": "compress.passes.low_rank:LowRank",
     "lqs": "compress.passes.lqs:LQS",

@@ -205,7 +205,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         dense = source.quantization is not None and not active
         ours = seen(load_source(source, dtype, dequantize=dense), source, ids, active)
         if sums:
-            raise NotComparedError("it has no sums of terms; ours computes what they stand for")
+            raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
         theirs, result["loader"] = _loaded_by_transformers(source, dtype, ours)
     except NotComparedError as why:

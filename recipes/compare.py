@@ -30,6 +30,13 @@ def recipes(group_size: int) -> Recipes:
         found[f"{scheme} awq"] = [{"awq": {**own}}]
         found[f"{scheme} gptq"] = [{"gptq": {**own}}]
         found[f"{scheme} awq, gptq"] = [{"awq": {**own, "rounding": "none"}}, {"gptq": {**own}}]
+    few = {"group_size": group_size}
+    found["w2a16 gptq"] = [{"gptq": {"scheme": "w2a16", **few}}]
+    found["w2a16 gptq, a scale per channel"] = [{"gptq": {"scheme": "w2a16", "group_size": -1}}]
+    found["ternary"] = [{"ternary": {**few}}]
+    found["ternary, a scale per channel"] = [{"ternary": {"group_size": -1}}]
+    found["binary"] = [{"binary": {**few}}]
+    found["binary, an eighth of the columns twice"] = [{"binary": {**few, "salient": group_size // 8}}]
     found["w8a8 dynamic rtn"] = [{"rtn": {"scheme": "w8a8"}}]
     found["w8a8 dynamic gptq"] = [{"gptq": {"scheme": "w8a8"}}]
     found["w8a8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "w8a8"}}]
@@ -78,11 +85,10 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) -> list[dict[str, Any]]:
     """Quantize, verify and evaluate by every recipe; print a row for each, and keep all of them."""
-    before = {row["title"]: row for row in stored(arguments.json)}
-    rows = []
-    for title, passes in recipes(arguments.group_size).items():
+    rows = {row["title"]: row for row in stored(arguments.json)}
+    wanted = recipes(arguments.group_size)
+    for title, passes in wanted.items():
         if arguments.only and not any(word in title for word in arguments.only):
-            rows += [before[title]] if title in before else []
             continue
         with tempfile.TemporaryDirectory() as scratch:
             out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
@@ -93,14 +99,14 @@ def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) ->
             found = evaluated(out, arguments.model, arguments.text)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
         row |= {"seconds": record["seconds"], "verification": record["verification"]}
-        rows.append(row)
+        rows[title] = row
         print(
             f"| {title} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} | {found['same_top']:.2%} | "
             f"{found['bits_per_weight']:.2f} | {found['bytes']} |",
             flush=True,
         )
-        keep(arguments.json, arguments, rows)
-    return rows
+        keep(arguments.json, arguments, [rows[title] for title in wanted if title in rows])
+    return [rows[title] for title in wanted if title in rows]
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def card_of(name: str) -> Card:
     module, _, kind = PASSES[name].partition(":")
     options: dict[str, Option] = {}
     for home, definition in reversed(_lineage(module, kind)):
+        for settled in _settled(definition):
+            options.pop(settled, None)
         for option in _options(home, definition):
             before = options.get(option.name)
             if not option.meaning and before is not None:  # another default, and nothing more to say
@@ -105,8 +107,10 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
             return module, node
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             return module, node
-        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            return _definition(str(node.module), name)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition(str(node.module), alias.name)
     return module, None
 
 
@@ -126,6 +130,13 @@ def _options(module: str, definition: ast.ClassDef) -> Iterator[Option]:
         if not allowed:
             allowed, _, text = text.partition(": ")
         yield Option(name, _value(module, node.value), allowed, text[:1].lower() + text[1:])
+
+
+def _settled(definition: ast.ClassDef) -> Iterator[str]:
+    """Names that a class says a value for: what is an option of its bases is none of its own."""
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).startswith("ClassVar"):
+            yield ast.unparse(node.target)
 
 
 def _choices(module: str, annotation: ast.expr) -> str:

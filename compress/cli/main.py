@@ -9,6 +9,7 @@ import click
 import compress
 from compress.cli.bench import bench
 from compress.cli.demo import demo
+from compress.cli.export import export
 from compress.cli.generate import generate
 from compress.cli.inspect import evaluate, inspect, verify
 from compress.cli.methods import methods, recipes
@@ -54,7 +55,7 @@ def cli() -> None:
     """
 
 
-for command in (quantize, evaluate, inspect, generate, verify, methods, recipes, bench, demo):
+for command in (quantize, evaluate, inspect, generate, verify, export, methods, recipes, bench, demo):
     cli.add_command(command)
 
 

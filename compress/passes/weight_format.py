@@ -68,6 +68,11 @@ class WeightFormat(Pass):
     def number_type(self) -> NumberType:
         return "float" if self.scheme == "fp8" else "int"
 
+    @property
+    def wording(self) -> tuple[str, str]:
+        """(scheme, grid) as the record of a run has them."""
+        return self.scheme, self.grid
+
     def weight_grid(self) -> Grid:
         """The grid that these options describe; of groups of 128 while the size is left open (see `fitted`)."""
         granularity: Granularity = "channel" if self.group_size == -1 else "group"

@@ -62,7 +62,7 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    words = (p.scheme, p.grid) if isinstance(p, WeightFormat) else ("", "")
+    words = p.wording if isinstance(p, WeightFormat) else ("", "")
     first = decision.sum.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
     figures = dict(decision.figures)

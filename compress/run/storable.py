@@ -83,7 +83,8 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
         yield (
             f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
             "checkpoint with compress.load, or with transformers after compress.register(), by "
-            f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it"
+            f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and "
+            "read what `compress export --dense` makes of it"
         )
         return
     odd = None

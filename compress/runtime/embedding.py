@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compress.errors import CheckpointError
 from compress.kernels.pack import Planar, planar_weight
 from compress.runtime.linear import PackedLinear, QuantLinear
-from compress.weights.codes import Packed
+from compress.weights.codes import Int8Table
 from compress.weights.grid import Quantized
 
 PROBED = 4  # rows
@@ -24,7 +24,7 @@ PROBED = 4  # rows
 def shown(table: PackedLinear) -> dict[str, Tensor]:
     """What a module that shares a table has of it in a checkpoint: what stands beside int8 rows, nothing of packed ones
     (`Scheme`)."""
-    if isinstance(table.scheme.codes, Packed):
+    if not isinstance(table.scheme.codes, Int8Table):
         return {}
     return {name: part.clone() for name, part in table.parts(table.whole()).items() if name != "weight"}
 

@@ -4,16 +4,20 @@ A new format with a kernel is a line here; one without is multiplied as the form
 """
 
 from compress.runtime.base import RUNS, QuantLinear, run_of
+from compress.runtime.few_levels import FewLevelsLinear
 from compress.runtime.packed import PackedLinear
 from compress.runtime.rows import Fp8Linear, Int8Linear, RowLinear
 from compress.runtime.sums import SumLinear
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.ternary import Binary, Ternary
 
 __all__ = ["Fp8Linear", "Int8Linear", "PackedLinear", "QuantLinear", "RowLinear", "SumLinear", "run_of"]
 
 RUNS |= {
     Packed: PackedLinear,
     Int8Table: PackedLinear,
+    Ternary: FewLevelsLinear,
+    Binary: FewLevelsLinear,
     Int8Rows: Int8Linear,
     Float8Rows: Fp8Linear,
     None: SumLinear,

@@ -77,17 +77,8 @@ class PackedLinear(QuantLinear):
         return planar_weight(self.planar, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        bits = self.scheme.weights.bits
         scale_GN = parts["weight_scale"].t().contiguous()
-        given_GN = None if self.scheme.weights.symmetric else parts["weight_zero_point"].t().contiguous()
-        zero_GN = None
-        if isinstance(self.scheme.codes, Packed):
-            words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
-            if given_GN is not None:
-                zero_GN = unpack_rows(given_GN, bits, rows.stop - rows.start, signed=False) + self._lift
-        else:
-            words = pack_planar(_from_signed(parts["weight"]), bits)
-            zero_GN = None if given_GN is None else _from_signed(given_GN)
+        words, zero_GN = self.laid_out(parts, rows.stop - rows.start)
         if self.words is None:
             self.words, self.scale, self.zero = words, scale_GN, zero_GN
             return
@@ -97,22 +88,38 @@ class PackedLinear(QuantLinear):
             assert self.zero is not None
             self.zero[:, rows] = zero_GN
 
+    def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
+        """Planar words and zero points [G, N], of what is stored of so many rows."""
+        bits = self.scheme.weights.bits
+        given_GN = None if self.scheme.weights.symmetric else parts["weight_zero_point"].t().contiguous()
+        if not isinstance(self.scheme.codes, Packed):
+            words = pack_planar(_from_signed(parts["weight"]), bits)
+            return words, None if given_GN is None else _from_signed(given_GN)
+        words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
+        return words, None if given_GN is None else unpack_rows(given_GN, bits, rows, signed=False) + self._lift
+
     @property
     def _lift(self) -> int:
         """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
         return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        bits, words = self.scheme.weights.bits, self.words[rows]
-        zero_GN = None if self.zero is None else self.zero[:, rows]
+        words = self.words[rows]
         parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
+        parts |= self.stored(words, None if self.zero is None else self.zero[:, rows])
+        if self.scheme.terms[0].whole is None:
+            parts["weight_shape"] = torch.tensor([len(words), self.in_features], device=words.device)
+        return parts
+
+    def stored(self, words: Tensor, zero_GN: Tensor | None) -> dict[str, Tensor]:
+        """Inverse of `laid_out`."""
+        bits, parts = self.scheme.weights.bits, {}
         if not isinstance(self.scheme.codes, Packed):
             parts["weight"] = _to_signed(unpack_planar(words, bits, self.in_features))
             if zero_GN is not None:
                 parts["weight_zero_point"] = _to_signed(zero_GN).t().contiguous()
             return parts
         parts["weight_packed"] = rows_from_planar(words, bits, self.in_features, self.container)
-        parts["weight_shape"] = torch.tensor([rows.stop - rows.start, self.in_features], device=words.device)
         if zero_GN is not None:
             parts["weight_zero_point"] = pack_rows(zero_GN - self._lift, bits, signed=False).t().contiguous()
         return parts

@@ -31,9 +31,9 @@ Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
 @dataclass(frozen=True, kw_only=True)
 class CodesFormat(Format):
-    """Codes on a grid. layout: what compressed-tensors calls the format."""
+    """Codes on a grid. layout: what compressed-tensors calls the format; None where it has no such."""
 
-    layout: ClassVar[Layout]
+    layout: ClassVar[Layout | None] = None
 
     grid: Grid
 
@@ -70,7 +70,7 @@ class Packed(CodesFormat):
     """Codes of 2 to 8 bits as a bit stream."""
 
     kind: ClassVar[str] = "pack-quantized"
-    layout: ClassVar[Layout] = "pack-quantized"
+    layout: ClassVar[Layout | None] = "pack-quantized"
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         bits, groups = self.grid.bits, self.groups(columns)
@@ -133,7 +133,7 @@ class Int8Rows(WholeCodes):
     """int8 rows of a layer whose input is rounded to int8, too."""
 
     kind: ClassVar[str] = "int-quantized"
-    layout: ClassVar[Layout] = "int-quantized"
+    layout: ClassVar[Layout | None] = "int-quantized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class Int8Table(WholeCodes):
     where its weight is called `weight`, and of the output head tied to it, which has scales and no codes of its own."""
 
     kind: ClassVar[str] = "int-table"
-    layout: ClassVar[Layout] = "int-quantized"
+    layout: ClassVar[Layout | None] = "int-quantized"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Float8Rows(WholeCodes):
     """float8 rows of a layer whose input is rounded to float8, too."""
 
     kind: ClassVar[str] = "float-quantized"
-    layout: ClassVar[Layout] = "float-quantized"
+    layout: ClassVar[Layout | None] = "float-quantized"
 
     @property
     def one_scale(self) -> bool:

@@ -63,7 +63,7 @@ def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
 
 def why_not(scheme: Scheme) -> str | None:
     """Why compressed-tensors has no word for a scheme; None where it has."""
-    if scheme.codes is not None:
+    if scheme.codes is not None and scheme.codes.layout is not None:
         return None
     kinds = [term.kind for term in scheme.terms]
     return f"it has no {kinds[0]}" if len(kinds) == 1 else f"it has no sum of {' and '.join(kinds)}"
@@ -72,6 +72,7 @@ def why_not(scheme: Scheme) -> str | None:
 def layout_of(scheme: Scheme) -> Layout:
     """What compressed-tensors calls the format of a layer that is codes."""
     assert scheme.codes is not None
+    assert scheme.codes.layout is not None
     return scheme.codes.layout
 
 

@@ -13,14 +13,20 @@ from typing import Any
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.schema import fits
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.columns import BinaryColumns
 from compress.weights.dense import Dense
 from compress.weights.lowrank import LowRank
 from compress.weights.sparse import SparseRows
 from compress.weights.terms import Format
+from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiles
 
 FORMATS: dict[str, type[Format]] = {
-    f.kind: f for f in (Packed, Int8Rows, Int8Table, Float8Rows, Dense, SparseRows, Tiles, LowRank)
+    f.kind: f
+    for f in (
+        *(Packed, Int8Rows, Int8Table, Float8Rows, Ternary, Binary, BinaryColumns),
+        *(Dense, SparseRows, Tiles, LowRank),
+    )
 }
 OURS = frozenset(FORMATS)
 

@@ -13,6 +13,9 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
                                code is used; s may be negative. Same bytes as symmetric (AutoRound, "full range").
     symmetric, unsigned        s = hi / L                         [0, L] for data that is never negative
     float                      s = absmax / 448                   codes are float8 e4m3, within [-448, 448]
+    sign                       s = mean |x|                       one bit: codes -1 and 1, and no 0; the s of least
+                                                                  squared error (XNOR-Net, arXiv 1603.05279), which may
+                                                                  be 0 as nothing is divided by it
 """
 
 import math
@@ -24,10 +27,11 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token"]
 RangeChoice = Literal["minmax", "mse"]
-NumberType = Literal["int", "float"]
+NumberType = Literal["int", "float", "sign"]
 
 MIN_BITS, MAX_BITS = 2, 8
 # What a group usually has. With fewer than SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
@@ -50,9 +54,10 @@ FLOAT_STEPS = 16
 class Grid:
     """How one tensor is quantized.
 
-    bits: 2 to 8. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an activation) or per
-    `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the shrunken range of least
-    error (`mse`; widened where codes are floats). type: `float` codes are float8 e4m3, symmetric, without groups.
+    bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
+    activation) or per `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the
+    shrunken range of least error (`mse`; widened where codes are floats, the best of all where they are ternary). type:
+    `float` codes are float8 e4m3, symmetric, without groups; `sign` codes are -1 or 1.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -68,7 +73,16 @@ class Grid:
     type: NumberType = "int"
 
     def __post_init__(self) -> None:
-        if not MIN_BITS <= self.bits <= MAX_BITS:
+        if self.type == "sign":
+            if (self.bits, self.symmetric, self.signed, self.narrow, self.signed_scale) != (
+                1,
+                True,
+                True,
+                False,
+                False,
+            ):
+                raise InputError("signs have 1 bit and are symmetric; leave the other options of the grid out")
+        elif not MIN_BITS <= self.bits <= MAX_BITS:
             raise InputError(f"bits {self.bits}; allowed: {MIN_BITS} to {MAX_BITS}")
         if self.granularity not in get_args(Granularity):
             raise InputError(f"granularity {self.granularity!r}; allowed: {', '.join(get_args(Granularity))}")
@@ -99,10 +113,22 @@ class Grid:
         return self.type == "float"
 
     @property
+    def signs(self) -> bool:
+        """Whether codes are -1 or 1."""
+        return self.type == "sign"
+
+    @property
+    def ternary(self) -> bool:
+        """Whether codes are -1, 0 or 1."""
+        return self.bits == MIN_BITS and self.symmetric and self.signed and self.narrow
+
+    @property
     def qmin(self) -> int:
         """Smallest code."""
         if self.floating:
             return -FLOAT8_MAX
+        if self.signs:
+            return -1
         if not self.signed:
             return 0
         return -(2 ** (self.bits - 1)) + int(self.narrow)
@@ -112,6 +138,8 @@ class Grid:
         """Largest code."""
         if self.floating:
             return FLOAT8_MAX
+        if self.signs:
+            return 1
         if self.signed:
             return 2 ** (self.bits - 1) - 1
         return 2**self.bits - 1 - int(self.narrow)
@@ -209,6 +237,12 @@ def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return sign * scale.abs().clamp(smallest, largest).to(dtype).to(scale.dtype)
 
 
+def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """`round_scale` of the scales of a grid: that of signs may be 0."""
+    rounded = round_scale(scale, dtype)
+    return torch.where(scale == 0, scale, rounded) if grid.signs else rounded
+
+
 def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) of ranges [lo, hi] (lo <= 0 <= hi, any shape), both in the dtype of `lo`."""
     half = 2 ** (grid.bits - 1)
@@ -230,6 +264,8 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """Codes of `x` in its dtype, whole numbers or values of e4m3. Ties go to the even code; out of range saturates."""
+    if grid.signs:
+        return torch.where(x < 0, -1.0, 1.0).to(x.dtype)
     if grid.floating:
         return round_to_e4m3((x / scale).clamp(grid.qmin, grid.qmax))
     return (torch.round(x / scale) + zero_point).clamp(grid.qmin, grid.qmax)
@@ -289,6 +325,9 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     `weight` [g] weighs the squared error of each member in the range search (the diagonal of a Hessian, say).
     """
     x = x.to(working_dtype(x))
+    if grid.signs or (grid.ternary and grid.range_choice == "mse"):
+        best = scale_of_levels(x, weight, zero=grid.ternary)
+        return stored_scale(best, grid, scale_dtype), torch.zeros_like(best)
     lo, hi = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
     scale, zero_point = scale_of_range(lo, hi, grid, scale_dtype)
     if grid.range_choice == "minmax":
@@ -352,7 +391,7 @@ def quantize(
     work = x_NK.to(working_dtype(x_NK))
     if scale is None:
         scale, zero_point = fit_matrix(work, grid, dtype)
-    scale = round_scale(scale.to(work.dtype), dtype)
+    scale = stored_scale(scale.to(work.dtype), grid, dtype)
     zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(work.dtype)
     groups = work.reshape(1, 1, -1) if scale.numel() == 1 else work.reshape(len(work), scale.shape[1], -1)
     codes = encode(groups, scale.unsqueeze(-1), zero.unsqueeze(-1), grid)

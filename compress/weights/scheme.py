@@ -13,6 +13,7 @@ from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
+from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: beside inputs that stay as they are (a16), 8-bit integers (a8), or both float8 (fp8).
@@ -110,6 +111,8 @@ def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
 
 def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesFormat:
     """How codes are stored beside an input that is rounded so, or not at all. table: of a token embedding."""
+    if weights.signs:
+        return Binary(grid=weights)
     if inputs is None:
         assert not weights.floating, "float8 weights come with float8 inputs"
         return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)

@@ -286,6 +286,22 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.gptq(d.tokens, "--method", "lqs", "--set", "iterations=-1"),
         ("iterations -1", "0 or more rounds"),
     ),
+    "scheme of a method that has none": (
+        lambda d: d.gptq(d.tokens, "--method", "ternary", "--scheme", "w4a16"),
+        ("unknown option of ternary 'scheme'", "act_order, damp, drift, group_size, packing"),
+    ),
+    "unknown packing": (
+        lambda d: d.gptq(d.tokens, "--method", "ternary", "--set", "packing=1.6"),
+        ("packing '1.6'", "bytes, words"),
+    ),
+    "more salient columns than a group has": (
+        lambda d: d.gptq(d.tokens, "--method", "binary", "--set", "salient=33"),
+        ("salient 33", "0 to 32, the columns of a group"),
+    ),
+    "more salient columns than a layer has": (
+        lambda d: d.gptq(d.tokens, "--method", "binary", "--group-size", -1, "--set", "salient=80"),
+        ("salient 80", "q_proj has 64 columns"),
+    ),
     "setting without a value": (lambda d: d.rtn(d.model, "--set", "damp"), ("--set 'damp'", "NAME=VALUE")),
     "option given twice": (
         lambda d: d.rtn(d.model, "--set", "group-size=16"),
@@ -427,6 +443,18 @@ OTHERS: dict[str, Case] = {
     "inspect: code that is not run": (
         lambda d: command("inspect", d.model, "--trust-remote-code"),
         ("--trust-remote-code is for --kernels",),
+    ),
+    "export: nothing said": (
+        lambda d: command("export", d.model, "--output", d.output),
+        ("say what to export: --dense", "a plain checkpoint"),
+    ),
+    "export: of what is not compressed": (
+        lambda d: command("export", d.model, "--dense", "--output", d.output),
+        ("is not compressed", "dense as they are"),
+    ),
+    "export: missing model": (
+        lambda d: command("export", "./no/such", "--dense", "--output", d.output),
+        ("'./no/such'", "does not exist"),
     ),
     "bench: code without a model": (
         lambda d: command("bench", "--trust-remote-code"),

@@ -14,6 +14,7 @@ from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.awq import AWQ
 from compress.passes.base import Pass
+from compress.passes.binary import Binary
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.low_rank import LowRank
@@ -22,8 +23,10 @@ from compress.passes.rtn import RTN
 from compress.passes.sites import Site
 from compress.passes.spqr import SpQR
 from compress.passes.stages import Decide, Rewrite
+from compress.passes.ternary import Ternary
 from compress.passes.weight_format import WeightFormat
 from compress.passes.where import but, only
+from compress.recipe import options_of
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, quantize
 from compress.weights.scheme import parts_of
@@ -34,6 +37,8 @@ PASSES: list[Pass] = [
     RTN(clip=True),
     GPTQ(statistics="float64"),
     GPTQ(statistics="float64", drift=0.0, act_order="static"),
+    Ternary(statistics="float64", packing="words"),
+    Binary(statistics="float64"),
     AWQ(statistics="float64"),
     AWQ(statistics="float64", clip=False),
     RTN(outliers=0.03),
@@ -64,16 +69,19 @@ def describe(value) -> str:
     return "-".join(str(v) for v in value.values())
 
 
-def laid_out(one: Pass, layout: dict) -> Pass:
-    """The pass on a grid, where it has one."""
-    return replace(one, **layout) if isinstance(one, WeightFormat) else one
-
-
 ON_GRIDS = [one for one in PASSES if isinstance(one, WeightFormat)]
 every_pass = pytest.mark.parametrize("one", PASSES, ids=describe)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=describe)
 every_pass_on_a_grid = pytest.mark.parametrize("one", ON_GRIDS, ids=describe)
 every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), each(PASSES, LAYOUTS), ids=describe)
+
+
+def laid_out(one: Pass, layout: dict) -> Pass:
+    """The pass with those options of a layout that it has; tiles have groups."""
+    chosen = {key: value for key, value in layout.items() if key in options_of(type(one))}
+    if isinstance(one, SpQR) and chosen.get("group_size") == -1:
+        chosen["group_size"] = COLUMNS
+    return replace(one, **chosen)
 
 
 def make_weights() -> dict[str, Tensor]:
@@ -138,7 +146,7 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
         assert quantized.scale.shape == (len(weight), groups)
         assert quantized.scale.dtype == SCALE_DTYPES[name]
         assert torch.isfinite(quantized.scale).all()
-        assert (quantized.zero_point is None) == (layout["grid"] != "asymmetric")
+        assert (quantized.zero_point is None) == one.weight_grid().symmetric
         if quantized.zero_point is not None:
             assert quantized.zero_point.shape == quantized.scale.shape
             assert quantized.zero_point.dtype == grid.storage
@@ -250,7 +258,7 @@ def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
 @every_layout
 @pytest.mark.parametrize("one", [one for one in PASSES if one.keeps_zeros], ids=describe)
 def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
-    one, x = replace(one, **layout), make_inputs()
+    one, x = laid_out(one, layout), make_inputs()
     before = make_weights()
     kept = {name: weight.abs() > weight.abs().median() for name, weight in before.items()}
     site = make_site(one, {name: weight * kept[name] for name, weight in before.items()}, x)
@@ -287,7 +295,7 @@ def test_check_refuses_group_sizes_that_do_not_divide(one):
         replace(one, group_size=size).check(shapes)
     per_tensor = {"refit": 0} if isinstance(one, GPTQ) else {}
     per_tensor |= {} if isinstance(one, Embeddings) else {"outliers": 0.0}
-    replace(one, group_size=-1, per_tensor=True, **per_tensor).check(shapes)
+    laid_out(one, {"group_size": -1, "per_tensor": True, **per_tensor}).check(shapes)
 
 
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.11.mlp.up_proj", "lm_head"]

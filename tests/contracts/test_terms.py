@@ -15,6 +15,7 @@ from compress.errors import CheckpointError, CompressError
 from compress.recipes.low_rank import LowRank as SomebodysLowRank
 from compress.runtime.linear import QuantLinear
 from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.columns import Columns
 from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
 from compress.weights.grid import Grid, quantize
@@ -23,6 +24,7 @@ from compress.weights.lowrank import low_rank as low_rank_of
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
 from compress.weights.sparse import sparse
 from compress.weights.terms import Format, Term, Weight
+from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiled, Tiles
 
 ROWS, COLUMNS = 24, 64
@@ -74,6 +76,13 @@ def tiles(dtype: torch.dtype) -> Term:
     return Tiled(codes, scale, zero, ranges, format_)
 
 
+def binary_columns(dtype: torch.dtype) -> Term:
+    grid = Grid(bits=1, type="sign", granularity="group", group_size=8)
+    values = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(5))
+    column = torch.arange(1, COLUMNS, 4, dtype=torch.int16)
+    return Columns(column, Binary(grid=grid).term(quantize(values, grid, dtype)), COLUMNS)
+
+
 TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "packed": lambda dtype: codes(Packed(grid=Grid(bits=3, **GROUPS)), dtype),
     "packed, asymmetric": lambda dtype: codes(Packed(grid=Grid(bits=4, symmetric=False, **GROUPS)), dtype),
@@ -81,6 +90,10 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "int8 table": lambda dtype: codes(Int8Table(grid=Grid(bits=8, symmetric=False, **GROUPS)), dtype),
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
+    "ternary": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
+    "ternary, a scale per channel": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True)), dtype),
+    "binary": lambda dtype: codes(Binary(grid=Grid(bits=1, type="sign", **GROUPS)), dtype),
+    "binary columns": binary_columns,
     "low rank": low_rank,
     "low rank, 8 bits": low_rank_codes,
     "low rank, nothing": lambda dtype: low_rank_of(
@@ -97,6 +110,8 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     "packed + low rank of 8 bits + sparse rows": lambda dtype: Weight(
         (TERMS["packed"](dtype), low_rank_codes(dtype), sparse_rows(dtype))
     ),
+    "binary + ternary": lambda dtype: Weight((TERMS["binary"](dtype), TERMS["ternary"](dtype))),
+    "binary + binary columns": lambda dtype: Weight((TERMS["binary"](dtype), binary_columns(dtype))),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))

@@ -26,6 +26,7 @@ import compress
 from compress.errors import InputError
 from compress.model.layers import Layer
 from compress.passes.base import Aspect
+from compress.passes.binary import Binary
 from compress.passes.columns import gptq
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
@@ -236,11 +237,12 @@ def test_a_pass_that_does_not_keep_zeros_is_refused_before_any_work():
             "'careless' does not keep the zeros of model.layers.0.*, which 'magnitude' has pruned",
         ),
         (Magnitude(), "'magnitude' does not keep the zeros"),
+        (Binary(group_size=16), "'binary' does not keep the zeros"),
     ):
         model = build("llama")
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         with pytest.raises(InputError, match=message) as refused:
-            compress.quantize(model, [Magnitude(), later])
+            compress.quantize(model, [Magnitude(), later], calibration=tokens())
         assert "\n" not in str(refused.value)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     parts = [compress.only(Magnitude(), "*.mlp.*"), compress.but(Careless(group_size=16), "*.mlp.*")]
