@@ -63,6 +63,8 @@ extern "C" int32_t int8_activation(const Arguments* given) {
   });
 }
 
+extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given, sparse_product); }
+
 // Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.
 extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale, int32_t* zero) {
   const int64_t scales = a->input_group > 0 ? (a->K + a->input_group - 1) / a->input_group : 1;

@@ -323,7 +323,7 @@ void int_product(const Arguments& a) {
       });
       return;
     }
-    const Tiles tiles(a.M);
+    const TokenTiles tiles(a.M);
     for (int64_t first = 0; first < x.columns; first += chunk) {
       const int64_t last = std::min(first + chunk, x.columns);
       int_slab<F>(work, first, last);

@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -88,6 +89,14 @@ INLINE void store_bytes(void* p, Int v) { _mm_storeu_si128(static_cast<__m128i*>
 
 // The entries of a table of 16 that the lowest four bits of each lane name.
 INLINE Float lookup(Float table, Int indices) { return _mm512_permutexvar_ps(indices, table); }
+// The numbers of an array that the lanes name.
+INLINE Float gather(const float* p, Int indices) { return _mm512_i32gather_ps(indices, p, sizeof *p); }
+// The first `count` lanes, zeros elsewhere.
+INLINE Float leading(Float v, int64_t count) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>((1u << std::min<int64_t>(count, LANES)) - 1), v);
+}
+// a in the first eight lanes, b in the others.
+INLINE Float side_by_side(float a, float b) { return _mm512_mask_blend_ps(0xff00, every(a), every(b)); }
 
 INLINE Float from_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 INLINE void to_half(void* p, Float v) {
@@ -237,6 +246,17 @@ INLINE __m256 lookup(Float table, __m256i indices) {
 }
 INLINE Float lookup(Float table, Int indices) { return {lookup(table, indices.a), lookup(table, indices.b)}; }
 
+INLINE Float gather(const float* p, Int indices) {
+  return {_mm256_i32gather_ps(p, indices.a, sizeof *p), _mm256_i32gather_ps(p, indices.b, sizeof *p)};
+}
+INLINE Float leading(Float v, int64_t count) {
+  const __m256i end = _mm256_set1_epi32(static_cast<int32_t>(std::min<int64_t>(count, LANES)));
+  const Int at = lanes();
+  return {_mm256_and_ps(v.a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.a))),
+          _mm256_and_ps(v.b, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.b)))};
+}
+INLINE Float side_by_side(float a, float b) { return {_mm256_set1_ps(a), _mm256_set1_ps(b)}; }
+
 INLINE Float from_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -314,6 +334,11 @@ enum Type : int32_t { F32, F16, BF16 };
 
 INLINE int64_t size_of(Type type) { return type == F32 ? 4 : 2; }
 
+// The bits of fp32 to those of bf16: nearest, ties to even; a NaN stays one.
+INLINE uint32_t nearest_bf16(uint32_t bits) {
+  return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 INLINE Float load_floats(const void* p, Type type) {
   if (type == F32) return bits_to_float(load(p));
   if (type == F16) return from_half(p);
@@ -358,8 +383,7 @@ INLINE void store_floats(void* p, Type type, Float v) {
 #else
     uint32_t all[LANES];
     store(all, float_to_bits(v));
-    for (uint32_t& bits : all)  // nearest, ties to even; a NaN stays one
-      bits = (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    for (uint32_t& bits : all) bits = nearest_bf16(bits);
     narrow_words(p, load(all));
 #endif
   }
@@ -370,4 +394,20 @@ inline void store_floats(void* p, Type type, Float v, int64_t count) {
   char padded[VECTOR_BYTES];
   store_floats(padded, type, v);
   memcpy(p, padded, count * size_of(type));
+}
+
+// One number of a type, and one of fp32 as bf16.
+INLINE float load_float(const void* p, Type type) {
+  uint32_t bits = 0;
+  memcpy(&bits, p, size_of(type));
+  if (type == F16) return _cvtsh_ss(static_cast<uint16_t>(bits));
+  if (type == BF16) bits <<= 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+INLINE uint16_t to_bf16(float v) {
+  uint32_t bits;
+  memcpy(&bits, &v, sizeof bits);
+  return static_cast<uint16_t>(nearest_bf16(bits));
 }

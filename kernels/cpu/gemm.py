@@ -6,27 +6,31 @@ more than unpacking a slab.
 """
 
 import ctypes
+import sys
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
 
-Operation = Literal["weight_only", "int8_activation", "w8a8"]
+Operation = Literal["weight_only", "int8_activation", "w8a8", "sparse_rows"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4}
-ROWS_UP_TO_AVX2: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "sparse_rows": sys.maxsize}
+ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
 INPUT_GROUP_STEP = 128
-POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "out")
-SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group")
-CHOICES = ("x_type", "scale_type", "bias_type", "bits", "planar", "symmetric", "by_rows", "threads")
+POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "row_start", "column")
+POINTERS += ("value", "out")
+SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
+CHOICES = ("x_type", "scale_type", "bias_type", "value_type", "bits", "planar", "symmetric", "by_rows", "threads")
+CHOICES += ("short_columns", "level_bits")
 
 
 class Arguments(ctypes.Structure):
@@ -44,7 +48,7 @@ def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
     reasons = []
     if group_size != -1 and group_size % PLANE:
         reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
-    if operation != "weight_only" and K >= MAX_INT8_COLUMNS:
+    if operation in ("int8_activation", "w8a8") and K >= MAX_INT8_COLUMNS:
         reasons.append(f"{K} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
     return reasons
 
@@ -92,7 +96,18 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
 
 
-def _call(name: Literal["weight_only", "int8_activation"], filled: Arguments, x_MK: Tensor) -> Tensor:
+def _add_entries(filled: Arguments, entries: Entries | None) -> Entries | None:
+    """Give a call sparse rows. What is returned must live until the call returns."""
+    if entries is None:
+        return None
+    held = Entries(*(tensor.contiguous() for tensor in entries))
+    filled.row_start, filled.column, filled.value = (tensor.data_ptr() for tensor in held)
+    filled.entries, filled.value_type = len(held.value), TYPES[held.value.dtype]
+    filled.short_columns = held.column.dtype == torch.int16
+    return held
+
+
+def _call(name: Literal["weight_only", "int8_activation", "sparse_rows"], filled: Arguments, x_MK: Tensor) -> Tensor:
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):
@@ -100,7 +115,14 @@ def _call(name: Literal["weight_only", "int8_activation"], filled: Arguments, x_
     return out_MN
 
 
-def _planar(operation: Operation, x_MK: Tensor, weight: Planar, bias: Tensor | None, input_group: int) -> Tensor:
+def _planar(
+    operation: Operation,
+    x_MK: Tensor,
+    weight: Planar,
+    bias: Tensor | None,
+    input_group: int,
+    entries: Entries | None = None,
+) -> Tensor:
     # What is made contiguous here must live until the call returns.
     x_MK, bias = x_MK.contiguous(), _bias(bias)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
@@ -109,17 +131,30 @@ def _planar(operation: Operation, x_MK: Tensor, weight: Planar, bias: Tensor | N
     filled.zero = None if zero is None else zero.data_ptr()
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
+    held = _add_entries(filled, entries)  # noqa: F841
     return _call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
 
 
-def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None) -> Tensor:
-    """[M, N] = x weight^T + bias, in the dtype of x."""
-    return _planar("weight_only", x_MK, weight, bias, -1)
+def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
+    return _planar("weight_only", x_MK, weight, bias, -1, entries)
 
 
 def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
     """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
     return _planar("int8_activation", x_MK, weight, bias, input_group)
+
+
+def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
+    """[M, N] = x entries^T + bias, in the dtype of x."""
+    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    M, K = x_MK.shape
+    filled = Arguments(x=x_MK.data_ptr(), M=M, N=len(entries.row_start) - 1, K=K, x_type=TYPES[x_MK.dtype], bits=8)
+    if bias is not None:
+        filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
+    filled.by_rows, filled.threads = True, torch.get_num_threads()
+    held = _add_entries(filled, entries)  # noqa: F841
+    return _call("sparse_rows", filled, x_MK)
 
 
 def w8a8(
