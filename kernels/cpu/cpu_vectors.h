@@ -108,6 +108,9 @@ INLINE Int widen_words(const void* p) {
 INLINE void narrow_words(void* p, Int v) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
 }
+INLINE Int widen_bytes(const void* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+}
 
 // sums + the four products of unsigned bytes u and signed bytes s in each lane.
 template <bool NIBBLES>
@@ -271,6 +274,11 @@ INLINE Int widen_words(const void* p) {
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
 }
 
+INLINE Int widen_bytes(const void* p) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+
 // Pairs of products of nibbles fit 16 bits (2 * 15 * 128); those of bytes do not, so they are widened first.
 template <bool NIBBLES>
 INLINE __m256i dot_bytes(__m256i sums, __m256i u, __m256i s) {
@@ -369,6 +377,14 @@ inline Float load_floats(const void* p, Type type, int64_t count) {
   char padded[VECTOR_BYTES] = {};
   memcpy(padded, p, count * size_of(type));
   return load_floats(padded, type);
+}
+
+// The first `count` of 16 bytes as int32; the others are 0.
+inline Int widen_bytes(const void* p, int64_t count) {
+  if (count >= LANES) return widen_bytes(p);
+  char padded[LANES] = {};
+  memcpy(padded, p, count);
+  return widen_bytes(padded);
 }
 
 INLINE void store_floats(void* p, Type type, Float v) {

@@ -15,17 +15,21 @@ from torch import Tensor
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
+from compress.kernels.pack_tiles import NIBBLE, TileWords
 
-Operation = Literal["weight_only", "int8_activation", "w8a8", "sparse_rows"]
+Operation = Literal["weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "sparse_rows": sys.maxsize}
-ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4}
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
+ROWS_UP_TO["sparse_rows"] = sys.maxsize
+ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
 INPUT_GROUP_STEP = 128
+# Groups of tiles are whole halves of a plane.
+TILE_GROUP = PLANE // 2
 POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "row_start", "column")
 POINTERS += ("value", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
@@ -46,7 +50,10 @@ class Arguments(ctypes.Structure):
 def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
     """Reasons why the loops cannot take a weight of these sizes; empty when they can."""
     reasons = []
-    if group_size != -1 and group_size % PLANE:
+    if operation == "tiles":
+        if group_size % TILE_GROUP:
+            reasons.append(f"group size {group_size}; allowed: multiples of {TILE_GROUP}")
+    elif group_size != -1 and group_size % PLANE:
         reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
     if operation in ("int8_activation", "w8a8") and K >= MAX_INT8_COLUMNS:
         reasons.append(f"{K} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
@@ -107,7 +114,7 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> Entries | None:
     return held
 
 
-def _call(name: Literal["weight_only", "int8_activation", "sparse_rows"], filled: Arguments, x_MK: Tensor) -> Tensor:
+def _call(name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows"], filled: Arguments, x_MK: Tensor) -> Tensor:
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):
@@ -143,6 +150,17 @@ def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entrie
 def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
     """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
     return _planar("int8_activation", x_MK, weight, bias, input_group)
+
+
+def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
+    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
+    filled = _filled("tiles", x_MK, words, ranges, bias)
+    filled.zero, filled.bits, filled.level_bits = levels.data_ptr(), weight.bits, NIBBLE if len(levels) == 1 else 8
+    filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
+    held = _add_entries(filled, entries)  # noqa: F841
+    return _call("tiles", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
