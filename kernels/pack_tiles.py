@@ -1,4 +1,4 @@
-"""Codes whose scales and zero points are codes themselves (SpQR, arXiv 2306.03078, section 4), as the kernels read them.
+"""Codes whose scales and zero points are codes themselves (SpQR, arXiv 2306.03078, section 4), as kernels read them.
 
 N outputs, K inputs, g inputs a group, G = K / g groups, T tiles of R rows of one group each.
 

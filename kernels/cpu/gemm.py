@@ -30,10 +30,20 @@ MAX_INT8_COLUMNS = 2**16
 INPUT_GROUP_STEP = 128
 # Groups of tiles are whole halves of a plane.
 TILE_GROUP = PLANE // 2
-POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "row_start", "column")
-POINTERS += ("value", "out")
+POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
+POINTERS += ("row_start", "column", "value", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
-CHOICES = ("x_type", "scale_type", "bias_type", "value_type", "bits", "planar", "symmetric", "by_rows", "threads")
+CHOICES: tuple[str, ...] = (
+    "x_type",
+    "scale_type",
+    "bias_type",
+    "value_type",
+    "bits",
+    "planar",
+    "symmetric",
+    "by_rows",
+    "threads",
+)
 CHOICES += ("short_columns", "level_bits")
 
 
@@ -103,18 +113,22 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
 
 
-def _add_entries(filled: Arguments, entries: Entries | None) -> Entries | None:
-    """Give a call sparse rows. What is returned must live until the call returns."""
+def _contiguous(entries: Entries | None) -> Entries | None:
+    return None if entries is None else Entries(*(tensor.contiguous() for tensor in entries))
+
+
+def _add_entries(filled: Arguments, entries: Entries | None) -> None:
+    """Give a call sparse rows, which must live until it returns."""
     if entries is None:
-        return None
-    held = Entries(*(tensor.contiguous() for tensor in entries))
-    filled.row_start, filled.column, filled.value = (tensor.data_ptr() for tensor in held)
-    filled.entries, filled.value_type = len(held.value), TYPES[held.value.dtype]
-    filled.short_columns = held.column.dtype == torch.int16
-    return held
+        return
+    filled.row_start, filled.column, filled.value = (tensor.data_ptr() for tensor in entries)
+    filled.entries, filled.value_type = len(entries.value), TYPES[entries.value.dtype]
+    filled.short_columns = entries.column.dtype == torch.int16
 
 
-def _call(name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows"], filled: Arguments, x_MK: Tensor) -> Tensor:
+def _call(
+    name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows"], filled: Arguments, x_MK: Tensor
+) -> Tensor:
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):
@@ -131,14 +145,14 @@ def _planar(
     entries: Entries | None = None,
 ) -> Tensor:
     # What is made contiguous here must live until the call returns.
-    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
     filled = _filled(operation, x_MK, words, scale, bias)
     filled.zero = None if zero is None else zero.data_ptr()
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
-    held = _add_entries(filled, entries)  # noqa: F841
+    _add_entries(filled, entries)
     return _call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
 
 
@@ -154,24 +168,24 @@ def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, in
 
 def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
-    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
     words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
     filled = _filled("tiles", x_MK, words, ranges, bias)
     filled.zero, filled.bits, filled.level_bits = levels.data_ptr(), weight.bits, NIBBLE if len(levels) == 1 else 8
     filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
-    held = _add_entries(filled, entries)  # noqa: F841
+    _add_entries(filled, entries)
     return _call("tiles", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
     """[M, N] = x entries^T + bias, in the dtype of x."""
-    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), Entries(*(tensor.contiguous() for tensor in entries))
     M, K = x_MK.shape
     filled = Arguments(x=x_MK.data_ptr(), M=M, N=len(entries.row_start) - 1, K=K, x_type=TYPES[x_MK.dtype], bits=8)
     if bias is not None:
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
     filled.by_rows, filled.threads = True, torch.get_num_threads()
-    held = _add_entries(filled, entries)  # noqa: F841
+    _add_entries(filled, entries)
     return _call("sparse_rows", filled, x_MK)
 
 
