@@ -1,5 +1,5 @@
-"""Runs `interpreter_cases.py` and `interpreter_sums.py` under Triton's interpreter, each in a process of its own: Triton
-decides at import."""
+"""Runs `interpreter_cases.py` and `interpreter_sums.py` under Triton's interpreter, each in a process of its own:
+Triton decides at import."""
 
 import os
 import subprocess
