@@ -414,11 +414,15 @@ inline void store_floats(void* p, Type type, Float v, int64_t count) {
 
 // One number of a type, and one of fp32 as bf16.
 INLINE float load_float(const void* p, Type type) {
-  uint32_t bits = 0;
-  memcpy(&bits, p, size_of(type));
-  if (type == F16) return _cvtsh_ss(static_cast<uint16_t>(bits));
-  if (type == BF16) bits <<= 16;
   float value;
+  if (type == F32) {
+    memcpy(&value, p, sizeof value);
+    return value;
+  }
+  uint16_t narrow;
+  memcpy(&narrow, p, sizeof narrow);
+  if (type == F16) return _cvtsh_ss(narrow);
+  const uint32_t bits = static_cast<uint32_t>(narrow) << 16;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
