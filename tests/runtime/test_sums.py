@@ -6,40 +6,31 @@ from dataclasses import replace
 import pytest
 import torch
 from combinations import every
+from commands import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import build, tokens
+from outliers import Outliers, tiled
 from torch import nn
 
+import compress
 from compress.errors import InputError
+from compress.kernels.measure import ceilings
 from compress.kernels.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
 from compress.recipes.low_rank import LowRank
 from compress.runtime.fused import why_not_fuse
 from compress.runtime.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
-from compress.runtime.twin import error, plain
+from compress.runtime.twin import compared, error, plain
 from compress.weights.codes import Packed
-from compress.weights.grid import Grid, encode_unsigned, quantize
+from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import parts_of, scheme_of
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Weight
-from compress.weights.tiles import Tiled, Tiles, fit_tiles
+from compress.weights.tiles import Tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def tiled(weight_NK: torch.Tensor, format_: Tiles, dtype: torch.dtype) -> Tiled:
-    """Weights as SpQR rounds them: every group by its extremes, scales and zero points by those of their tile."""
-    codes, scales, zeros, ranges = [], [], [], []
-    for part in weight_NK.float().split(format_.group_size, 1):
-        found = fit_tiles(part.amin(1), part.amax(1), format_, dtype)
-        codes.append(encode_unsigned(part, found.scale.unsqueeze(1), found.zero.unsqueeze(1), format_.bits))
-        scales.append(found.scale_codes)
-        zeros.append(found.zero_codes)
-        ranges.append(found.ranges.to(dtype))
-    stacked = [torch.stack(each, 1) for each in (scales, zeros)]
-    held = [t.to(torch.uint8) for t in (torch.cat(codes, 1), *stacked)]
-    return Tiled(*held, torch.stack(ranges, 1), format_)
 
 
 def terms_of(N: int = 40, K: int = 192, dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: int):
@@ -241,3 +232,27 @@ def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
     kernel, reasons = layer.route(layer.scheme, 1, (40, 192), torch.float32, CPU)
     assert kernel == "low-rank + cpu rows with entries"
     assert reasons == ("low-rank has no kernel: it is multiplied as the format knows",)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path, monkeypatch):
+    for name, value in {"COPY_BYTES": {"cpu": 2**16}, "SIDE": {"cpu": 32}, "MAX_ROUNDS": 20}.items():
+        monkeypatch.setattr(ceilings, name, value)
+    out, said = tmp_path / "out", "cpu rows with entries"
+    method = Outliers(tiles=tiles, share=0.03, group_size=32)
+    compress.quantize(build("llama"), method, output=out, verify=False)
+    model = compress.load(out, torch.float32)
+    with compared(model) as worst:
+        model(tokens(2, 7))
+    assert len(worst) == 14
+    assert max(worst.values()) <= 1
+    shown = command("inspect", out, "--kernels", "--device", "cpu")
+    assert (shown.code, said in shown.out) == (0, True), shown.err
+    words = ("--device", "cpu", "--batch", 1, "--prompt", 10, "--new", 2, "--rounds", 1)
+    speed = command("bench", out, *words, "--dtype", "bfloat16")
+    assert speed.code == 0, speed.err
+    assert f"compressed, decode: {said}\n" in speed.out
+    assert "compressed, prefill: cpu slabs with entries\n" in speed.out
+    with pytest.raises(InputError, match="layers are not codes on a grid and nothing else"):
+        compress.load(out, int8_activations=True)
