@@ -193,6 +193,11 @@ class QuantLinear(nn.Module):
         except CheckpointError as error:
             error_msgs.append(str(error))
             return
+        try:
+            self.scheme.check(parts, *shape)
+        except CheckpointError as error:
+            error_msgs.append(f"{prefix}{error}")
+            return
         self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
         if self.bias is not None:
             self.bias.data[rows] = given["bias"].to(self.bias)

@@ -22,7 +22,7 @@ struct F32Words {
 
   struct Decoder {
     Float zero, scale, table;  // the table of the values of 4-bit codes
-    Type type;
+    Type type = F32;
 
     INLINE Decoder() {}
     INLINE Decoder(float z, float s, Type t) : zero(every(z)), scale(every(s)), type(t) {

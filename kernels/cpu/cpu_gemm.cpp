@@ -22,8 +22,8 @@
 // tiles           weight_only with scales and zero points that are codes themselves
 // sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
 //
-// cpu_vectors.h has the 16 lanes, cpu_work.h what all products share, cpu_floats.h, cpu_ints.h, cpu_tiles.h and
-// cpu_sparse.h the loops.
+// cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
+// cpu_floats.h, cpu_ints.h, cpu_tiles.h and cpu_sparse.h have the loops.
 // Columns past K are zeros of x, rows past N repeat the last row and are not stored.
 
 #include "cpu_floats.h"

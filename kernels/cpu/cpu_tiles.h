@@ -182,7 +182,8 @@ void tile_product(const Arguments& given) {
     float* sums = &group_sums[m * padded];
     std::fill_n(sums, padded, 0.0f);
     const char* from = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
-    for (int64_t k = 0; k < a.K; k += LANES) sums[k / a.group] += sum(load_floats(from + k * size_of(a.x_type), a.x_type));
+    for (int64_t k = 0; k < a.K; k += LANES)
+      sums[k / a.group] += sum(load_floats(from + k * size_of(a.x_type), a.x_type));
   };
   run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
     float* own_scales = &scales[omp_get_thread_num() * of_rows];
@@ -197,7 +198,8 @@ void tile_product(const Arguments& given) {
         store(own_zeros + r * padded + g, float_to_bits(zero));
       });
     float_slabs<D>(work, packed.get(), columns, false, [&](int64_t row, int64_t plane) __attribute__((always_inline)) {
-      const int64_t first = row * padded + group_of_half[2 * plane], second = row * padded + group_of_half[2 * plane + 1];
+      const int64_t start = row * padded;
+      const int64_t first = start + group_of_half[2 * plane], second = start + group_of_half[2 * plane + 1];
       return typename D::Decoder{
           {own_zeros[first], own_zeros[second]}, {own_scales[first], own_scales[second]}, a.scale_type};
     });

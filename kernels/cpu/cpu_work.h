@@ -10,7 +10,7 @@
 #include <new>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_numbers.h"
 
 namespace {
 

@@ -5,7 +5,6 @@ a time. In a product every token gathers its numbers of x, which stay in the cac
 entries of a step never meet at one place of a dense block.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,10 +105,3 @@ def add_entries(entries: Entries, rows: range, columns: range, out: Tensor) -> N
         BLOCK_E=BLOCK_E,
         num_warps=WARPS,
     )
-
-
-def few(x_MK: Tensor, N: int, bias_N: Tensor | None) -> Tensor:
-    """What `add_product` starts from: zeros, or the bias, [M, N]."""
-    if bias_N is None:
-        return torch.zeros(len(x_MK), N, dtype=x_MK.dtype, device=x_MK.device)
-    return bias_N.to(x_MK.dtype).expand(len(x_MK), N).contiguous()

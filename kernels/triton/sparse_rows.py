@@ -5,7 +5,7 @@ from torch import Tensor
 
 from compress.kernels.entries import Entries
 from compress.kernels.triton.dequantize_gemm import Write, block_gradient, block_product
-from compress.kernels.triton.sparse_kernels import MAX_BLOCK_M, add_entries, add_product, few
+from compress.kernels.triton.sparse_kernels import MAX_BLOCK_M, add_entries, add_product
 
 __all__ = ["add_product", "input_gradient", "sparse_product"]
 
@@ -21,7 +21,8 @@ def sparse_product(x_MK: Tensor, entries: Entries, bias_N: Tensor | None = None)
     """[M, N] = x entries^T + bias on a GPU (or under the interpreter), in the dtype of x."""
     N = len(entries.row_start) - 1
     if len(x_MK) <= MAX_BLOCK_M:
-        return add_product(x_MK, entries, few(x_MK, N, bias_N))
+        start_MN = torch.zeros(len(x_MK), N, dtype=x_MK.dtype, device=x_MK.device)
+        return add_product(x_MK, entries, start_MN if bias_N is None else start_MN + bias_N.to(x_MK.dtype))
     work = torch.promote_types(x_MK.dtype, entries.value.dtype)
     return block_product(x_MK, N, work, bias_N, _writer(entries))
 

@@ -127,6 +127,15 @@ def test_conversion_follows_the_model(name):
         layer(x.float())
 
 
+def test_entries_outside_of_the_weight_are_refused():
+    """Kernels read x where columns say."""
+    layer = nn.ModuleDict({"proj": layer_of("codes + sparse")})
+    state = layer.state_dict()
+    state["proj.term1_column"] = state["proj.term1_column"] + 1000
+    with pytest.raises(RuntimeError, match=r"proj\.column goes from \d+ to \d+; there are 192 inputs"):
+        layer.load_state_dict(state)
+
+
 def test_entries_may_be_wider_than_codes():
     codes, _, rest = terms_of(dtype=torch.bfloat16)
     wide = Sparse(rest.row_start, rest.column, rest.value.float() * 1.001, rest.inputs)
