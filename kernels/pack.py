@@ -120,21 +120,21 @@ def unpack_planar(words: Tensor, bits: int, columns: int) -> Tensor:
     return torch.stack(planes, 2).view(len(words), -1)[:, :columns]
 
 
-def planar_from_rows(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+def planar_from_rows(words: Tensor, bits: int, columns: int, container: int, centred: bool = True) -> Tensor:
     """Stored words of signed codes (`pack_rows`) -> planar words of 4 or 8 bits, CHUNK weights at a time.
 
-    A code keeps its distance from the middle: u becomes u + 2^(container-1) - 2^(bits-1).
+    A code keeps its distance from the middle: u becomes u + 2^(container-1) - 2^(bits-1); not `centred`, it stays u.
     """
     rows = len(words)
     out = torch.empty(rows, planar_words(columns, container), dtype=torch.int16, device=words.device)
     step = max(1, CHUNK // max(columns, 1))
     for first in range(0, rows, step):
         part = words[first : first + step]
-        out[first : first + step] = pack_planar(_raised(part, bits, columns, container), container)
+        out[first : first + step] = pack_planar(_raised(part, bits, columns, container, centred), container)
     return out
 
 
-def _raised(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+def _raised(words: Tensor, bits: int, columns: int, container: int, centred: bool) -> Tensor:
     """uint8 [R, columns] unsigned codes of the container's width. Whole bytes need no arithmetic."""
     if bits == container:
         stored = words.contiguous().view(torch.uint8)
@@ -142,17 +142,17 @@ def _raised(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
             stored = torch.stack([stored & 15, stored >> 4], -1).view(len(words), -1)
         return stored[:, :columns]
     codes = unpack_rows(words, bits, columns, signed=False)
-    return codes + (2 ** (container - 1) - 2 ** (bits - 1))
+    return codes + (2 ** (container - 1) - 2 ** (bits - 1)) if centred else codes
 
 
-def rows_from_planar(words: Tensor, bits: int, columns: int, container: int) -> Tensor:
+def rows_from_planar(words: Tensor, bits: int, columns: int, container: int, centred: bool = True) -> Tensor:
     """Inverse of `planar_from_rows`: int32 [N, ceil(columns bits / 32)]."""
     rows = len(words)
     out = torch.empty(rows, words_of(columns, bits), dtype=torch.int32, device=words.device)
     step = max(1, CHUNK // max(columns, 1))
     for first in range(0, rows, step):
         raised = unpack_planar(words[first : first + step], container, columns)
-        codes = raised - (2 ** (container - 1) - 2 ** (bits - 1))
+        codes = raised - (2 ** (container - 1) - 2 ** (bits - 1)) if centred else raised
         out[first : first + step] = pack_rows(codes, bits, signed=False)
     return out
 

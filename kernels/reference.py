@@ -11,6 +11,7 @@ The zero point of the activations costs one row sum per output channel, computed
 sum_k (x - x_zero) w = sum_k x w - x_zero sum_k w.
 """
 
+from collections.abc import Iterator
 from math import gcd
 
 import torch
@@ -61,21 +62,38 @@ def weight_only(
     return linear(x_MK, dequantize(codes_NK, scale_NG, zero_NG), bias_N)
 
 
+def _sparse_blocks(
+    row_start_N: Tensor, column_E: Tensor, value_E: Tensor, columns: int, work: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their values [R, columns] in `work`) of a weight that is E values, a block of rows at a time."""
+    starts, N = row_start_N.tolist(), len(row_start_N) - 1
+    for first in range(0, N, SPARSE_ROWS):
+        rows = slice(first, min(first + SPARSE_ROWS, N))
+        counts = row_start_N[rows.start : rows.stop + 1].long().diff()
+        row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        part = slice(starts[rows.start], starts[rows.stop])
+        block_RK = torch.zeros(len(counts), columns, dtype=work, device=value_E.device)
+        block_RK.index_put_((row, column_E[part].long()), value_E[part].to(work), accumulate=True)
+        yield rows, block_RK
+
+
 def sparse_rows(x: Tensor, row_start_N: Tensor, column_E: Tensor, value_E: Tensor) -> Tensor:
     """[..., N] x W^T of a weight that is E values, of row n those from row_start[n] to row_start[n + 1]; fp32 products
     and sums (fp64 for fp64 input), rounded once to the dtype of x. A block of rows is made dense at a time."""
-    work, N = _accumulator(x.dtype), len(row_start_N) - 1
-    starts = row_start_N.tolist()
-    outs = []
-    for first in range(0, N, SPARSE_ROWS):
-        last = min(first + SPARSE_ROWS, N)
-        counts = row_start_N[first : last + 1].long().diff()
-        row = torch.repeat_interleave(torch.arange(last - first, device=x.device), counts)
-        part = slice(starts[first], starts[last])
-        block_RK = torch.zeros(last - first, x.shape[-1], dtype=work, device=x.device)
-        block_RK.index_put_((row, column_E[part].long()), value_E[part].to(work), accumulate=True)
-        outs.append(x.to(work) @ block_RK.t())
-    return torch.cat(outs, -1).to(x.dtype)
+    work = _accumulator(x.dtype)
+    out = x.new_empty(*x.shape[:-1], len(row_start_N) - 1)
+    for rows, block_RK in _sparse_blocks(row_start_N, column_E, value_E, x.shape[-1], work):
+        out[..., rows] = (x.to(work) @ block_RK.t()).to(x.dtype)
+    return out
+
+
+def sparse_gradient(grad: Tensor, row_start_N: Tensor, column_E: Tensor, value_E: Tensor, columns: int) -> Tensor:
+    """[..., columns] grad W of such a weight, as `sparse_rows` computes: the gradient of its input."""
+    work = _accumulator(grad.dtype)
+    sums = torch.zeros(*grad.shape[:-1], columns, dtype=work, device=grad.device)
+    for rows, block_RK in _sparse_blocks(row_start_N, column_E, value_E, columns, work):
+        sums += grad[..., rows].to(work) @ block_RK
+    return sums.to(grad.dtype)
 
 
 def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:

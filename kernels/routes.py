@@ -4,17 +4,21 @@ triton       the fused kernels                          dequantize   blocks of t
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 scaled_mm    torch's product of float8 matrices
+
+Where sparse rows are added to codes: "KERNEL with entries" is one pass over both, "KERNEL + entries" are two products.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from compress.kernels import fp8, ops
+from compress.kernels import fp8, ops, sparse, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
 from compress.kernels.pack import Planar
+from compress.kernels.pack_tiles import TileWords
+from compress.kernels.tiles import MANY
 
 
 class Route(NamedTuple):
@@ -56,8 +60,41 @@ def planar_route(
     path, _ = ops.weight_only_path(x_MK, weight)
     fused = tuple(ops.why_not_weight_only(x_MK, weight))
     if path == "dequantize" and not fused:
-        fused = ("for so many tokens unpacking once is taken to be faster",)
+        fused = (MANY,)
     return Route(path, () if path == "triton" else fused)
+
+
+def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of codes in tiles."""
+    if device.type == "cpu":
+        return _cpu_route("tiles", M, N, K, group_size, dtype)
+    ranges = torch.empty(0, dtype=dtype, device="meta")
+    weight = TileWords(ranges, ranges, ranges, 0, group_size, 1)
+    x_MK = _tokens(M, K, dtype, device)
+    refused, fused = tiles.why_not_dequantize_tiles(x_MK, weight), tiles.why_not_tiles(x_MK, weight)
+    if refused:
+        return Route("reference", tuple(refused))
+    return Route("dequantize" if fused else "triton", tuple(fused))
+
+
+def sparse_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of sparse rows alone."""
+    if device.type == "cpu":
+        return _cpu_route("sparse_rows", M, N, K, -1, dtype)
+    reasons = sparse.why_not_sparse(_tokens(M, K, dtype, device), torch.empty(0, dtype=dtype, device="meta"))
+    if reasons:
+        return Route("reference", tuple(reasons))
+    return Route("triton", ()) if M <= sparse.DECODE_TOKENS else Route("dequantize", (MANY,))
+
+
+def with_entries(codes: Route, M: int) -> Route:
+    """Of codes that have this route, and sparse rows added to them."""
+    if codes.kernel == "triton" and M > sparse.DECODE_TOKENS:
+        return Route("dequantize with entries", (*codes.why_not, MANY))
+    if codes.kernel in ("dequantize", "cpu rows", "cpu slabs"):
+        return Route(f"{codes.kernel} with entries", codes.why_not)
+    own = ("entries are added by a product of their own",)
+    return Route(f"{codes.kernel} + entries", (*codes.why_not, *own))
 
 
 def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CheckpointError, InputError
+from compress.kernels.entries import Entries
 from compress.kernels.routes import Route
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.rounding import ActivationCodes, Side
@@ -30,6 +31,8 @@ class QuantLinear(nn.Module):
     stackable: ClassVar[bool] = True
     # Whether it is for layers that round their input.
     rounds_inputs: ClassVar[bool] = False
+    # Whether its kernels add sparse rows to its weight (`with_entries`).
+    adds_entries: ClassVar[bool] = False
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -100,6 +103,10 @@ class QuantLinear(nn.Module):
         """[M, N] how far a product may be from that of the values, beyond what its roundings explain (`runtime.twin`):
         what the kernel leaves out on purpose. x in float64."""
         return 0.0
+
+    def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
+        """x (W + entries)^T + bias, of a layer that `adds_entries`."""
+        raise NotImplementedError
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
@@ -185,6 +192,11 @@ class QuantLinear(nn.Module):
             )
         except CheckpointError as error:
             error_msgs.append(str(error))
+            return
+        try:
+            self.scheme.check(parts, *shape)
+        except CheckpointError as error:
+            error_msgs.append(f"{prefix}{error}")
             return
         self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
         if self.bias is not None:

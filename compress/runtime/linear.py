@@ -7,11 +7,25 @@ from compress.runtime.base import RUNS, QuantLinear, run_of
 from compress.runtime.few_levels import FewLevelsLinear
 from compress.runtime.packed import PackedLinear
 from compress.runtime.rows import Fp8Linear, Int8Linear, RowLinear
+from compress.runtime.sparse import SparseLinear
 from compress.runtime.sums import SumLinear
+from compress.runtime.tiles import TilesLinear
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.sparse import SparseRows
 from compress.weights.ternary import Binary, Ternary
+from compress.weights.tiles import Tiles
 
-__all__ = ["Fp8Linear", "Int8Linear", "PackedLinear", "QuantLinear", "RowLinear", "SumLinear", "run_of"]
+__all__ = [
+    "Fp8Linear",
+    "Int8Linear",
+    "PackedLinear",
+    "QuantLinear",
+    "RowLinear",
+    "SparseLinear",
+    "SumLinear",
+    "TilesLinear",
+    "run_of",
+]
 
 RUNS |= {
     Packed: PackedLinear,
@@ -20,5 +34,7 @@ RUNS |= {
     Binary: FewLevelsLinear,
     Int8Rows: Int8Linear,
     Float8Rows: Fp8Linear,
+    Tiles: TilesLinear,
+    SparseRows: SparseLinear,
     None: SumLinear,
 }

@@ -26,7 +26,7 @@ from compress.checkpoint.weight_files import weight_files
 from compress.errors import InputError
 from compress.runtime.assembly import compressed_layers, densify, device_of, finish, fuse, prepare, weights_on_codes
 from compress.runtime.dequantized import load_dequantized
-from compress.runtime.linear import PackedLinear, SumLinear
+from compress.runtime.linear import PackedLinear
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
 
@@ -262,8 +262,8 @@ def load_source(
 def _round_inputs(network: nn.Module) -> None:
     found = [layer for _, layer in compressed_layers(network) if isinstance(layer, PackedLinear)]
     if not found:
-        sums = any(isinstance(layer, SumLinear) for _, layer in compressed_layers(network))
-        why = "layers are sums of terms" if sums else "inputs are quantized already"
+        rounding = all(layer.scheme.inputs is not None for _, layer in compressed_layers(network))
+        why = "inputs are quantized already" if rounding else "layers are not codes on a grid and nothing else"
         raise InputError(f"int8_activations is for weight-only layers; this checkpoint's {why}")
     for layer in found:
         if layer.scheme.inputs is None:

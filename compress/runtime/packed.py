@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels import ops, reference
+from compress.kernels.entries import Entries
 from compress.kernels.pack import (
     Planar,
     pack_planar,
@@ -20,6 +21,7 @@ from compress.kernels.pack import (
     unpack_rows,
 )
 from compress.kernels.routes import Route, planar_route
+from compress.kernels.sparse import weight_only_sparse_linear
 from compress.runtime.base import QuantLinear
 from compress.weights.codes import Packed
 from compress.weights.scheme import NARROW, WIDE, Scheme
@@ -33,6 +35,7 @@ class PackedLinear(QuantLinear):
     one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
     """
 
+    adds_entries = True
     words: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -59,6 +62,11 @@ class PackedLinear(QuantLinear):
         if self.input_group is None:
             return ops.weight_only_linear(x, *weight)
         return ops.int8_activation_linear(x, *weight, self.input_group)
+
+    def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
+        group = self.scheme.weights.group_size or -1
+        weight = (self.words, self.scale, self.zero, bias, self.container, group)
+        return weight_only_sparse_linear(x, *weight, *entries)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         if self.input_group is None or self.scheme.inputs is not None:

@@ -1,14 +1,19 @@
-"""Layers whose weight is a sum of terms, or a term of a format that has no kernel."""
+"""Layers whose weight is a sum of terms, or a term of a format that has no kernel.
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+Codes and sparse rows are one call (`with_entries`): the first term whose kernels add entries, and the first that is
+entries. Every other term is a product of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from compress.kernels import reference
-from compress.kernels.routes import Route
+from compress.kernels.routes import Route, with_entries
 from compress.runtime.base import QuantLinear, kernel_of
+from compress.runtime.sparse import SparseLinear
 from compress.weights.grid import FLOAT8, straight_through
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own, summed
@@ -81,6 +86,7 @@ class SumLinear(QuantLinear):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self.summands = nn.ModuleList(_summand(term, in_features, out_features) for term in scheme.terms)
+        self._together = _together(scheme.terms)
         for name in FIXED.values():
             self.register_buffer(name, None)
 
@@ -124,10 +130,15 @@ class SumLinear(QuantLinear):
         inputs = self.rounding("input")
         if inputs is not None:
             x = straight_through(x, inputs.fake_quantize(x.detach()))
-        y = self.summands[0](x)
-        for summand in list(self.summands)[1:]:
-            y = y + summand(x)
-        return y if self.bias is None else y + self.bias
+        rest, bias = dict(enumerate(self.summands)), self.bias
+        products = []
+        if self._together is not None:
+            codes, sparse = (cast(QuantLinear, rest.pop(i)) for i in self._together)
+            products.append(codes.with_entries(x, cast(SparseLinear, sparse).entries, bias))
+            bias = None
+        products += [summand(x) for summand in rest.values()]
+        y = sum(products[1:], start=products[0])
+        return y if bias is None else y + bias
 
     def rounded(self, y: Tensor) -> Tensor:
         """What the layer returns of its product."""
@@ -147,16 +158,28 @@ class SumLinear(QuantLinear):
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         kernels, reasons = [], []
-        for term in scheme.terms:
+        together = _together(scheme.terms) or ()
+        for i, term in enumerate(scheme.terms):
             kind = kernel_of(term)
+            if i in together[1:]:
+                continue
             if kind is None:
                 kernels.append(term.kind)
                 reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
             else:
                 one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
+                one = with_entries(one, M) if i in together else one
                 kernels.append(one.kernel)
                 reasons += one.why_not
         return Route(" + ".join(kernels), tuple(reasons))
+
+
+def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
+    """Which terms are one call: codes, and the entries that are added to them."""
+    kinds = [kernel_of(term) for term in terms]
+    codes = next((i for i, kind in enumerate(kinds) if kind is not None and kind.adds_entries), None)
+    entries = next((i for i, kind in enumerate(kinds) if kind is SparseLinear), None)
+    return None if codes is None or entries is None else (codes, entries)
 
 
 def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:

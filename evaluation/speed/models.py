@@ -2,6 +2,7 @@
 
 A result is one variant at one batch size:
 
+    kernels             what multiplies in prefill, and in decode, by the weights of the compressed layers
     weights_bytes       parameters and buffers            peak_bytes, build_peak_bytes    see `memory`
     layer_error, logits_error, logits_allowed             see `check`; a wrong variant is not timed
     prefill, decode     times of one prefill and of one step, tokens per second, ratio to dense
@@ -167,6 +168,10 @@ def prepare(
         entry |= {"layers": sum(1 for _ in compressed_layers(model)), "schemes": schemes}
         entry |= {"fused_groups": dense.fused_groups(model), "weights_bytes": memory.held_bytes(model)}
         entry |= {"linear_weights": _linear_weights(model), "arithmetic": _arithmetic(model, options.dtype)}
+        entry["kernels"] = {
+            "prefill": _kernels(model, entry["batch"] * options.prompt),
+            "decode": _kernels(model, entry["batch"]),
+        }
         entry |= {"build_peak_bytes": building.bytes, "read_bytes": memory.read_bytes(model)}
     for entry in entries:
         generation = Generation(model, entry["batch"], options.prompt, options.new)
@@ -182,6 +187,16 @@ def prepare(
                 report.failures.append(f"{entry['variant']}, batch {entry['batch']}: {wrong}")
                 continue
         yield entry, generation
+
+
+def _kernels(model: nn.Module, tokens: int) -> list[str]:
+    """What multiplies so many tokens by the compressed layers of a model."""
+    layers = (layer for _, layer in compressed_layers(model))
+    routes = (
+        layer.route(layer.scheme, tokens, (layer.out_features, layer.in_features), layer.dtype, layer.device)
+        for layer in layers
+    )
+    return sorted({route.kernel for route in routes})
 
 
 def _linear_weights(model: Any) -> int:

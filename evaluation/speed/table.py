@@ -17,9 +17,16 @@ def tables(report: Report) -> list[Table | str]:
     if report.tuned:
         shown.append(f"tuned: {len(report.tuned)} entries of the table of this user")
     shown += [_linears(report)] if report.what == "linears" else [_models(report)]
+    shown += list(dict.fromkeys(line for entry in report.results for line in kernels(entry)))
     shown += [f"not measured: {line}" for line in skipped(report.results)]
     shown += [f"note: {line}" for line in dict.fromkeys(report.notes)]
     return shown
+
+
+def kernels(entry: Mapping[str, Any]) -> list[str]:
+    """What multiplies in each part of a variant with compressed layers."""
+    found = entry.get("kernels", {})
+    return [f"{entry['variant']}, {part}: {', '.join(names)}" for part, names in found.items() if names]
 
 
 def skipped(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -24,7 +24,8 @@ import torch
 
 from compress.kernels.cache import cache_directory
 
-NAMES = ("cpu_gemm.cpp", "cpu_floats.h", "cpu_ints.h", "cpu_work.h", "cpu_vectors.h")
+HEADERS = ("floats", "ints", "tiles", "sparse", "work", "numbers", "vectors")
+NAMES = ("cpu_gemm.cpp", *(f"cpu_{name}.h" for name in HEADERS))
 SOURCES = tuple(Path(__file__).resolve().with_name(name) for name in NAMES)
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction

@@ -1,8 +1,8 @@
-// The weight-only product: values of planar words times x, in fp32 or in pairs of bf16.
+// The weight-only product: values of planar words times x, in fp32 or in pairs of bf16, with sparse rows added to them.
 
 #pragma once
 
-#include "cpu_work.h"
+#include "cpu_sparse.h"
 
 namespace {
 
@@ -18,10 +18,11 @@ struct F32Words {
   using Dot = F32Dot;
   static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 1, PARTS = BLOCK / LANES, PARTS_OF_PLANE = 2;
   static constexpr int column(int part, int lane) { return PLANE * (part / 2) + 2 * lane + part % 2; }
+  static void add(char* to, float value) { *reinterpret_cast<float*>(to) += value; }
 
   struct Decoder {
     Float zero, scale, table;  // the table of the values of 4-bit codes
-    Type type;
+    Type type = F32;
 
     INLINE Decoder() {}
     INLINE Decoder(float z, float s, Type t) : zero(every(z)), scale(every(s)), type(t) {
@@ -48,6 +49,10 @@ struct Bf16Words {
   using Dot = Bf16Dot;
   static constexpr int BITS = WIDTH, BLOCK = PLANE * 16 / BITS, STEP = 2, PARTS = BLOCK / PLANE, PARTS_OF_PLANE = 1;
   static constexpr int column(int part, int lane) { return PLANE * part + 2 * lane; }
+  static void add(char* to, float value) {
+    const uint16_t sum = to_bf16(load_float(to, BF16) + value);
+    memcpy(to, &sum, sizeof sum);
+  }
 
   struct Decoder {
     Float zero, scale;
@@ -80,8 +85,8 @@ struct Bf16Words {
 
 // `whole`: no group ends within a block.
 template <class D, int TILE, int T>
-void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plane, int64_t columns, bool whole,
-                int64_t m0) {
+void float_rows(const Work& work, const int32_t* x, const GatheredX& gathered, const int32_t* group_of_plane,
+                int64_t columns, bool whole, int64_t m0) {
   using Decoder = typename D::Decoder;
   constexpr int PLANES = D::BLOCK / PLANE;
   for (int r0 = 0; r0 < work.count(); r0 += TILE) {
@@ -114,16 +119,14 @@ void float_rows(const Work& work, const int32_t* x, const int32_t* group_of_plan
         each<TILE>([&](auto r) { words[r] = shift_right<D::BITS>(words[r]); });
       }
     }
-    each<T>([&](auto t) {
-      float out[LANES];
-      for (int r = 0; r < TILE; ++r) out[r] = sum(sums[r][t]) + work.bias[r0 + r];
-      work.finish(m0 + t, r0, bits_to_float(load(out)), TILE);
-    });
+    add_entries<TILE, T>(work, gathered, m0, r0, sums);
+    work.finish_rows<TILE, T>(m0, r0, sums);
   }
 }
 
-template <class D>
-void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, int64_t last, bool whole) {
+// decoder_of(row, plane); `whole`: one for all planes of a block.
+template <class D, class DecoderOf>
+void float_slab(const Work& work, int64_t first, int64_t last, bool whole, DecoderOf decoder_of) {
   using Decoder = typename D::Decoder;
   constexpr int PLANES = D::BLOCK / PLANE;
   for (int64_t block = first / D::BLOCK; block < last / D::BLOCK; ++block)
@@ -135,8 +138,7 @@ void float_slab(const Work& work, const int32_t* group_of_plane, int64_t first, 
         work.fetch_far(ROWS, (block * VECTORS + v) * LANES + r);
       }
       const auto prepare = [&](int plane) __attribute__((always_inline)) {
-        const int64_t at = static_cast<int64_t>(group_of_plane[block * PLANES + plane]) * ROWS + v * LANES;
-        for (int r = 0; r < LANES; ++r) decoders[r] = work.decoder<Decoder>(at + r);
+        for (int r = 0; r < LANES; ++r) decoders[r] = decoder_of(v * LANES + r, block * PLANES + plane);
       };
       char* to = work.slab.get() + ((block * D::BLOCK - first) / D::STEP * VECTORS + v) * VECTOR_BYTES;
       for (int plane = 0; plane < PLANES; ++plane, to += PLANE / D::STEP * VECTORS * VECTOR_BYTES) {
@@ -177,43 +179,62 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
   if (last) work.finish(m0, T, nullptr);
 }
 
+// All columns of the rows that a thread works on, a chunk at a time; x of all tokens packed for it.
+template <class D, class DecoderOf>
+void float_slabs(Work& work, const int32_t* packed, int64_t columns, bool whole, DecoderOf decoder_of) {
+  const int64_t dwords = columns / D::STEP;
+  const TokenTiles tiles(work.a.M);
+  for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
+    const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
+    float_slab<D>(work, first, last, whole, decoder_of);
+    add_entries<D>(work, first, last);
+    for (int64_t tile = 0; tile < tiles.count; ++tile)
+      with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+        const int64_t m = tiles.start(tile);
+        const int32_t* from = &packed[m * dwords + first / D::STEP * t];
+        float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
+      });
+  }
+}
+
+// One token as the dwords of D in their natural order, zeros past K.
+template <class D>
+void natural_dwords(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
+  memset(to, 0, dwords * sizeof *to);
+  const char* from = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
+  if (D::STEP == 2) {
+    memcpy(to, from, a.K * 2);
+  } else {
+    for (int64_t k = 0; k < a.K; k += LANES)
+      store_floats(to + k, F32, load_floats(from + k * size_of(a.x_type), a.x_type, a.K - k), a.K - k);
+  }
+}
+
 template <class D>
 void float_product(const Arguments& a) {
+  using Decoder = typename D::Decoder;
   const bool whole = a.group <= 0 || a.group % D::BLOCK == 0;
   const int64_t columns = a.row_bytes * 8 / (PLANE * 16 / D::BLOCK), dwords = columns / D::STEP;
   const std::vector<int32_t> group_of_plane = groups_of(columns, PLANE, a.group, a.G);
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
+  const GatheredX gathered(a);
   const auto prepare = [&](int64_t m, int thread) {
     int32_t* own = &natural[thread * dwords];
-    memset(own, 0, dwords * sizeof *own);
-    const char* from = static_cast<const char*>(a.x) + m * a.K * size_of(a.x_type);
-    if (D::STEP == 2) {
-      memcpy(own, from, a.K * 2);
-    } else {
-      for (int64_t k = 0; k < a.K; k += LANES)
-        store_floats(own + k, F32, load_floats(from + k * size_of(a.x_type), a.x_type, a.K - k), a.K - k);
-    }
+    natural_dwords<D>(a, m, dwords, own);
     arrange<D>(own, packed.get(), m, columns, D::STEP, a);
+    gathered.prepare(m);
   };
   run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
-    if (a.by_rows) {
-      in_powers_of_two(a.M, [&](int64_t m, auto t) {
-        float_rows<D, ROW_TILE, t>(work, packed.get(), group_of_plane.data(), columns, whole, m);
-      });
-      return;
-    }
-    const Tiles tiles(a.M);
-    for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
-      const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
-      float_slab<D>(work, group_of_plane.data(), first, last, whole);
-      for (int64_t tile = 0; tile < tiles.count; ++tile)
-        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
-          const int64_t m = tiles.start(tile);
-          const int32_t* from = &packed[m * dwords + first / D::STEP * t];
-          float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
-        });
-    }
+    if (!a.by_rows)
+      return float_slabs<D>(work, packed.get(), columns, whole,
+                            [&](int64_t row, int64_t plane) __attribute__((always_inline)) {
+                              const int64_t group = group_of_plane[plane];
+                              return work.decoder<Decoder>(group * ROWS + row);
+                            });
+    in_powers_of_two(a.M, [&](int64_t m, auto t) {
+      float_rows<D, ROW_TILE, t>(work, packed.get(), gathered, group_of_plane.data(), columns, whole, m);
+    });
   });
 }
 

@@ -19,11 +19,16 @@
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
 //
-// cpu_vectors.h has the 16 lanes, cpu_work.h what both products share, cpu_floats.h and cpu_ints.h the loops.
+// tiles           weight_only with scales and zero points that are codes themselves
+// sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
+//
+// cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
+// cpu_floats.h, cpu_ints.h, cpu_tiles.h and cpu_sparse.h have the loops.
 // Columns past K are zeros of x, rows past N repeat the last row and are not stored.
 
 #include "cpu_floats.h"
 #include "cpu_ints.h"
+#include "cpu_tiles.h"
 
 namespace {
 
@@ -62,6 +67,18 @@ extern "C" int32_t int8_activation(const Arguments* given) {
     return a.bits == 4 ? int_product<Nibbles>(a) : int_product<Bytes>(a);
   });
 }
+
+extern "C" int32_t tiles(const Arguments* given) {
+  return in_blocks(*given, [](const Arguments& a) {
+#if BF16_DOT
+    if (a.x_type == BF16 && a.scale_type == BF16)
+      return a.bits == 4 ? tile_product<Bf16Tiles<4>>(a) : tile_product<Bf16Tiles<8>>(a);
+#endif
+    return a.bits == 4 ? tile_product<F32Tiles<4>>(a) : tile_product<F32Tiles<8>>(a);
+  });
+}
+
+extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given, sparse_product); }
 
 // Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.
 extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale, int32_t* zero) {

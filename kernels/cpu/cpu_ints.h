@@ -164,7 +164,6 @@ void int_rows(const Work& work, const Activations& x, int64_t m0) {
 // Groups that end within a block: every plane of 32 columns is a segment, two planes share a vector.
 template <class F, int TILE, int T>
 void int_rows_by_plane(const Work& work, const Activations& x, int64_t m0) {
-  const Arguments& a = work.a;
   for (int r0 = 0; r0 < work.count(); r0 += TILE) {
     const char* rows[TILE];
     for (int r = 0; r < TILE; ++r) rows[r] = work.row(r0 + r);
@@ -323,7 +322,7 @@ void int_product(const Arguments& a) {
       });
       return;
     }
-    const Tiles tiles(a.M);
+    const TokenTiles tiles(a.M);
     for (int64_t first = 0; first < x.columns; first += chunk) {
       const int64_t last = std::min(first + chunk, x.columns);
       int_slab<F>(work, first, last);

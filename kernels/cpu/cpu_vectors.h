@@ -7,6 +7,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -88,6 +89,14 @@ INLINE void store_bytes(void* p, Int v) { _mm_storeu_si128(static_cast<__m128i*>
 
 // The entries of a table of 16 that the lowest four bits of each lane name.
 INLINE Float lookup(Float table, Int indices) { return _mm512_permutexvar_ps(indices, table); }
+// The numbers of an array that the lanes name.
+INLINE Float gather(const float* p, Int indices) { return _mm512_i32gather_ps(indices, p, sizeof *p); }
+// The first `count` lanes, zeros elsewhere.
+INLINE Float leading(Float v, int64_t count) {
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>((1u << std::min<int64_t>(count, LANES)) - 1), v);
+}
+// a in the first eight lanes, b in the others.
+INLINE Float side_by_side(float a, float b) { return _mm512_mask_blend_ps(0xff00, every(a), every(b)); }
 
 INLINE Float from_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
 INLINE void to_half(void* p, Float v) {
@@ -98,6 +107,9 @@ INLINE Int widen_words(const void* p) {
 }
 INLINE void narrow_words(void* p, Int v) {
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+}
+INLINE Int widen_bytes(const void* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
 }
 
 // sums + the four products of unsigned bytes u and signed bytes s in each lane.
@@ -237,6 +249,17 @@ INLINE __m256 lookup(Float table, __m256i indices) {
 }
 INLINE Float lookup(Float table, Int indices) { return {lookup(table, indices.a), lookup(table, indices.b)}; }
 
+INLINE Float gather(const float* p, Int indices) {
+  return {_mm256_i32gather_ps(p, indices.a, sizeof *p), _mm256_i32gather_ps(p, indices.b, sizeof *p)};
+}
+INLINE Float leading(Float v, int64_t count) {
+  const __m256i end = _mm256_set1_epi32(static_cast<int32_t>(std::min<int64_t>(count, LANES)));
+  const Int at = lanes();
+  return {_mm256_and_ps(v.a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.a))),
+          _mm256_and_ps(v.b, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.b)))};
+}
+INLINE Float side_by_side(float a, float b) { return {_mm256_set1_ps(a), _mm256_set1_ps(b)}; }
+
 INLINE Float from_half(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
@@ -249,6 +272,11 @@ INLINE void to_half(void* p, Float v) {
 INLINE Int widen_words(const void* p) {
   const __m128i* q = static_cast<const __m128i*>(p);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+}
+
+INLINE Int widen_bytes(const void* p) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
 }
 
 // Pairs of products of nibbles fit 16 bits (2 * 15 * 128); those of bytes do not, so they are widened first.
@@ -307,67 +335,3 @@ INLINE void transpose(Int (&r)[LANES]) {
 }
 
 #endif
-
-// --- numbers in memory ---------------------------------------------------------------------------------------------
-
-enum Type : int32_t { F32, F16, BF16 };
-
-INLINE int64_t size_of(Type type) { return type == F32 ? 4 : 2; }
-
-INLINE Float load_floats(const void* p, Type type) {
-  if (type == F32) return bits_to_float(load(p));
-  if (type == F16) return from_half(p);
-  const Int words = widen_words(p);
-#if WIDE
-  return bits_to_float(_mm512_slli_epi32(words, 16));
-#else
-  return bits_to_float({_mm256_slli_epi32(words.a, 16), _mm256_slli_epi32(words.b, 16)});
-#endif
-}
-
-// Values of a type as fp32: rounded to it, nearest and ties to even.
-INLINE Float rounded_to(Type type, Float v) {
-  if (type == F32) return v;
-  if (type == F16) {
-    char narrow[VECTOR_BYTES];
-    to_half(narrow, v);
-    return from_half(narrow);
-  }
-  const Int bits = float_to_bits(v);
-  const Int odd = both(shift_right<16>(bits), every(1));
-  return bits_to_float(both(plus(plus(bits, odd), every(0x7fff)), every(static_cast<int32_t>(0xffff0000))));
-}
-
-// The first `count` of 16 numbers; the others are 0.
-inline Float load_floats(const void* p, Type type, int64_t count) {
-  if (count >= LANES) return load_floats(p, type);
-  char padded[VECTOR_BYTES] = {};
-  memcpy(padded, p, count * size_of(type));
-  return load_floats(padded, type);
-}
-
-INLINE void store_floats(void* p, Type type, Float v) {
-  if (type == F32) {
-    store(p, float_to_bits(v));
-  } else if (type == F16) {
-    to_half(p, v);
-  } else {
-#if BF16_DOT
-    const __m256bh narrow = _mm512_cvtneps_pbh(v);
-    memcpy(p, &narrow, sizeof narrow);
-#else
-    uint32_t all[LANES];
-    store(all, float_to_bits(v));
-    for (uint32_t& bits : all)  // nearest, ties to even; a NaN stays one
-      bits = (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    narrow_words(p, load(all));
-#endif
-  }
-}
-
-inline void store_floats(void* p, Type type, Float v, int64_t count) {
-  if (count >= LANES) return store_floats(p, type, v);
-  char padded[VECTOR_BYTES];
-  store_floats(padded, type, v);
-  memcpy(p, padded, count * size_of(type));
-}

@@ -10,7 +10,7 @@
 #include <new>
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_numbers.h"
 
 namespace {
 
@@ -39,10 +39,12 @@ struct Arguments {
   const uint8_t* zero;
   const float* input_scale;
   const int32_t *input_zero, *row_sum;
+  const int32_t* row_start;  // of sparse rows that are added to the weight; null: there are none
+  const void *column, *value;
   void* out;
-  int64_t M, N, K, G, row_bytes, group, input_group;
-  Type x_type, scale_type, bias_type;
-  int32_t bits, planar, symmetric, by_rows, threads;
+  int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
+  Type x_type, scale_type, bias_type, value_type;
+  int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits;
 };
 
 struct Free {
@@ -77,10 +79,10 @@ INLINE void in_powers_of_two(int64_t M, Body body, int64_t m = 0) {
 }
 
 // Tokens in tiles of at most TOKENS, as even as they can be.
-struct Tiles {
+struct TokenTiles {
   int64_t count, least, extra;
 
-  explicit Tiles(int64_t M) : count((M + TOKENS - 1) / TOKENS), least(M / count), extra(M % count) {}
+  explicit TokenTiles(int64_t M) : count((M + TOKENS - 1) / TOKENS), least(M / count), extra(M % count) {}
   int64_t size(int64_t tile) const { return least + (tile < extra); }
   int64_t start(int64_t tile) const { return tile * least + std::min(tile, extra); }
   int64_t of(int64_t token) const {
@@ -107,6 +109,7 @@ struct Work {
   Memory<int32_t> sums;             // [M][ROWS], fp32 or int32
   float bias[ROWS];
   int32_t row_sum[ROWS];
+  int64_t next_entry[ROWS];  // of each row, the first that the slab has not met
 
   Work(const Arguments& a, int64_t slab_bytes)
       : a(a),
@@ -152,6 +155,7 @@ struct Work {
     for (int r = 0; r < ROWS; ++r) {
       bias[r] = 0;
       row_sum[r] = a.row_sum == nullptr ? 0 : a.row_sum[std::min(n0 + r, a.N - 1)];
+      next_entry[r] = a.row_start == nullptr ? 0 : a.row_start[std::min(n0 + r, a.N - 1)];
     }
     if (a.bias != nullptr)
       for (int v = 0; v * LANES < count(); ++v) {
@@ -169,6 +173,16 @@ struct Work {
   void finish(int64_t m, int64_t r, Float values, int64_t most) const {
     char* p = static_cast<char*>(a.out) + (m * a.N + n0 + r) * size_of(a.x_type);
     store_floats(p, a.x_type, values, std::min(most, count() - r));
+  }
+
+  // Outputs of tokens m0 ... m0 + T for rows r0 ... r0 + TILE, whose sums are spread over lanes.
+  template <int TILE, int T>
+  INLINE void finish_rows(int64_t m0, int r0, const Float (&lanes_of)[TILE][T]) const {
+    each<T>([&](auto t) {
+      float out[LANES];
+      for (int r = 0; r < TILE; ++r) out[r] = sum(lanes_of[r][t]) + bias[r0 + r];
+      finish(m0 + t, r0, bits_to_float(load(out)), TILE);
+    });
   }
 
   // Outputs of tokens m0 ... m0 + tokens from the fp32 sums, times the scales of the tokens where there are any.
@@ -208,7 +222,7 @@ template <class D>
 void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t columns, int step, const Arguments& a) {
   const int64_t dwords = columns / step;
   if (!a.by_rows) {
-    const Tiles tiles(a.M);
+    const TokenTiles tiles(a.M);
     const int64_t tile = tiles.of(m), size = tiles.size(tile);
     int32_t* to = packed + tiles.start(tile) * dwords + (m - tiles.start(tile));
     for (int64_t k = 0; k < dwords; ++k) to[k * size] = natural[k];

@@ -6,27 +6,45 @@ more than unpacking a slab.
 """
 
 import ctypes
+import sys
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
+from compress.kernels.pack_tiles import NIBBLE, TileWords
 
-Operation = Literal["weight_only", "int8_activation", "w8a8"]
+Operation = Literal["weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4}
-ROWS_UP_TO_AVX2: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
+ROWS_UP_TO["sparse_rows"] = sys.maxsize
+ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
 INPUT_GROUP_STEP = 128
-POINTERS = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum", "out")
-SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group")
-CHOICES = ("x_type", "scale_type", "bias_type", "bits", "planar", "symmetric", "by_rows", "threads")
+# Groups of tiles are whole halves of a plane.
+TILE_GROUP = PLANE // 2
+POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
+POINTERS += ("row_start", "column", "value", "out")
+SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
+CHOICES: tuple[str, ...] = (
+    "x_type",
+    "scale_type",
+    "bias_type",
+    "value_type",
+    "bits",
+    "planar",
+    "symmetric",
+    "by_rows",
+    "threads",
+)
+CHOICES += ("short_columns", "level_bits")
 
 
 class Arguments(ctypes.Structure):
@@ -42,9 +60,12 @@ class Arguments(ctypes.Structure):
 def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
     """Reasons why the loops cannot take a weight of these sizes; empty when they can."""
     reasons = []
-    if group_size != -1 and group_size % PLANE:
+    if operation == "tiles":
+        if group_size % TILE_GROUP:
+            reasons.append(f"group size {group_size}; allowed: multiples of {TILE_GROUP}")
+    elif group_size != -1 and group_size % PLANE:
         reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
-    if operation != "weight_only" and K >= MAX_INT8_COLUMNS:
+    if operation in ("int8_activation", "w8a8") and K >= MAX_INT8_COLUMNS:
         reasons.append(f"{K} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
     return reasons
 
@@ -92,7 +113,22 @@ def _bias(bias: Tensor | None) -> Tensor | None:
     return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
 
 
-def _call(name: Literal["weight_only", "int8_activation"], filled: Arguments, x_MK: Tensor) -> Tensor:
+def _contiguous(entries: Entries | None) -> Entries | None:
+    return None if entries is None else Entries(*(tensor.contiguous() for tensor in entries))
+
+
+def _add_entries(filled: Arguments, entries: Entries | None) -> None:
+    """Give a call sparse rows, which must live until it returns."""
+    if entries is None:
+        return
+    filled.row_start, filled.column, filled.value = (tensor.data_ptr() for tensor in entries)
+    filled.entries, filled.value_type = len(entries.value), TYPES[entries.value.dtype]
+    filled.short_columns = entries.column.dtype == torch.int16
+
+
+def _call(
+    name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows"], filled: Arguments, x_MK: Tensor
+) -> Tensor:
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):
@@ -100,26 +136,57 @@ def _call(name: Literal["weight_only", "int8_activation"], filled: Arguments, x_
     return out_MN
 
 
-def _planar(operation: Operation, x_MK: Tensor, weight: Planar, bias: Tensor | None, input_group: int) -> Tensor:
+def _planar(
+    operation: Operation,
+    x_MK: Tensor,
+    weight: Planar,
+    bias: Tensor | None,
+    input_group: int,
+    entries: Entries | None = None,
+) -> Tensor:
     # What is made contiguous here must live until the call returns.
-    x_MK, bias = x_MK.contiguous(), _bias(bias)
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
     filled = _filled(operation, x_MK, words, scale, bias)
     filled.zero = None if zero is None else zero.data_ptr()
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
+    _add_entries(filled, entries)
     return _call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
 
 
-def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None) -> Tensor:
-    """[M, N] = x weight^T + bias, in the dtype of x."""
-    return _planar("weight_only", x_MK, weight, bias, -1)
+def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
+    return _planar("weight_only", x_MK, weight, bias, -1, entries)
 
 
 def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
     """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
     return _planar("int8_activation", x_MK, weight, bias, input_group)
+
+
+def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
+    words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
+    filled = _filled("tiles", x_MK, words, ranges, bias)
+    filled.zero, filled.bits, filled.level_bits = levels.data_ptr(), weight.bits, NIBBLE if len(levels) == 1 else 8
+    filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
+    _add_entries(filled, entries)
+    return _call("tiles", filled, x_MK)
+
+
+def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
+    """[M, N] = x entries^T + bias, in the dtype of x."""
+    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), Entries(*(tensor.contiguous() for tensor in entries))
+    M, K = x_MK.shape
+    filled = Arguments(x=x_MK.data_ptr(), M=M, N=len(entries.row_start) - 1, K=K, x_type=TYPES[x_MK.dtype], bits=8)
+    if bias is not None:
+        filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
+    filled.by_rows, filled.threads = True, torch.get_num_threads()
+    _add_entries(filled, entries)
+    return _call("sparse_rows", filled, x_MK)
 
 
 def w8a8(

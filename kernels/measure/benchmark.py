@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from compress.kernels import ops, pack, reference
-from compress.kernels.measure.roofline import WEIGHTS, achieved, cost
+from compress.kernels.entries import Entries
+from compress.kernels.measure.roofline import OUTLIERS, SPARSE_KINDS, TILE_GROUP, TILE_ROWS, WEIGHTS, achieved, cost
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
+from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
+from compress.kernels.sparse import weight_only_sparse_linear
+from compress.kernels.tiles import tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
 GPU_SHAPES = (
@@ -39,6 +43,9 @@ MAX_COPIES = 64
 # What the candidates of other libraries are called; all others are ours.
 THEIRS = ("torch.", "gemlite")
 WRONG = "wrong result"
+# {candidate: the same codes without outliers}, whose ratio is what outliers cost.
+WITHOUT = {"w4a16 + 1% sparse": "w4a16", "spqr + 1% sparse": "w4a16"}
+TILE_BITS = 3
 
 
 class Operands:
@@ -54,6 +61,45 @@ class Operands:
         self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
         self.row_sum = reference.row_sums(self.codes8)
         self.dense = reference.dequantize(self.codes, self.scale)
+        self.entries = _outliers(N, K, dtype, g)
+        self.tiles = _tiles(N, K, dtype, g)
+
+    def values(self, kind: str) -> Tensor:
+        """[N, K] what the weight of a product stands for, in fp64."""
+        if kind in SPARSE_KINDS:
+            values = (tile_weight(self.tiles, self.codes.shape[1]) if kind == "spqr" else self.dense).double()
+            row = torch.arange(len(values), device=values.device).repeat_interleave(
+                self.entries.row_start.long().diff()
+            )
+            return values.index_put_((row, self.entries.column.long()), self.entries.value.double(), accumulate=True)
+        if kind in ("dense", "dense fp32", "w4"):
+            return self.dense.double()
+        if kind == "w4a8":
+            return self.codes * self.scale.double().repeat_interleave(GROUP, 1)
+        if kind == "int32":
+            return self.codes8.double()
+        return self.codes8.double() * (self.scale8.to(self.scale.dtype) if kind == "w8" else self.scale8).double()
+
+
+def _outliers(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Entries:
+    """Sparse rows of values at random places."""
+    chosen = torch.rand(N, K, generator=g, device=g.device) < OUTLIERS
+    start = torch.nn.functional.pad(chosen.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    column = chosen.nonzero()[:, 1].to(torch.int16)
+    return Entries(start, column, torch.randn(len(column), generator=g, device=g.device).to(dtype))
+
+
+def _tiles(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> TileWords:
+    """SpQR's: 3-bit codes, 3-bit scales and zero points, tiles of 16 x 16."""
+
+    def codes(columns: int) -> Tensor:
+        return torch.randint(0, 2**TILE_BITS, (N, columns), generator=g, device=g.device, dtype=torch.uint8)
+
+    groups = K // TILE_GROUP
+    ranges = torch.rand(-(-N // TILE_ROWS), 4, groups, generator=g, device=g.device) * 0.01
+    ranges[:, 2:] *= 2**TILE_BITS / 2 / 0.01
+    levels = pack_levels(codes(groups), codes(groups), TILE_BITS)
+    return TileWords(pack.pack_planar(codes(K), 4), levels, ranges.to(dtype), 4, TILE_GROUP, TILE_ROWS)
 
 
 def int4pack(weight: Operands, x: Tensor) -> Call:
@@ -95,6 +141,11 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
         "dense": (lambda w: lambda: torch.nn.functional.linear(x, w.dense), "dense"),
         **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "dense fp32")}),
         "w4a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int4[:3], None, 4, w.int4.group_size), "w4"),
+        "w4a16 + 1% sparse": (
+            lambda w: lambda: weight_only_sparse_linear(x, *w.int4[:3], None, 4, w.int4.group_size, *w.entries),
+            "w4 sparse",
+        ),
+        "spqr + 1% sparse": (lambda w: lambda: tiles_linear(x, *w.tiles[:3], None, *w.tiles[3:], *w.entries), "spqr"),
         "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
         "w4a8": (
             lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
@@ -113,21 +164,14 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
 def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
     """Largest distance from the true product over what is tolerated: above 1 is a wrong kernel."""
     rows = slice(0, min(len(x), 64))
-    values = weight.dense if kind in ("dense", "dense fp32", "w4") else weight.codes8.double() * weight.scale8
-    if kind == "w8":
-        values = weight.codes8.double() * weight.scale8.to(x.dtype).double()
-    given = x[rows].double()
-    if kind == "w4a8":
-        values = weight.codes * weight.scale.double().repeat_interleave(GROUP, 1)
+    given, values = x[rows].double(), weight.values(kind)
     if kind in ("w4a8", "w8a8", "int32"):
         codes, scale, _ = reference.quantize_tokens(x[rows])
-        given = codes.double() * scale.double()[:, None]
-        if kind == "int32":
-            given, values = codes.double(), weight.codes8.double()
-    truth = given @ values.double().t()
-    allowed = reference.tolerance(given, values.double(), truth, x.dtype)
-    if kind in ("dense", "dense fp32", "w4", "w8"):
-        allowed += reference.weight_rounding(given, values.double(), x.dtype)
+        given = codes.double() if kind == "int32" else codes.double() * scale.double()[:, None]
+    truth = given @ values.t()
+    allowed = reference.tolerance(given, values, truth, x.dtype)
+    if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS):
+        allowed += reference.weight_rounding(given, values, x.dtype)
     return ((out[rows].double() - truth).abs() / allowed).max().item()
 
 
@@ -180,7 +224,8 @@ def compare(
 ) -> None:
     """Add to the entries of one product their times, their share of what is possible, and their ratios.
 
-    speedup_over: to the dense product and, for ours, to every other library's product of weights as wide.
+    speedup_over: to the dense product and, for ours, to every other library's product of weights as wide; with
+    outliers, to our product of codes without.
     """
     for name, times in timed.items():
         entry = entries[name]
@@ -188,5 +233,6 @@ def compare(
         entry |= {**times, **achieved(need, times["time_ms"], ceilings)}
         bits = WEIGHTS[entry["kind"]][0]
         rivals = [o for o in timed if entry["ours"] and o.startswith(THEIRS) and WEIGHTS[entries[o]["kind"]][0] == bits]
+        rivals = [WITHOUT[name]] if name in WITHOUT else rivals
         others = [other for other in ("dense", *rivals) if other in timed and other != name]
         entry["speedup_over"] = {other: timed[other]["time_ms"] / times["time_ms"] for other in others}

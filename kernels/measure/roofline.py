@@ -2,7 +2,7 @@
 
     limit = max(bytes moved / bandwidth, operations / peak)        share = limit / time
 
-bytes        the weight with its scales, read once; x read once; the result written once
+bytes        the weight with its scales and sparse rows, read once; x read once; the result written once
 operations   2 M N K
 peak         of the arithmetic that multiplies: the dtype of x, or int8 where x is rounded to int8
 
@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 INT8 = "int8"
+# Share of weights that have a value of their own, where some have; the sizes of SpQR's tiles.
+OUTLIERS = 0.01
+TILE_GROUP, TILE_ROWS = 16, 16
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,15 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "dense": (0, 0, False),
     "dense fp32": (32, 0, False),
     "w4": (4, 0, True),
+    "w4 sparse": (4, 0, True),
+    "spqr": (4, 0, False),
     "w8": (8, 0, False),
     "w4a8": (4, 0, True),
     "w8a8": (8, 4, False),
     "int32": (8, 0, False),
 }
 INT8_KINDS = ("w4a8", "w8a8", "int32")
+SPARSE_KINDS = ("w4 sparse", "spqr")
 
 
 def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> Cost:
@@ -49,6 +55,10 @@ def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) 
         inputs, outputs, dtype = 4 * M * K, 4 * M * N, "float32"
     if kind.startswith("dense"):
         scales = 0
+    if kind == "spqr":  # a byte of codes per group, four numbers per tile
+        scales = N * K // TILE_GROUP + N * K // (TILE_GROUP * TILE_ROWS) * 4 * width
+    if kind in SPARSE_KINDS:  # 16 bits for a column, a value, 32 bits a row
+        scales += round(N * K * OUTLIERS) * (2 + width) + 4 * N
     if kind == "int32":  # int8 in, int32 out, no scales
         scales, inputs, outputs = 0, M * K, M * N * 4
     return Cost(weight + scales + inputs + outputs, 2 * M * N * K, INT8 if kind in INT8_KINDS else dtype)

@@ -2,19 +2,24 @@
 
 A block of rows of the weight at a time is written to a workspace of at most WORKSPACE_BYTES, and multiplied from there
 (mostly from the L2 cache) by torch.mm. The input gradient, grad W, does the same by blocks of columns, so that every
-element of it is one sum too. Values are those of `pack.planar_weight`, rounded once to the dtype of the scales.
+element of it is one sum too. Values are those of `pack.planar_weight`, rounded once to the dtype of the scales; the
+entries of sparse rows are added to them there, rounded once more.
 
 The kernel is bound by what it writes, 2 or 4 bytes per weight: masking and shifting in plain Triton keeps up, so that
 there is no inline assembly here. Any group size: a plane of 32 columns that lies in one group reads one scale per row,
 any other plane one per weight, from cache.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.triton.sparse_kernels import add_entries
 
 WORKSPACE_BYTES = 64 * 2**20
 # Blocks are multiples of this, so that cuBLAS gets whole tiles.
@@ -119,10 +124,13 @@ def work_dtype(x: Tensor, weight: Planar) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.scale.dtype)
 
 
-def dequantize_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None) -> Tensor:
-    """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x."""
-    (M, K), N = x_MK.shape, len(weight.words)
-    work = work_dtype(x_MK, weight)
+# Writes rows and columns of a weight to a matrix of that size.
+Write = Callable[[range, range, Tensor], None]
+
+
+def block_product(x_MK: Tensor, N: int, work: torch.dtype, bias_N: Tensor | None, write: Write) -> Tensor:
+    """[M, N] = x weight^T + bias by blocks of rows of a weight [N, K], products in `work`; in the dtype of x."""
+    M, K = x_MK.shape
     x = x_MK.to(work)
     out_MN = torch.empty(M, N, dtype=work, device=x.device)
     if out_MN.numel() == 0:
@@ -131,7 +139,7 @@ def dequantize_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None) 
     space = torch.empty(len(parts[0]), K, dtype=work, device=x.device)
     for rows in parts:
         dense = space[: len(rows)]
-        dequantize(weight, K, rows, range(K), dense)
+        write(rows, range(K), dense)
         part = out_MN[:, rows.start : rows.stop]
         if bias_N is None:
             torch.mm(x, dense.t(), out=part)
@@ -140,10 +148,9 @@ def dequantize_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None) 
     return out_MN.to(x_MK.dtype)
 
 
-def input_gradient(grad_MN: Tensor, weight: Planar, K: int) -> Tensor:
-    """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
+def block_gradient(grad_MN: Tensor, K: int, work: torch.dtype, write: Write) -> Tensor:
+    """[M, K] = grad weight by blocks of columns of a weight [N, K], products in `work`; in the dtype of grad."""
     M, N = grad_MN.shape
-    work = work_dtype(grad_MN, weight)
     grad = grad_MN.to(work)
     out_MK = torch.empty(M, K, dtype=work, device=grad.device)
     if out_MK.numel() == 0:
@@ -154,6 +161,28 @@ def input_gradient(grad_MN: Tensor, weight: Planar, K: int) -> Tensor:
     space = torch.empty(N * len(parts[0]), dtype=work, device=grad.device)
     for columns in parts:
         dense = space[: N * len(columns)].view(N, len(columns))
-        dequantize(weight, K, range(N), columns, dense)
+        write(range(N), columns, dense)
         torch.mm(grad, dense, out=out_MK[:, columns.start : columns.stop])
     return out_MK.to(grad_MN.dtype)
+
+
+def dequantize_gemm(
+    x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, entries: Entries | None = None
+) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias on a GPU (or under the interpreter), in the dtype of x."""
+
+    def write(rows: range, columns: range, out: Tensor) -> None:
+        dequantize(weight, x_MK.shape[1], rows, columns, out)
+        if entries is not None:
+            add_entries(entries, rows, columns, out)
+
+    return block_product(x_MK, len(weight.words), work_dtype(x_MK, weight), bias_N, write)
+
+
+def input_gradient(grad_MN: Tensor, weight: Planar, K: int) -> Tensor:
+    """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
+
+    def write(rows: range, columns: range, out: Tensor) -> None:
+        dequantize(weight, K, rows, columns, out)
+
+    return block_gradient(grad_MN, K, work_dtype(grad_MN, weight), write)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.pack24 import BLOCK
+from compress.kernels.pack_tiles import NIBBLE
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.triton.int8_gemm import w8a8_kernel
 from compress.kernels.triton.int8_quantize import (
@@ -31,6 +32,8 @@ from compress.kernels.triton.int8_quantize import (
 from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
 from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
+from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
+from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
 from compress.kernels.tuning.compiled import AMPERE, HOPPER, Cost, compile_for, cost
 
@@ -39,6 +42,8 @@ from compress.kernels.tuning.compiled import AMPERE, HOPPER, Cost, compile_for, 
 BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
 ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
+# Of SpQR's tiles.
+TILE_ROWS = 16
 # Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
 SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
 
@@ -179,6 +184,76 @@ def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
     return Report(name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2))
 
 
+def sparse_product(arch: int, dtype: str, M: int) -> Report:
+    """Compile the product with sparse rows; the instructions of its loop are per entry, of 32 bits."""
+    types = dict.fromkeys(("M", "N", "stride_xm"), "i32") | dict.fromkeys(
+        ("x_ptr", "value_ptr", "out_ptr"), f"*{dtype}"
+    )
+    types |= {"row_start_ptr": "*i32", "column_ptr": "*i16"}
+    constants = {"BLOCK_M": M, "BLOCK_E": BLOCK_E}
+    read = cost(compile_for(product_kernel, arch, types, constants, ("N", "stride_xm"), WARPS))
+    per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
+    return Report(f"sparse rows {dtype} {M} tokens", arch, read, per_entry, round(instruction_budget(32), 2))
+
+
+def sparse_add(arch: int, dtype: str) -> Report:
+    """Compile the addition of entries to dense blocks; per entry, of which 32 bits are read, and 32 for its place."""
+    types = dict.fromkeys(("first_row", "first_column", "last_column", "stride_on"), "i32")
+    types |= {"row_start_ptr": "*i32", "column_ptr": "*i16", "value_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    read = cost(compile_for(add_kernel, arch, types, {"BLOCK_E": BLOCK_E}, ("stride_on",), WARPS))
+    per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
+    return Report(f"entries added {dtype}", arch, read, per_entry, round(instruction_budget(64), 2))
+
+
+def _tile_constants(bits: int, group: int) -> dict[str, int]:
+    return {"BITS": bits, "PLANE": PLANE, "GROUP": group, "TILE_ROWS": TILE_ROWS, "LEVEL_BITS": NIBBLE}
+
+
+def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int = 4, group: int = 16) -> Report:
+    """Compile the product with codes in tiles as it would run for these sizes."""
+    shape = fused(M, N, K, bits, PLANE, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "ranges_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"words_ptr": "*i16", "levels_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        **_tile_constants(bits, group),
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_BIAS": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(tile_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
+    name = f"tiles w{bits} {dtype} group {group} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + 12 / group), 2))
+
+
+def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> Report:
+    """Compile the dequantization of codes in tiles; all instructions, per weight that is read and written."""
+    sizes = ("first_row", "first_block", "rows", "last_column", "N", "K", "stride_wn", "stride_on")
+    types = dict.fromkeys(sizes, "i32") | {"words_ptr": "*i16", "levels_ptr": "*u8"}
+    types |= {"ranges_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    constants = {**_tile_constants(bits, group), "BLOCK_N": BLOCK_ROWS}
+    aligned = ("N", "K", "stride_wn", "stride_on")
+    read = cost(compile_for(dequantize_tiles_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
+    per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
+    need = bits + 12 / group + DTYPES[dtype].primitive_bitwidth
+    return Report(
+        f"dequantize tiles w{bits} {dtype} group {group}", arch, read, per_weight, round(instruction_budget(need), 2)
+    )
+
+
+def sums(arch: int) -> Iterator[Report]:
+    """What sums of codes and sparse rows need beside the products of the codes."""
+    for M in (1, MAX_BLOCK_M):
+        yield sparse_product(arch, "bf16", M)
+        yield tiles(arch, "bf16", M)
+    yield sparse_add(arch, "bf16")
+    yield dequantize_tiles(arch, "bf16")
+
+
 def selection() -> Iterator[Report]:
     """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
     for M, N in SIZES:
@@ -205,6 +280,8 @@ def selection() -> Iterator[Report]:
     yield quantize_fixed(HOPPER)
     for group in (128, 96):
         yield dequantize(HOPPER, 4, group, "bf16")
+    for arch in (HOPPER, AMPERE):
+        yield from sums(arch)
 
 
 def quick() -> Iterator[Report]:
@@ -222,6 +299,7 @@ def quick() -> Iterator[Report]:
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
     yield dequantize(HOPPER, 4, 96, "bf16")
+    yield from sums(HOPPER)
 
 
 def everything() -> Iterator[Report]:
@@ -242,6 +320,8 @@ def everything() -> Iterator[Report]:
         yield quantize_fixed(arch)
         for bits, group, dtype in itertools.product((4, 8), (16, 32, 128, -1), DTYPES):
             yield dequantize(arch, bits, group, dtype)
+        yield from sums(arch)
+        yield tiles(arch, "fp16", 1, bits=8, group=128)
 
 
 if __name__ == "__main__":

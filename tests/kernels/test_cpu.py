@@ -15,30 +15,9 @@ from compress.kernels import ops, pack, reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 
-AVX2 = (*(flag for flag in cpu.FLAGS if flag != "-march=native"), "-mavx2", "-mfma", "-mf16c")
 TOKENS = (1, 2, 7, 17, 63, 130)
 OUTPUTS = (1, 15, 48, 100)
 GROUPS = ((32, 32), (96, 32), (200, -1), (256, 32), (256, 64), (256, 128), (640, 320), (640, 128), (640, -1))
-
-
-@pytest.fixture(scope="module", params=["native", "avx2"])
-def compiled(request):
-    """Why there are no compiled kernels, or the library to test: for this processor, and for one without AVX-512."""
-    if cpu.why_not():
-        pytest.skip("; ".join(cpu.why_not()))
-    if request.param == "native":
-        return cpu.library()
-    library, reasons = cpu.build_and_load(cpu.cache_directory(), AVX2)
-    assert library is not None, reasons
-    return library
-
-
-@pytest.fixture
-def library(compiled, monkeypatch):
-    """Runs the operators on the library under test, on outputs that are NaN before."""
-    monkeypatch.setattr(cpu, "library", lambda: compiled)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: torch.full(shape, torch.nan, dtype=self.dtype))
-    return compiled
 
 
 @pytest.fixture

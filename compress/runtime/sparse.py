@@ -1,0 +1,59 @@
+"""Layers on sparse rows: a weight that is entries and nothing else, and what codes add to their own product."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compress.kernels.entries import Entries
+from compress.kernels.routes import Route, sparse_route
+from compress.kernels.sparse import sparse_linear
+from compress.runtime.base import QuantLinear
+from compress.weights.scheme import Scheme
+from compress.weights.sparse import Sparse
+
+
+class SparseLinear(QuantLinear):
+    """Compressed sparse rows as they are stored; a layer of its own, or a summand whose entries another one adds."""
+
+    stackable = False
+    row_start: Tensor
+    column: Tensor
+    value: Tensor
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        for name in Entries._fields:
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def entries(self) -> Entries:
+        return Entries(self.row_start, self.column, self.value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sparse_linear(self._own(x), *self.entries, self.bias, self.in_features)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return sparse_route(M, *shape, dtype, device)
+
+    def dequantize(self) -> Tensor:
+        return Sparse(*self.entries, self.in_features).dequantize()
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        assert rows == self.whole(), "sparse rows are not filled by rows"
+        for name in Entries._fields:
+            held = getattr(self, name)
+            if held is None:
+                setattr(self, name, parts[name])
+            else:
+                held.copy_(parts[name])
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        assert rows == self.whole(), "sparse rows are not read by rows"
+        shape = torch.tensor([self.out_features, self.in_features], device=self.value.device)
+        return {**self.entries._asdict(), "weight_shape": shape}

@@ -1,0 +1,101 @@
+"""Layers on codes whose scales and zero points are codes themselves (SpQR)."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from compress.kernels.entries import Entries
+from compress.kernels.pack import pack_rows, planar_from_rows, rows_from_planar, unpack_rows
+from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight, unpack_levels
+from compress.kernels.routes import Route, tiles_route
+from compress.kernels.tiles import tiles_linear
+from compress.runtime.base import QuantLinear
+from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.tiles import Tiles
+
+
+class TilesLinear(QuantLinear):
+    """`kernels.pack_tiles.TileWords`: codes of 2 and 3 bits ride in words of 4, those of 5 to 7 in words of 8; scales
+    and zero points stay codes."""
+
+    stackable = False
+    adds_entries = True
+    words: Tensor
+    levels: Tensor
+    ranges: Tensor
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        for name in ("words", "levels", "ranges"):
+            self.register_buffer(name, None)
+
+    @property
+    def format(self) -> Tiles:
+        return cast(Tiles, self.scheme.terms[0])
+
+    @property
+    def container(self) -> int:
+        return NARROW if self.format.bits <= NARROW else WIDE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ranges.dtype
+
+    @property
+    def tiles(self) -> TileWords:
+        sizes = (self.container, self.format.group_size, self.format.tile_rows)
+        return TileWords(self.words, self.levels, self.ranges, *sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(self._own(x), self.bias, (None, None, None))
+
+    def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
+        return self._product(x, bias, entries)
+
+    def _product(self, x: Tensor, bias: Tensor | None, entries: Entries | tuple[None, None, None]) -> Tensor:
+        words, levels, ranges, *sizes = self.tiles
+        return tiles_linear(x, words, levels, ranges, bias, *sizes, *entries)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return tiles_route(M, *shape, cast(Tiles, scheme.terms[0]).group_size, dtype, device)
+
+    def dequantize(self) -> Tensor:
+        return tile_weight(self.tiles, self.in_features)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        assert rows == self.whole(), "tiles are not filled by rows"
+        format_, N, G = self.format, self.out_features, self.in_features // self.format.group_size
+        scale_NG, zero_NG = (
+            unpack_rows(parts[name].unsqueeze(0), bits, N * G, signed=False).view(N, G)
+            for name, bits in (("scale_packed", format_.scale_bits), ("zero_packed", format_.zero_bits))
+        )
+        found = {
+            "words": planar_from_rows(
+                parts["weight_packed"], format_.bits, self.in_features, self.container, centred=False
+            ),
+            "levels": pack_levels(scale_NG, zero_NG, max(format_.scale_bits, format_.zero_bits)),
+            "ranges": parts["ranges"].transpose(1, 2).contiguous(),
+        }
+        for name, tensor in found.items():
+            held = getattr(self, name)
+            if held is None:
+                setattr(self, name, tensor)
+            else:
+                held.copy_(tensor)
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        assert rows == self.whole(), "tiles are not read by rows"
+        format_ = self.format
+        scale_NG, zero_NG = unpack_levels(self.levels)
+        return {
+            "weight_packed": rows_from_planar(
+                self.words, format_.bits, self.in_features, self.container, centred=False
+            ),
+            "scale_packed": pack_rows(scale_NG.reshape(1, -1), format_.scale_bits, signed=False)[0],
+            "zero_packed": pack_rows(zero_NG.reshape(1, -1), format_.zero_bits, signed=False)[0],
+            "ranges": self.ranges.transpose(1, 2).contiguous(),
+            "weight_shape": torch.tensor([self.out_features, self.in_features], device=self.words.device),
+        }

@@ -1,0 +1,28 @@
+"""The compiled CPU products that tests run on."""
+
+import pytest
+import torch
+
+from compress.kernels.cpu import build as cpu
+
+AVX2 = (*(flag for flag in cpu.FLAGS if flag != "-march=native"), "-mavx2", "-mfma", "-mf16c")
+
+
+@pytest.fixture(scope="module", params=["native", "avx2"])
+def compiled(request):
+    """Why there are no compiled kernels, or the library to test: for this processor, and for one without AVX-512."""
+    if cpu.why_not():
+        pytest.skip("; ".join(cpu.why_not()))
+    if request.param == "native":
+        return cpu.library()
+    library, reasons = cpu.build_and_load(cpu.cache_directory(), AVX2)
+    assert library is not None, reasons
+    return library
+
+
+@pytest.fixture
+def library(compiled, monkeypatch):
+    """Runs the operators on the library under test, on outputs that are NaN before."""
+    monkeypatch.setattr(cpu, "library", lambda: compiled)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: torch.full(shape, torch.nan, dtype=self.dtype))
+    return compiled

@@ -1,0 +1,62 @@
+"""Weights for tests of sums: sparse rows and codes in tiles, as the kernels read them, and what they stand for."""
+
+import torch
+from torch import Tensor
+
+from compress.kernels import pack, reference
+from compress.kernels.entries import Entries
+from compress.kernels.pack_tiles import TileWords, pack_levels
+
+SHORT = 2**15
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def entries_of(N: int, K: int, share: float, dtype: torch.dtype, seed: int = 0) -> tuple[Entries, Tensor]:
+    """(Entries, fp64 [N, K]): rows with a share of entries; every third row is without any, every fifth is full."""
+    chosen = torch.rand(N, K, generator=drawn(seed)) < share
+    chosen[::3] = False
+    chosen[4::5] = share > 0
+    values = (torch.randn(N, K, generator=drawn(seed + 1)) * chosen).to(dtype)
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.sum(1).cumsum(0)]).to(torch.int32)
+    column = chosen.nonzero()[:, 1].to(torch.int16 if K <= SHORT else torch.int32)
+    return Entries(start, column, values[chosen]), values.double()
+
+
+def planar_of(N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype, seed: int = 0) -> pack.Planar:
+    """Codes in planar words, with zero points or without, scales of either sign."""
+    g, groups = drawn(seed), 1 if group == -1 else K // group
+    codes, zeros = (torch.randint(0, 2**bits, (N, n), generator=g).to(torch.uint8) for n in (K, groups))
+    scale = torch.randn(N, groups, generator=g) * 0.05
+    planar = pack.to_planar(codes, scale, zeros, bits, dtype)._replace(group_size=group)
+    return planar if zero else planar._replace(zero=None)
+
+
+def tiles_of(
+    N: int, K: int, bits: int, group: int, rows: int, level_bits: int, dtype: torch.dtype, seed: int = 0
+) -> TileWords:
+    """Codes of so many bits, of scales and zero points of level_bits, in tiles of so many rows."""
+    g, groups = drawn(seed), K // group
+    codes = torch.randint(0, 2**bits, (N, K), generator=g).to(torch.uint8)
+    scale, zero = (torch.randint(0, 2**level_bits, (N, groups), generator=g).to(torch.uint8) for _ in range(2))
+    ranges = torch.rand(-(-N // rows), 4, groups, generator=g)
+    ranges[:, [0, 2]] /= 2**level_bits
+    ranges[:, :2] *= 0.02
+    ranges[:, 2:] *= 2**bits / 2
+    container = 4 if bits <= 4 else 8
+    words = pack.pack_planar(codes, container)
+    return TileWords(words, pack_levels(scale, zero, level_bits), ranges.to(dtype), container, group, rows)
+
+
+def error(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> float:
+    """Distance of a product of x and a weight (fp64) over what is allowed, its rounding included; not finite is inf."""
+    given = x.double()
+    truth = given @ weight.t()
+    allowed = reference.tolerance(given, weight, truth, x.dtype) + reference.weight_rounding(given, weight, x.dtype)
+    if bias is not None:
+        truth = truth + bias.double()
+        allowed += torch.finfo(x.dtype).eps * truth.abs()
+    worst = ((out.double() - truth).abs() / allowed).max().item() if truth.numel() else 0.0
+    return worst if worst == worst else float("inf")
