@@ -240,7 +240,7 @@ def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
     assert error(layer, x, layer(x)) <= 1
     kernel, reasons = layer.route(layer.scheme, 1, (40, 192), torch.float32, CPU)
     assert kernel == "svd + cpu rows with entries"
-    assert reasons == ("low-rank has no kernel: it is multiplied as the format knows",)
+    assert reasons == ("svd has no kernel: it is multiplied as the format knows",)
 
 
 @torch.no_grad()
