@@ -1,4 +1,4 @@
-"""Which options of GPTQ pay, on your model and your data. Every row: perplexity and KL on held-out text.
+"""Which options of GPTQ and of SpQR pay, on your model and your data. Every row: perplexity and KL on held-out text.
 
     python recipes/ablation.py MODEL --calibration TEXT --text TEXT --group-size 32 [--bits 4 3 2] --json OUT.json
 
@@ -25,6 +25,11 @@ from compress.recipes.figures import head, stored
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}
 FULL = {"drift": 1.0, "clip": True, **POLISH, "shrink": True}
+# SpQR as it was published; after that with the same share of outliers in every row. Groups are of 16 in all of them.
+PUBLISHED = {**PLAIN, "group_size": 16, "threshold": 0.2, "damp": 1.0, "act_order": "none", "search": False}
+del PUBLISHED["clip"]
+SHARED = {**PUBLISHED, "threshold": 0.0, "outliers": 0.01}
+SEARCHED = {**SHARED, "damp": 0.01, "search": True, "act_order": "group"}
 VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
     "rtn symmetric": (compress.RTN, {"grid": "symmetric"}),
     "rtn narrow": (compress.RTN, {"grid": "narrow"}),
@@ -53,6 +58,16 @@ VARIANTS: dict[str, tuple[type[compress.Pass], dict[str, Any]]] = {
         {**PLAIN, "drift": 1.0, "clip": True, **POLISH, "grid": "asymmetric"},
     ),
     "asymmetric + drift, clip, polish, shrink": (compress.GPTQ, {**FULL, "grid": "asymmetric"}),
+    "gptq, outliers 1%": (compress.GPTQ, {**FULL, "outliers": 0.01}),
+    "spqr as published": (compress.SpQR, PUBLISHED),
+    "spqr, outliers of least cost": (compress.SpQR, SHARED),
+    "+ damp 0.01": (compress.SpQR, {**SHARED, "damp": 0.01}),
+    "+ damp 0.01, search": (compress.SpQR, {**SHARED, "damp": 0.01, "search": True}),
+    "+ damp 0.01, search, group": (compress.SpQR, SEARCHED),
+    "+ ... drift, shrink": (compress.SpQR, {**SEARCHED, "drift": 1.0, "shrink": True}),
+    "+ ... drift, shrink, sweeps": (compress.SpQR, {**SEARCHED, "drift": 1.0, "shrink": True, "sweeps": 2}),
+    "spqr": (compress.SpQR, {"group_size": 16}),
+    "spqr, no outliers": (compress.SpQR, {"group_size": 16, "outliers": 0.0}),
 }
 
 
@@ -90,7 +105,7 @@ def main() -> None:
                 continue
             model = compress.load(arguments.model)
             made: Any = kind
-            configured = made(scheme=f"w{bits}a16", group_size=arguments.group_size, **options)
+            configured = made(**{"scheme": f"w{bits}a16", "group_size": arguments.group_size, **options})
             started = time.perf_counter()
             compress.quantize(model, configured, calibration=calibration if configured.needs() else None)
             seconds = time.perf_counter() - started
