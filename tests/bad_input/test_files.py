@@ -17,10 +17,11 @@ import torch
 from commands import PLAIN_GPTQ, Outcome, StopAfterOne, command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import compress
 from compress.checkpoint import shards
+from compress.checkpoint.files import OWN_WHOLE
 from compress.checkpoint.journal import Journal
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import find_source
@@ -312,3 +313,16 @@ def test_any_value_anywhere_is_read_or_refused(written: Path, name: str, data: s
             READERS[name](path)
     finally:
         path.write_text(text)
+
+
+def test_a_table_of_outliers_that_is_damaged_is_one_line(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress.quantize(llama, compress.RTN(group_size=32, outliers=0.02), output=out, verify=False)
+    path = out / OWN_WHOLE
+    held = load_file(path)
+    name = min(key for key in held if key.endswith("down_proj.term1_column"))
+    held[name][3] = 1000
+    save_file(held, path)
+    says = (f"{name.removesuffix('term1_column')}", "column goes from", "there are 96 inputs")
+    torch.save(torch.arange(32).reshape(2, 16), tmp_path / "ids.pt")
+    refused(command("evaluate", out, "--text", tmp_path / "ids.pt"), *says)

@@ -67,6 +67,8 @@ FOLDING = {
 }
 # Sums of terms, their ranks shared out between layers; 8 bits hold no last place of a decomposition.
 SUMS = {
+    "spqr": compress.SpQR(group_size=16, outliers=0.02, sweeps=1, statistics="float64"),
+    "outliers": compress.GPTQ(scheme="w3a16", group_size=16, outliers=0.02, statistics="float64", **DRIFT_GPTQ),
     "low-rank": compress.LowRank(share=0.5, factor_bits=8, allocate="layer-loss", statistics="float64"),
     "lqs": compress.LQS(
         scheme="w2a16",

@@ -1,4 +1,4 @@
-"""Low rank through whole runs: written, verified, resumed, loaded, and shared out between layers by a survey."""
+"""Sums of terms through whole runs: written, verified, resumed, loaded; ranks shared out between layers by a survey."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,8 @@ from compress.runtime.assembly import compressed_layers
 from compress.runtime.twin import compared
 
 METHODS = {
+    "spqr": compress.SpQR(group_size=8, tile_rows=12, outliers=0.02, sweeps=1),
+    "gptq, outliers": compress.GPTQ(scheme="w3a16", group_size=32, outliers=0.02, **PLAIN_GPTQ),
     "low-rank": compress.LowRank(share=0.6),
     "low-rank, shared out": compress.LowRank(share=0.6, allocate="layer-loss"),
     "low-rank of codes, outliers": compress.LowRank(rank=6, factor_bits=8, outliers=0.02, iterations=1),
