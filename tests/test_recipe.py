@@ -118,7 +118,12 @@ def test_a_description_spells_out_every_option() -> None:
         assert set(step[name]) == set(options_of(kind))
 
 
-OPTIONS = [(name, key, f.default) for name in PASSES for key, f in options_of(pass_class(name)).items()]
+OPTIONS = [
+    (name, key, f.default)
+    for name in PASSES
+    for key, f in options_of(pass_class(name)).items()
+    if not isinstance(f.default, tuple)  # a list is the pass's own to read, and no word
+]
 WRONG = {
     int: ["many", "1.5", 1.5, True, None, [1]],
     float: ["much", "nan", "inf", True, None, [1.0]],
