@@ -128,8 +128,7 @@ def finite(decision: Decision) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in decision.parts().values() if t.is_floating_point())
 
 
-@every_layout
-@every_pass_on_a_grid
+@pytest.mark.parametrize(("one", "layout"), each(ON_GRIDS, LAYOUTS), ids=describe)
 def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, layout):
     one = laid_out(one, layout)
     weights = make_weights()
@@ -168,8 +167,9 @@ def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
 
 
 # A range searched without calibration serves the weights, not the outputs.
-@every_layout
-@pytest.mark.parametrize("one", [one for one in ON_GRIDS if one.needs() or not one.clip], ids=describe)
+@pytest.mark.parametrize(
+    ("one", "layout"), each([one for one in ON_GRIDS if one.needs() or not one.clip], LAYOUTS), ids=describe
+)
 def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
     one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
@@ -237,8 +237,7 @@ def test_two_ranks_decide_what_one_decides(one, layout):
                 assert figure == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-9)), key
 
 
-@every_layout
-@every_pass
+@every_pass_on_a_layout
 def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
     one = laid_out(one, layout)
     weights, x = make_weights(), make_inputs()
@@ -255,8 +254,7 @@ def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
         assert all(math.isfinite(f) for f in decision.figures.values() if not isinstance(f, str))
 
 
-@every_layout
-@pytest.mark.parametrize("one", [one for one in PASSES if one.keeps_zeros], ids=describe)
+@pytest.mark.parametrize(("one", "layout"), each([o for o in PASSES if o.keeps_zeros], LAYOUTS), ids=describe)
 def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
     one, x = laid_out(one, layout), make_inputs()
     before = make_weights()

@@ -175,7 +175,7 @@ def test_the_share_of_outliers_that_was_asked_for_is_met(share):
 
 @pytest.mark.parametrize("wanted", [3.75, 4.6])
 def test_the_bits_that_were_asked_for_are_those_of_the_tensors(wanted):
-    weight, x = weight_and_inputs(64, 1024)
+    weight, x = weight_and_inputs(64, 512)
     decision = SpQR(bits_per_weight=wanted, drift=0.0, sweeps=0, refit=0).apply(site_of(weight, x, torch.float16))[
         "layer"
     ]
