@@ -6,7 +6,7 @@ Shapes: N outputs, K inputs, g inputs a group, R rows a tile. H = X^T X / tokens
     W = Q + S      Q: codes, value (code - z) s; s and z of g inputs are codes themselves, in ranges of g x R tiles
                    S: exact weights, 16 bits and a column each
 
-Bits per weight: bits + (scale_bits + zero_bits) / g + 64 / (g R) + 32 share + 32 / K: 3.625 + 32 share for 3 bits, 3
+Bits per weight: bits + (scale_bits + zero_bits) / g + 64 / (g R) + 32 share + 8 / K: 3.625 + 32 share for 3 bits, 3
 and 3, in tiles of 16 x 16. The sweep is GPTQ's, and so are drift, shrink and act_order (`compress methods gptq`).
 
 Paper -> code: beta_1 -> `group_size`; beta_2 -> `tile_rows`; b_s, b_z -> `scale_bits`, `zero_bits`; tau -> `threshold`;
@@ -167,8 +167,8 @@ class SpQR(SecondOrder):
             return self.threshold * float((target_NK.var(0) * seen.costs).mean())
         share = self.outliers
         if self.bits_per_weight:
-            rows, columns = target_NK.shape
-            left = self.bits_per_weight - self.tiles.bits_per_weight(scale_dtype) - 32 * (rows + 1) / target_NK.numel()
+            columns = target_NK.shape[1]
+            left = self.bits_per_weight - self.tiles.bits_per_weight(scale_dtype) - 8 / columns
             share = max(0.0, left / entry_bits(columns, scale_dtype))
         return price_in_tiles(target_NK, seen, self.tiles, scale_dtype, share, self.search) if share else None
 

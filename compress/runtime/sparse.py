@@ -10,7 +10,7 @@ from compress.kernels.routes import Route, sparse_route
 from compress.kernels.sparse import sparse_linear
 from compress.runtime.base import QuantLinear
 from compress.weights.scheme import Scheme
-from compress.weights.sparse import Sparse
+from compress.weights.sparse import Sparse, starts_of
 
 
 class SparseLinear(QuantLinear):
@@ -46,14 +46,15 @@ class SparseLinear(QuantLinear):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         assert rows == self.whole(), "sparse rows are not filled by rows"
-        for name in Entries._fields:
+        given = {"row_start": starts_of(parts["row_count"]), "column": parts["column"], "value": parts["value"]}
+        for name, tensor in given.items():
             held = getattr(self, name)
             if held is None:
-                setattr(self, name, parts[name])
+                setattr(self, name, tensor)
             else:
-                held.copy_(parts[name])
+                held.copy_(tensor)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sparse rows are not read by rows"
         shape = torch.tensor([self.out_features, self.in_features], device=self.value.device)
-        return {**self.entries._asdict(), "weight_shape": shape}
+        return {**Sparse(*self.entries, self.in_features).parts(), "weight_shape": shape}

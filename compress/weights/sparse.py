@@ -2,11 +2,11 @@
 
 N outputs, K inputs, E entries.
 
-    row_start   int32 [N + 1]       entries of row n: row_start[n] to row_start[n + 1]
+    row_count   uint8 [N]           entries of each row; int16 or int32 where one has more
     column      int16 [E]           rising within a row; int32 where K is above 32768
     value       model dtype [E]     what is added there
 
-16 bits for a column and 16 for a value: 32 bits an entry, 32 more a row. In a sum the value is added to what the other
+16 bits for a column and 16 for a value: 32 bits an entry, 8 more a row. In a sum the value is added to what the other
 terms have at that place, so that it is exact where those have zero there.
 """
 
@@ -24,6 +24,8 @@ from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 # Columns that fit into int16.
 SHORT_COLUMNS = 2**15
+# What holds how many entries a row has: the first that can.
+COUNTS = (torch.uint8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +37,27 @@ class SparseRows(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "row_start": Part((rows + 1,), (torch.int32,)),
+            "row_count": Part((rows,), COUNTS),
             "column": Part((self.entries,), (column_dtype(columns),)),
             "value": Part((self.entries,), FLOATS),
         }
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Sparse":
-        return Sparse(parts["row_start"], parts["column"], parts["value"], columns)
+        return Sparse(starts_of(parts["row_count"]), parts["column"], parts["value"], columns)
 
     def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        return reference.sparse_rows(x, parts["row_start"], parts["column"], parts["value"])
+        return reference.sparse_rows(x, starts_of(parts["row_count"]), parts["column"], parts["value"])
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
         check_finite(parts, "value")
-        start, column = parts["row_start"].long(), parts["column"].long()
-        if int(start[0]) != 0 or int(start[-1]) != self.entries or bool((start.diff() < 0).any()):
-            raise CheckpointError(f"row_start does not rise from 0 to {self.entries}, the number of values")
+        count, column = parts["row_count"].long(), parts["column"].long()
+        if bool((count < 0).any()):
+            raise CheckpointError(f"row_count goes down to {count.min()}; a row has no less than 0 entries")
+        if int(count.sum()) != self.entries:
+            raise CheckpointError(f"row_count is of {int(count.sum())} entries; there are {self.entries} values")
         if bool(((column < 0) | (column >= columns)).any()):
             raise CheckpointError(f"column goes from {column.min()} to {column.max()}; there are {columns} inputs")
-        place = rows_of(start) * columns + column
+        place = rows_of(starts_of(count)) * columns + column
         if bool((place.diff() <= 0).any()):
             raise CheckpointError("column does not rise within each row: there are repeated or unsorted entries")
 
@@ -63,7 +67,7 @@ class SparseRows(Format):
 
 @dataclass(frozen=True)
 class Sparse(Term):
-    """Sparse rows as tensors, as they are stored."""
+    """Sparse rows as tensors. row_start int32 [N + 1]: entries of row n are row_start[n] to row_start[n + 1]."""
 
     row_start: Tensor
     column: Tensor
@@ -84,28 +88,28 @@ class Sparse(Term):
         return values if dtype is None else values.to(dtype)
 
     def parts(self) -> dict[str, Tensor]:
-        return {"row_start": self.row_start, "column": self.column, "value": self.value}
+        return {"row_count": counts_of(self.row_start), "column": self.column, "value": self.value}
 
     def rows(self, part: slice) -> "Sparse":
         rows, _ = self.shape
         chosen = torch.arange(rows, device=self.column.device)[part]
         counts = self.row_start.diff()[chosen]
-        first = torch.repeat_interleave(self.row_start[chosen] - _starts(counts)[:-1], counts)
+        first = torch.repeat_interleave(self.row_start[chosen] - starts_of(counts)[:-1], counts)
         entries = first.long() + torch.arange(len(first), device=first.device)
-        return Sparse(_starts(counts), self.column[entries], self.value[entries], self.inputs)
+        return Sparse(starts_of(counts), self.column[entries], self.value[entries], self.inputs)
 
     @classmethod
     def stacked(cls, terms: Sequence["Sparse"]) -> "Sparse":
         counts = torch.cat([term.row_start.diff() for term in terms])
         column, value = torch.cat([term.column for term in terms]), torch.cat([term.value for term in terms])
-        return cls(_starts(counts), column, value, terms[0].inputs)
+        return cls(starts_of(counts), column, value, terms[0].inputs)
 
 
 def sparse(values_NK: Tensor, chosen_NK: Tensor) -> Sparse:
     """The chosen (bool) of these values, in the dtype that they have, as a term."""
     columns = values_NK.shape[1]
     column = chosen_NK.nonzero()[:, 1].to(column_dtype(columns))
-    return Sparse(_starts(chosen_NK.sum(1)), column, values_NK[chosen_NK], columns)
+    return Sparse(starts_of(chosen_NK.sum(1)), column, values_NK[chosen_NK], columns)
 
 
 def column_dtype(columns: int) -> torch.dtype:
@@ -124,6 +128,13 @@ def rows_of(row_start: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
-def _starts(counts: Tensor) -> Tensor:
-    """int32 [N + 1] where the entries of each row begin, and the last one's end."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+def starts_of(counts: Tensor) -> Tensor:
+    """int32 [N + 1] where the entries of each row begin, and where the last one's end."""
+    return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.long().cumsum(0)]).to(torch.int32)
+
+
+def counts_of(row_start: Tensor) -> Tensor:
+    """[N] how many entries each row has, in the smallest dtype that holds all of them: inverse of `starts_of`."""
+    counts = row_start.diff()
+    most = int(counts.max()) if len(counts) else 0
+    return counts.to(next(dtype for dtype in COUNTS if most <= torch.iinfo(dtype).max))

@@ -30,6 +30,13 @@ def test_any_choice_of_any_weight_comes_back_row_by_row(rows, columns, share, se
     torch.testing.assert_close(product.float(), x.float() @ expected.float().t(), rtol=1e-2, atol=1e-2)
 
 
+def test_counts_have_the_smallest_dtype_that_holds_them():
+    for columns, dtype in ((255, torch.uint8), (256, torch.int16), (SHORT_COLUMNS, torch.int32)):
+        term = sparse(torch.ones(2, columns), torch.tensor([[True], [False]]).expand(2, columns))
+        assert term.parts()["row_count"].dtype == dtype
+        assert term.format.read(term.parts(), 2, columns).row_start.tolist() == [0, columns, columns]
+
+
 def test_columns_beyond_16_bits_have_32():
     assert [column_dtype(columns) for columns in (1, SHORT_COLUMNS, SHORT_COLUMNS + 1)] == [
         *(torch.int16, torch.int16),
@@ -47,9 +54,10 @@ DAMAGED = {
     "column below 0": ({"column": [-1, 2, 1]}, r"column goes from -1 to 2; there are 8 inputs"),
     "unsorted": ({"column": [2, 0, 1]}, r"column does not rise within each row: there are repeated or unsorted"),
     "repeated": ({"column": [2, 2, 1]}, r"column does not rise within each row: there are repeated or unsorted"),
-    "rows that overlap": ({"row_start": [0, 3, 2, 3]}, r"row_start does not rise from 0 to 3"),
-    "rows that begin late": ({"row_start": [1, 2, 2, 3]}, r"row_start does not rise from 0 to 3"),
-    "rows that end early": ({"row_start": [0, 2, 2, 2]}, r"row_start does not rise from 0 to 3"),
+    "rows of too many": ({"row_count": [2, 1, 1]}, r"row_count is of 4 entries; there are 3 values"),
+    "rows of too few": ({"row_count": [2, 0, 0]}, r"row_count is of 2 entries; there are 3 values"),
+    "rows that overlap": ({"row_count": [4, -2, 1]}, r"row_count goes down to -2"),
+    "rows of others": ({"row_count": [0, 3, 0]}, r"column does not rise within each row"),
     "no number": ({"value": [1.0, float("nan"), 2.0]}, r"value holds values that are not finite"),
 }
 
@@ -57,7 +65,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_table_that_cannot_be_is_refused_and_its_part_named(name):
     parts = {
-        "row_start": torch.tensor([0, 2, 2, 3], dtype=torch.int32),
+        "row_count": torch.tensor([2, 0, 1], dtype=torch.int16),
         "column": torch.tensor([0, 2, 1], dtype=torch.int16),
         "value": torch.tensor([1.0, 2.0, 3.0]),
     }
