@@ -148,12 +148,7 @@ def solve_ordered(
     values, loss = sweep(weight, seen.factor, rule)
     if refit or sweeps:
         state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        for step in range(max(refit, sweeps)):
-            if step < refit:
-                state.refit_scales()
-            if step < sweeps:
-                state.descend()
-        loss = state.loss()
+        loss = state.rounds(state.refit_scales, refit, sweeps)
     scale, zero = (t.t().contiguous() for t in (rule.scale, rule.zero_point))
     quantized = to_quantized(seen.back(rule.codes.t()), scale, zero, grid, scale_dtype)
     if rule.exact is None:

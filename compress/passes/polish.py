@@ -5,6 +5,7 @@ Both lower tr(E H E^T), row by row, and never raise it: `refit_scales` moves one
 parabola that the loss is in it, `descend` one code.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -113,6 +114,15 @@ class Polish(Generic[R]):
     def loss(self) -> Tensor:
         error = self.weight - self.values
         return ((error @ self.hessian) * error).sum(1)
+
+    def rounds(self, refit: Callable[[], None], refits: int, sweeps: int) -> Tensor:
+        """So many rounds of a refit and of descent, in turns; returns the loss."""
+        for step in range(max(refits, sweeps)):
+            if step < refits:
+                refit()
+            if step < sweeps:
+                self.descend()
+        return self.loss()
 
     def refit_scales(self: "Polish[GridRule]") -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""

@@ -5,6 +5,7 @@ Shapes: N outputs, K inputs, G groups, g columns of a group. d_j is what an erro
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -181,12 +182,7 @@ def solve_tiles(
     values, loss = sweep(weight, seen.factor, rule)
     if refit or sweeps:
         state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        for step in range(max(refit, sweeps)):
-            if step < refit:
-                refit_tiles(state, rule)
-            if step < sweeps:
-                state.descend()
-        loss = state.loss()
+        loss = state.rounds(partial(refit_tiles, state, rule), refit, sweeps)
     small = (rule.codes, rule.scale_codes, rule.zero_codes)
     codes, scale, zero = (t.to(torch.uint8).t().contiguous() for t in small)
     ranges = rule.ranges.transpose(0, 1).to(scale_dtype).contiguous()
