@@ -141,11 +141,13 @@ def zeros_of(quantized: Quantized) -> Tensor:
 
 
 def sparse24(summand: Summand) -> Term:
-    """A dense term, or codes with zeros, as the 2:4 term of exactly the same values.
+    """A dense term, or codes with zeros, as the 2:4 term of exactly the same values; one that is 2:4, as it is.
 
     Raises InputError, one line without the layer's name, where there is none: the weight is not 2:4, or no such format
     holds it.
     """
+    if isinstance(summand, Term) and isinstance(summand.format, Sparse24 | PackedSparse24):
+        return summand
     quantized = summand.quantized if isinstance(summand, Codes) else summand
     rows, columns = quantized.codes.shape if isinstance(quantized, Quantized) else quantized.shape
     if isinstance(quantized, Quantized):
