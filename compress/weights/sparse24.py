@@ -30,6 +30,9 @@ from compress.weights.dense import Dense
 from compress.weights.grid import Grid, Quantized
 from compress.weights.terms import FLOATS, Format, Part, Summand, Term
 
+# What this is called where a person chooses it.
+TWO_OF_FOUR = "2:4"
+
 
 def half(columns: int) -> int:
     """What is kept of a row."""

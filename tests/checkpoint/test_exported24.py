@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import command, last_line, make_llama, save
+from commands import StopAfterOne, command, last_line, make_llama, save
 from halved import TwoOfFour
 from pruning import Largest
 from safetensors.torch import load_file, save_file
@@ -14,7 +14,7 @@ import compress
 from compress.checkpoint.files import OWN_WHOLE, RECORD
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
-from compress.errors import CheckpointError
+from compress.errors import CheckpointError, CompressError
 from compress.passes.where import only
 from compress.runtime.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
 from compress.runtime.twin import compared
@@ -133,3 +133,27 @@ def test_a_model_without_a_record_is_refused(model: Path, tmp_path: Path) -> Non
     outcome = command("export", model, "--sparse24", "--output", tmp_path / "sparse")
     assert outcome.code == 2
     assert "holds no compress.json, which names the layers that are pruned" in last_line(outcome)
+
+
+@pytest.mark.parametrize("name", ["numbers", "static int8 inputs"])
+def test_a_run_writes_what_an_export_of_its_output_would(name: str, model: Path, tmp_path: Path) -> None:
+    passes, _ = RUNS[name]
+    out, store = tmp_path / "out", {"calibration": TOKENS, "store": "2:4"}
+    compress.quantize(model, passes, calibration=TOKENS, output=out, verify=False)
+    compress.export_sparse24(out, tmp_path / "exported")
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(model, passes, output=tmp_path / "stored", reporter=StopAfterOne(), **store)
+    made = compress.quantize(model, passes, output=tmp_path / "stored", resume=True, verify=False, **store)
+    compress.verify(tmp_path / "stored")
+    assert not any("stored dense" in note for note in made.record.notes)
+    files = [tmp_path / each / OWN_WHOLE for each in ("stored", "exported")]
+    one, other = (load_file(file) for file in files)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_run_stops_at_the_first_layer_that_is_not_2_4(model: Path, tmp_path: Path) -> None:
+    says = r"model\.layers\.0\.\S+ cannot be stored as 2:4: not 2:4: row 0 keeps . of columns"
+    with pytest.raises(CompressError, match=says):
+        compress.quantize(model, Largest(), output=tmp_path / "out", store="2:4")
+    assert not list(tmp_path.iterdir())
