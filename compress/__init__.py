@@ -17,6 +17,7 @@ from compress.version import VERSION
 if TYPE_CHECKING:
     from compress.api import quantize
     from compress.checkpoint.exported import Exported, export_dense
+    from compress.checkpoint.exported24 import export_sparse24
     from compress.evaluation.evaluate import Evaluation, evaluate
     from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
@@ -67,6 +68,7 @@ _HOMES = {
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
     "export_dense": "compress.checkpoint.exported",
+    "export_sparse24": "compress.checkpoint.exported24",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
     "load": "compress.runtime.loading",
@@ -105,6 +107,7 @@ __all__ = [
     "but",
     "evaluate",
     "export_dense",
+    "export_sparse24",
     "fake_quantize",
     "fold_batch_norm",
     "load",

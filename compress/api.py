@@ -32,6 +32,7 @@ def quantize(
     resume: bool = False,
     overwrite: bool = False,
     verify: bool | None = None,
+    store: str | None = None,
     fsdp: bool = False,
     one_block: bool = False,
     convolutions: bool | None = None,
@@ -47,10 +48,12 @@ def quantize(
     write; without it the compressed model is only returned. ignore: shell-style patterns of layers to leave alone.
     samples, length: windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a
     CUDA device if there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the
-    output in a fresh process and compare (by default for models up to 2 GiB). fsdp: shard the model over the ranks of
-    the initialised process group. one_block: run the model as a whole; found by itself where its blocks are no chain.
-    convolutions: whether they are layers, too (by default where no stack of blocks holds linear layers: in CNNs).
-    trust_remote_code: run Python code that comes with a model given by name, if any does.
+    output in a fresh process and compare (by default for models up to 2 GiB). store: "2:4" writes layers that are
+    pruned so without their zeros, for `load` alone, and fails at the first that is not; by default zeros are stored as
+    other numbers are, which every reader takes. fsdp: shard the model over the ranks of the initialised process group.
+    one_block: run the model as a whole; found by itself where its blocks are no chain. convolutions: whether they are
+    layers, too (by default where no stack of blocks holds linear layers: in CNNs). trust_remote_code: run Python code
+    that comes with a model given by name, if any does.
     restore: after any exception a model in memory is what it was, bit for bit (one that `fsdp` sharded stays sharded).
     Until the run has succeeded that takes as much memory as the weights of the blocks and the buffers (sharded: as this
     rank's part of the model). False does without; the exception then says which blocks are changed.
@@ -60,7 +63,7 @@ def quantize(
     """
     data = Data(calibration, samples, length, batch_size)
     extent = Extent(ignore, one_block, convolutions)
-    delivery = Delivery(output, resume, overwrite, verify)
+    delivery = Delivery(output, resume, overwrite, verify, store)
     work = Work(device, dtype, fsdp, restore)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()

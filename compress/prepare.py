@@ -37,6 +37,7 @@ from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
 from compress.version import VERSION
+from compress.weights.sparse24 import TWO_OF_FOUR
 
 WINDOWS = 128  # of calibration text, where nobody says how many
 
@@ -177,6 +178,7 @@ def _identity(
         "compute_dtype": str(dtype),
         "one_block": request.extent.one_block,
         "convolutions": plan_.convolutions,
+        **({} if request.delivery.store is None else {"store": request.delivery.store}),
     }
 
 
@@ -194,7 +196,8 @@ def _sink(
     check_storable(plan_)
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery
-    return Writer(place, fingerprint(identity), comm, resume=delivery.resume, overwrite=delivery.overwrite), cache
+    how = {"resume": delivery.resume, "overwrite": delivery.overwrite, "halved": delivery.store == TWO_OF_FOUR}
+    return Writer(place, fingerprint(identity), comm, **how), cache
 
 
 def _remarks(
@@ -214,7 +217,9 @@ def _remarks(
         notes.append(
             "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
         )
-    elif plan_.passes and (little := coverage.remark(planned(model, plan_, isinstance(sink, Writer)))):
+    elif plan_.passes and (
+        little := coverage.remark(planned(model, plan_, isinstance(sink, Writer) and not sink.halved))
+    ):
         notes.append(little)
     return notes
 

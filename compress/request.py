@@ -13,7 +13,9 @@ from compress.errors import InputError
 from compress.model.layers import FLOATS
 from compress.passes.base import Pass
 from compress.recipe import describe
+from compress.weights.sparse24 import TWO_OF_FOUR
 
+STORES = (TWO_OF_FOUR,)
 Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 
 
@@ -38,12 +40,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where the result is written, and what becomes of what is there. verify: None where the model's size decides."""
+    """Where the result is written, and what becomes of what is there. verify: None where the model's size decides.
+    store: in which form, `STORES`; None for the one that most readers know."""
 
     output: str | Path | None
     resume: bool
     overwrite: bool
     verify: bool | None
+    store: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,10 @@ class Request:
         delivery = self.delivery
         if (delivery.resume or delivery.overwrite or delivery.verify) and delivery.output is None:
             raise InputError("resume, overwrite and verify need an output")
+        if delivery.store is not None and delivery.store not in STORES:
+            raise InputError(f"store {delivery.store!r}; allowed: {', '.join(STORES)}")
+        if delivery.store is not None and delivery.output is None:
+            raise InputError("store is how the output is written; give an output or leave it out")
 
 
 def several(given: Any) -> tuple[Pass, ...]:

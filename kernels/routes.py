@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from compress.kernels import fp8, ops, sparse, tiles
+from compress.kernels import fp8, ops, sparse, sparse24, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
 from compress.kernels.pack import Planar
+from compress.kernels.pack24 import Sparse24
 from compress.kernels.pack_tiles import TileWords
+from compress.kernels.pairs24 import NO_KERNEL
 from compress.kernels.tiles import MANY
 
 
@@ -75,6 +77,19 @@ def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, dev
     if refused:
         return Route("reference", tuple(refused))
     return Route("dequantize" if fused else "triton", tuple(fused))
+
+
+def sparse24_route(M: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of 2:4 codes of 4 bits."""
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    weight = Sparse24(nothing, nothing, nothing, None, group_size)
+    reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
+    return Route("torch" if reasons else "triton", tuple(reasons))
+
+
+def pairs24_route() -> Route:
+    """Of 2:4 pairs."""
+    return Route("torch", (NO_KERNEL,))
 
 
 def sparse_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:

@@ -1,19 +1,21 @@
 """The linear of 4-bit 2:4 weights as a torch operator: x times a weight in the words of `pack24.Sparse24`.
 
 Like those of `ops`: a Triton path, a CPU path and a reference, chosen by `why_not_sparse24`; weights are frozen, only x
-gets a gradient, which unpacks the weight in plain torch. Shapes: x [..., K], M tokens once flattened, N outputs.
+gets a gradient. What is not Triton makes a block of rows dense at a time. Shapes: x [..., K], M tokens once flattened,
+N outputs.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels import reference
-from compress.kernels.ops import HALF, _why_not_triton, path_of
+from compress.kernels.ops import HALF, _rows, _why_not_triton
 from compress.kernels.pack import PLANE
 from compress.kernels.pack24 import QUAD, Sparse24, blocks_of, quad_planar, sparse24_weight
+from compress.kernels.pairs24 import gradient_of_blocks, product_of_blocks, row_blocks
 
 
 def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
@@ -28,6 +30,14 @@ def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
     return reasons
 
 
+def _blocks(weight: Sparse24, columns: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their values) of a weight."""
+    for rows in row_blocks(len(weight.codes), columns):
+        zero = None if weight.zero is None else weight.zero[:, rows]
+        part = Sparse24(weight.codes[rows], weight.kept[rows], weight.scale[:, rows], zero, weight.group_size)
+        yield rows, sparse24_weight(part, columns)
+
+
 @torch.library.custom_op("compress::sparse24_linear", mutates_args=())
 def sparse24_linear(
     x: Tensor, codes: Tensor, kept: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int
@@ -37,17 +47,13 @@ def sparse24_linear(
     if kept.shape[1] != blocks_of(columns) * PLANE:
         raise InputError(f"x has {columns} columns; {kept.shape[1]} words of kept bits do not hold as many")
     weight = Sparse24(codes, kept, scale, zero, group_size)
-    x_MK = x.reshape(-1, columns)
-    path = path_of(x.device, why_not_sparse24(x, weight))
-    if path == "triton":
+    x_MK = _rows(x)
+    if why_not_sparse24(x, weight):
+        out_MN = product_of_blocks(x_MK, _blocks(weight, columns), len(codes), bias)
+    else:
         from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
         out_MN = sparse24_gemm(quad_planar(x_MK), columns, weight, bias)
-    elif path == "cpu" and scale.dtype == x.dtype:
-        bias = None if bias is None else bias.to(x.dtype)
-        out_MN = torch.nn.functional.linear(x_MK, sparse24_weight(weight, columns), bias)
-    else:
-        out_MN = reference.linear(x_MK, sparse24_weight(weight, columns), bias)
     return out_MN.view(*x.shape[:-1], len(codes))
 
 
@@ -68,8 +74,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     codes, kept, scale, zero = ctx.saved_tensors
     group_size, columns = ctx.layout
-    dense_NK = sparse24_weight(Sparse24(codes, kept, scale, zero, group_size), columns)
-    return grad @ dense_NK.to(grad.dtype), None, None, None, None, None, None
+    blocks = _blocks(Sparse24(codes, kept, scale, zero, group_size), columns)
+    return gradient_of_blocks(grad, blocks, columns), *(None,) * 6
 
 
 sparse24_linear.register_autograd(_gradient, setup_context=_save)

@@ -8,9 +8,10 @@ that is larger. DIR appears when it is complete, as the output of a run does (`c
 the same kind: `compress verify DIR` holds it to that, and `--overwrite` knows it again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from compress.checkpoint.assembly import write_beside
 from compress.checkpoint.directory import Directory, claimed
-from compress.checkpoint.files import checksum
+from compress.checkpoint.files import WHOLE, checksum
 from compress.checkpoint.manifest import manifest
 from compress.checkpoint.record import RunRecord
 from compress.checkpoint.shards import pieces_of, planned, write_shard
@@ -35,13 +36,27 @@ PART_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made: the directory, how many layers of it had been compressed, the bytes of its weight files, and
-    what they do not say of the compressed model (`lost`)."""
+    """What an export made: the directory, how many layers of it are stored another way than before, the bytes of its
+    weight files, and what was lost or left as it was (`lost`)."""
 
     output: Path
     layers: int
     bytes: int
     lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export writes: tensors, made one after the other, so many in all, for so many layers; its configuration;
+    its record but for their checksums; what there is to say of it; the name of a single weight file."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    total: int
+    layers: int
+    config: Mapping[str, Any]
+    record: Mapping[str, Any]
+    lost: tuple[str, ...]
+    whole: str = WHOLE
 
 
 def export_dense(
@@ -61,21 +76,37 @@ def export_dense(
     stored = stored_in(source)
     if not stored.layers and stored.caches is None:
         raise InputError(f"{source.name} is not compressed: its weights are dense as they are")
+    lost = tuple(left_out(stored))
+    about = manifest(
+        RunRecord(notes=list(lost)),
+        model=shown(source.name),
+        identity={"export": "dense", "model": source.fingerprint()},
+        calibration=None,
+        ranks=1,
+    )
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    total = sum(1 for _ in dense_names(source))
+    export = Export(dense_tensors(source), total, len(stored.layers), config, about, lost)
+    return write_export(source, export, output, overwrite, reporter)
+
+
+def write_export(source: Source, export: Export, output: str | Path, overwrite: bool, reporter: Reporter) -> Exported:
+    """Write what there is to export of a checkpoint. Raises InputError for an output that is in the way, CompressError
+    where it cannot be written."""
     if Path(output).exists() and Path(output).samefile(source.path):
         raise InputError(f"output {str(output)!r} is the model itself; give another directory")
     with claimed(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as place:
         assert place is not None
-        lost = tuple(left_out(stored))
-        for line in lost:
+        for line in export.lost:
             reporter.note(line)
         try:
-            sums = _write_parts(source, place, reporter)
-            _assemble(source, place, sums, lost)
+            sums = _write_parts(export, place, reporter)
+            _assemble(source, export, place, sums)
         except (OSError, SafetensorError) as error:
             raise CompressError(f"cannot write {place.output}: {error}") from None
         place.take_name(overwrite)
     size = sum(path.stat().st_size for path in place.output.glob("*.safetensors"))
-    return Exported(place.output, len(stored.layers), size, lost)
+    return Exported(place.output, export.layers, size, export.lost)
 
 
 def left_out(stored: Stored) -> Iterator[str]:
@@ -117,15 +148,14 @@ def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
         yield name, source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()
 
 
-def _write_parts(source: Source, place: Directory, reporter: Reporter) -> dict[str, str]:
-    """Write the dense tensors into files of bounded size; returns {tensor: SHA-256}, in their order."""
+def _write_parts(export: Export, place: Directory, reporter: Reporter) -> dict[str, str]:
+    """Write the tensors into files of bounded size; returns {tensor: SHA-256}, in their order."""
     sums: dict[str, str] = {}
-    total = sum(1 for _ in dense_names(source))
-    reporter.step(0, total, "")
-    for i, part in enumerate(batches(dense_tensors(source))):
+    reporter.step(0, export.total, "")
+    for i, part in enumerate(batches(export.tensors)):
         save_file(part, place.blocks / f"part-{i:05d}.safetensors", metadata={"format": "pt"})
         sums |= {name: checksum(tensor) for name, tensor in part.items()}
-        reporter.step(len(sums), total, next(reversed(part)))
+        reporter.step(len(sums), export.total, next(reversed(part)))
     return sums
 
 
@@ -142,11 +172,11 @@ def batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     yield batch
 
 
-def _assemble(source: Source, place: Directory, sums: dict[str, str], lost: Sequence[str]) -> None:
+def _assemble(source: Source, export: Export, place: Directory, sums: dict[str, str]) -> None:
     """The checkpoint, out of its parts: each goes when it is copied."""
     place.model.mkdir(exist_ok=True)
     parts = sorted(place.blocks.iterdir())
-    plan = planned([piece for part in parts for piece in pieces_of(part)])
+    plan = planned([piece for part in parts for piece in pieces_of(part)], export.whole)
     left = {part: len(pieces_of(part)) for part in parts}
     for file, pieces in plan.items():
         write_shard(place.model / file, pieces, sums)
@@ -154,13 +184,5 @@ def _assemble(source: Source, place: Directory, sums: dict[str, str], lost: Sequ
             left[piece.file] -= 1
             if not left[piece.file]:
                 piece.file.unlink()
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    about = manifest(
-        RunRecord(notes=list(lost)),
-        model=shown(source.name),
-        identity={"export": "dense", "model": source.fingerprint()},
-        calibration=None,
-        ranks=1,
-    )
     weight_map = {piece.name: file for file, pieces in plan.items() for piece in pieces}
-    write_beside(place.model, weight_map, config, source.path, {}, {**about, "tensors": sums})
+    write_beside(place.model, weight_map, export.config, source.path, {}, {**export.record, "tensors": sums})

@@ -8,6 +8,7 @@ makes that the output. Whenever a run is killed, there is a complete OUT or a pa
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,18 @@ from compress.weights.decision import Decision
 from compress.weights.formats import check_importable
 from compress.weights.own_words import is_own
 from compress.weights.scheme import Scheme, read_entry
+from compress.weights.sparse24 import sparse24
+from compress.weights.terms import added, summands
 
 
 class Writer:
     """The pipeline's sink. Every method is called on every rank; a failure on one is an error on all."""
 
-    def __init__(self, place: Directory, identity: str, comm: Comm, *, resume: bool, overwrite: bool) -> None:
-        self.place, self.comm, self.overwrite = place, comm, overwrite
+    def __init__(
+        self, place: Directory, identity: str, comm: Comm, *, resume: bool, overwrite: bool, halved: bool = False
+    ) -> None:
+        """halved: layers, which are 2:4, are written without their zeros."""
+        self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
         if resume and place.progress.exists() and (before := Journal.read(place.progress)).blocks:
@@ -91,6 +97,8 @@ class Writer:
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
+        if self.halved:
+            decided = {name: _halved(layers[name], decision) for name, decision in decided.items()}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
@@ -213,6 +221,21 @@ class Writer:
                     "--overwrite"
                 )
         return tensors
+
+
+def _halved(layer: Layer, decision: Decision) -> Decision:
+    """The decision about a layer with its weight as 2:4, but for a token embedding. Raises CompressError for another
+    layer that is not 2:4."""
+    if isinstance(layer, Table):
+        return decision
+    try:
+        if not layer.has_format:
+            raise InputError(f"a {type(layer.module).__name__} has no such form")
+        return replace(decision, weight=added(*map(sparse24, summands(decision.weight))))
+    except InputError as why:
+        raise CompressError(
+            f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
+        ) from None
 
 
 def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:

@@ -73,6 +73,11 @@ OF_CALIBRATION = ("samples", "length", "batch_size")
     "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
 )
 @click.option("--output", required=True, metavar="OUT", help="The directory to write. It appears when it is complete.")
+@click.option(
+    "--store",
+    metavar="FORM",
+    help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
+)
 @click.option("--resume", is_flag=True, help="Go on with a run that was stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an output, or drop an unfinished one.")
 @click.option(

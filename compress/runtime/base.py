@@ -31,6 +31,8 @@ class QuantLinear(nn.Module):
     stackable: ClassVar[bool] = True
     # Whether it is for layers that round their input.
     rounds_inputs: ClassVar[bool] = False
+    # Whether it multiplies by the codes of an input that is rounded; where not, `SumLinear` rounds and it multiplies.
+    takes_codes: ClassVar[bool] = True
     # Whether its kernels add sparse rows to its weight (`with_entries`).
     adds_entries: ClassVar[bool] = False
 
@@ -220,4 +222,4 @@ def kernel_of(term: Format, inputs: Grid | None = None) -> type[QuantLinear] | N
 def run_of(scheme: Scheme) -> type[QuantLinear]:
     """The layer for a scheme: that of its format, or the one for sums and for formats without a kernel (None)."""
     kernel = kernel_of(scheme.terms[0], scheme.inputs) if len(scheme.terms) == 1 else None
-    return RUNS[None] if kernel is None else kernel
+    return RUNS[None] if kernel is None or (scheme.inputs is not None and not kernel.takes_codes) else kernel

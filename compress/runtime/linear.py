@@ -8,10 +8,12 @@ from compress.runtime.few_levels import FewLevelsLinear
 from compress.runtime.packed import PackedLinear
 from compress.runtime.rows import Fp8Linear, Int8Linear, RowLinear
 from compress.runtime.sparse import SparseLinear
+from compress.runtime.sparse24 import PackedSparse24Linear, Sparse24Linear
 from compress.runtime.sums import SumLinear
 from compress.runtime.tiles import TilesLinear
 from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.sparse import SparseRows
+from compress.weights.sparse24 import PackedSparse24, Sparse24
 from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiles
 
@@ -19,8 +21,10 @@ __all__ = [
     "Fp8Linear",
     "Int8Linear",
     "PackedLinear",
+    "PackedSparse24Linear",
     "QuantLinear",
     "RowLinear",
+    "Sparse24Linear",
     "SparseLinear",
     "SumLinear",
     "TilesLinear",
@@ -36,5 +40,7 @@ RUNS |= {
     Float8Rows: Fp8Linear,
     Tiles: TilesLinear,
     SparseRows: SparseLinear,
+    Sparse24: Sparse24Linear,
+    PackedSparse24: PackedSparse24Linear,
     None: SumLinear,
 }

@@ -17,6 +17,7 @@ from compress.weights.columns import BinaryColumns
 from compress.weights.dense import Dense
 from compress.weights.lowrank import LowRank
 from compress.weights.sparse import SparseRows
+from compress.weights.sparse24 import PackedSparse24, Sparse24
 from compress.weights.terms import Format
 from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiles
@@ -25,7 +26,7 @@ FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
         *(Packed, Int8Rows, Int8Table, Float8Rows, Ternary, Binary, BinaryColumns),
-        *(Dense, SparseRows, Tiles, LowRank),
+        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRank),
     )
 }
 OURS = frozenset(FORMATS)

@@ -149,6 +149,8 @@ def test_what_is_wrong_with_an_argument_is_said_before_the_model_is_loaded(llama
         ({"passes": GPTQ, "calibration": "demo", "length": 65}, "reads at most 64"),
         ({"passes": GPTQ, "calibration": "demo", "device": "nowhere"}, "device 'nowhere' cannot be used"),
         ({"samples": 3}, "leave them out"),
+        ({"store": "2:4"}, "store is how the output is written; give an output"),
+        ({"store": "2 of 4"}, "store '2 of 4'; allowed: 2:4"),
         ({"resume": True}, "need an output"),
         ({"output": ""}, "no directory that can be made"),
         ({"fsdp": True}, "process group"),

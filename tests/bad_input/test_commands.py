@@ -446,7 +446,15 @@ OTHERS: dict[str, Case] = {
     ),
     "export: nothing said": (
         lambda d: command("export", d.model, "--output", d.output),
-        ("say what to export: --dense", "a plain checkpoint"),
+        ("say what to export: --dense", "a plain checkpoint", "--sparse24"),
+    ),
+    "export: both": (
+        lambda d: command("export", d.model, "--dense", "--sparse24", "--output", d.output),
+        ("say what to export: --dense", "or --sparse24"),
+    ),
+    "export: no record": (
+        lambda d: command("export", d.model, "--sparse24", "--output", d.output),
+        ("holds no compress.json", "prune it first"),
     ),
     "export: of what is not compressed": (
         lambda d: command("export", d.model, "--dense", "--output", d.output),

@@ -23,6 +23,7 @@ from compress.weights.lowrank import LowRank
 from compress.weights.lowrank import low_rank as low_rank_of
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
 from compress.weights.sparse import sparse
+from compress.weights.sparse24 import sparse24 as sparse24_of
 from compress.weights.terms import Format, Term, Weight
 from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiled, Tiles
@@ -64,6 +65,17 @@ def sparse_rows(dtype: torch.dtype) -> Term:
     return sparse(values, chosen)
 
 
+def two_of_four(grid: Grid | None, dtype: torch.dtype) -> Term:
+    """Random weights, one in eight quads without any, another with one."""
+    draw = torch.Generator().manual_seed(6)
+    order = torch.rand(ROWS, COLUMNS // 4, 4, generator=draw).argsort(-1)
+    least = torch.randint(8, (ROWS, COLUMNS // 4, 1), generator=draw).clamp(max=2)
+    values = torch.randn(ROWS, COLUMNS, generator=draw) * (order < least).flatten(1)
+    if grid is None:
+        return sparse24_of(dense(values.to(dtype)))
+    return sparse24_of(quantize(values, grid, dtype))
+
+
 def tiles(dtype: torch.dtype) -> Term:
     draw = torch.Generator().manual_seed(4)
     format_ = Tiles(bits=3, scale_bits=3, zero_bits=4, group_size=16, tile_rows=8)
@@ -101,6 +113,11 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     ),
     "somebody's": somebodys,
     "sparse rows": sparse_rows,
+    "2:4": lambda dtype: two_of_four(None, dtype),
+    "2:4, packed": lambda dtype: two_of_four(Grid(bits=4, **GROUPS), dtype),
+    "2:4, packed, asymmetric": lambda dtype: two_of_four(Grid(bits=3, symmetric=False, **GROUPS), dtype),
+    "2:4, packed, 8 bits": lambda dtype: two_of_four(Grid(bits=8), dtype),
+    "2:4, packed, 6 bits, asymmetric": lambda dtype: two_of_four(Grid(bits=6, symmetric=False, **GROUPS), dtype),
     "tiles": tiles,
     "dense": lambda dtype: dense(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(2)).to(dtype)),
 }
@@ -112,6 +129,7 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
     ),
     "binary + ternary": lambda dtype: Weight((TERMS["binary"](dtype), TERMS["ternary"](dtype))),
     "binary + binary columns": lambda dtype: Weight((TERMS["binary"](dtype), binary_columns(dtype))),
+    "2:4, packed + sparse rows": lambda dtype: Weight((TERMS["2:4, packed"](dtype), sparse_rows(dtype))),
     "tiles + sparse rows": lambda dtype: Weight((tiles(dtype), sparse_rows(dtype))),
     "low rank + packed + packed": lambda dtype: Weight(
         (low_rank(dtype), TERMS["packed"](dtype), TERMS["packed, asymmetric"](dtype))

@@ -29,6 +29,10 @@ from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import tune
 from compress.kernels.tuning.table import Shape
+from compress.runtime.linear import QuantLinear
+from compress.runtime.twin import error
+from compress.weights.grid import Grid, quantize
+from compress.weights.sparse24 import sparse24 as two_of_four
 
 GUARD = 4096
 POISON = 77
@@ -440,6 +444,20 @@ def test_sparse24_operator_takes_this_path():
     out.backward(out.detach())
     back = (out.detach().view(6, 40).double() @ weight).half()
     torch.testing.assert_close(x.grad.view(6, 200), back, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "dtype"), [(4, True, torch.float16), (3, False, torch.bfloat16)])
+def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
+    """What a checkpoint stores, some quads of it without a weight."""
+    draw = torch.Generator().manual_seed(bits)
+    order = torch.rand(40, 48, 4, generator=draw).argsort(-1)
+    weight = torch.randn(40, 192, generator=draw)
+    weight *= (order < torch.randint(3, (40, 48, 1), generator=draw)).flatten(1)
+    grid = Grid(bits=bits, symmetric=symmetric, granularity="group", group_size=32)
+    layer = QuantLinear.from_quantized(two_of_four(quantize(weight, grid, dtype)))
+    monkeypatch.setattr(sparse24, "product_of_blocks", lambda *_: pytest.fail("torch"))
+    x = torch.randn(5, 192, generator=draw).to(dtype)
+    assert error(layer, x, layer(x)) <= 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""Layers on 2:4 weights: numbers as they are stored, codes in the words of `kernels.pack24` or as pairs."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.kernels.pack import CHUNK, pack_rows, unpack_rows
+from compress.kernels.pack24 import Sparse24, pack24, sparse24_weight, unpack24
+from compress.kernels.pairs24 import (
+    Pairs,
+    pack_positions,
+    pairs24_linear,
+    pairs_weight,
+    positions_of,
+    spread,
+    take,
+    unpack_positions,
+)
+from compress.kernels.routes import Route, pairs24_route, sparse24_route
+from compress.kernels.sparse24 import sparse24_linear
+from compress.runtime.base import QuantLinear
+from compress.weights.scheme import NARROW, WIDE, Scheme
+from compress.weights.sparse24 import half
+
+
+class Sparse24Linear(QuantLinear):
+    """Numbers, two of four of which are kept, as they are stored."""
+
+    takes_codes: ClassVar[bool] = False
+    value: Tensor
+    position: Tensor
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        for name in ("value", "position"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs(self.value, self.position, None, None, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pairs24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return pairs24_route()
+
+    def dequantize(self) -> Tensor:
+        return pairs_weight(self.pairs)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        for name in ("value", "position"):
+            held = getattr(self, name)
+            if held is None:
+                setattr(self, name, parts[name])
+            else:
+                held[rows] = parts[name]
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        value, position = self.value[rows], self.position[rows]
+        shape = torch.tensor([len(value), self.in_features], device=value.device)
+        return {"value": value, "position": position, "weight_shape": shape}
+
+
+class PackedSparse24Linear(QuantLinear):
+    """Codes, two of four of which are kept: of 2 to 4 bits in the words of `kernels.pack24`, 3 bits a weight, of 5 to 8
+    bits as pairs of bytes, 5 bits a weight. What a quad keeps is two in either, so that what was stored comes back."""
+
+    takes_codes: ClassVar[bool] = False
+    codes: Tensor
+    kept: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
+        for name in ("codes", "kept", "scale", "zero"):
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scale.dtype
+
+    @property
+    def group_size(self) -> int:
+        return self.scheme.weights.group_size or -1
+
+    @property
+    def _lift(self) -> int:
+        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
+        return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = sparse24_linear if self.container == NARROW else pairs24_linear
+        return product(self._own(x), self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size)
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        if scheme.weights.bits > NARROW:
+            return pairs24_route()
+        return sparse24_route(M, shape[1], scheme.weights.group_size or -1, dtype, device)
+
+    def dequantize(self) -> Tensor:
+        weight = (self.codes, self.kept, self.scale, self.zero, self.group_size)
+        return (
+            sparse24_weight(Sparse24(*weight), self.in_features)
+            if self.container == NARROW
+            else pairs_weight(Pairs(*weight))
+        )
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        count = rows.stop - rows.start
+        found = {"scale": parts["weight_scale"].t().contiguous(), "zero": self._zero(parts, count)}
+        step = max(1, CHUNK // self.in_features)
+        blocks = [self._laid_out(parts, slice(first, first + step)) for first in range(0, count, step)]
+        found |= {
+            name: torch.cat(each) for name, each in zip(("codes", "kept"), zip(*blocks, strict=True), strict=True)
+        }
+        for name, tensor in found.items():
+            held = getattr(self, name)
+            if held is None:
+                setattr(self, name, tensor)
+            elif tensor is not None:
+                held[(slice(None), rows) if name in ("scale", "zero") else rows] = tensor
+
+    def _zero(self, parts: Mapping[str, Tensor], rows: int) -> Tensor | None:
+        """uint8 [G, N]; None where the kernel takes the middle."""
+        grid = self.scheme.weights
+        if not grid.symmetric:
+            return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows, signed=False) + self._lift
+        if self.container == NARROW:
+            return None
+        groups = parts["weight_scale"].t()
+        return torch.full(groups.shape, 2 ** (WIDE - 1), dtype=torch.uint8, device=groups.device)
+
+    def _laid_out(self, parts: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
+        """(codes, kept) of some rows."""
+        bits, position = self.scheme.weights.bits, parts["position"][rows]
+        codes = unpack_rows(parts["weight_packed"][rows], bits, half(self.in_features), signed=False) + self._lift
+        if self.container == WIDE:
+            return codes, position
+        at = unpack_positions(position, self.in_features)
+        return pack24(spread(codes, at), spread(torch.ones_like(codes, dtype=torch.bool), at))
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        bits, count = self.scheme.weights.bits, rows.stop - rows.start
+        codes, kept = self.codes[rows], self.kept[rows]
+        parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
+        if not self.scheme.weights.symmetric:
+            assert self.zero is not None
+            zero_GN = self.zero[:, rows] - self._lift
+            parts["weight_zero_point"] = pack_rows(zero_GN, bits, signed=False).t().contiguous()
+        step = max(1, CHUNK // self.in_features)
+        blocks = [
+            self._stored(codes[first : first + step], kept[first : first + step]) for first in range(0, count, step)
+        ]
+        parts["weight_packed"], parts["position"] = (torch.cat(each) for each in zip(*blocks, strict=True))
+        parts["weight_shape"] = torch.tensor([count, self.in_features], device=codes.device)
+        return parts
+
+    def _stored(self, codes: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Inverse of `_laid_out`."""
+        if self.container == NARROW:
+            dense, mask = unpack24(codes, kept, self.in_features)
+            position = positions_of(mask)
+            codes, kept = take(dense, position), pack_positions(position)
+        return pack_rows(codes - self._lift, self.scheme.weights.bits, signed=False), kept
