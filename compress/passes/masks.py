@@ -67,11 +67,11 @@ def largest_share(score_NK: Tensor, pruned: int, together: bool) -> Tensor:
 
 
 def pattern_of(kept_NK: Tensor) -> Pattern | None:
-    """The tightest pattern of a usual length that a mask keeps to; None where there is none, or nothing stays."""
-    found = []
+    """The shortest pattern of a usual length that a mask has everywhere, exactly; None where there is none."""
     for length in LENGTHS:
         if kept_NK.shape[1] % length == 0:
-            most = int(kept_NK.unflatten(1, (-1, length)).sum(-1).max())
-            if 0 < most < length:
-                found.append(Pattern(most, length))
-    return max(found, key=lambda pattern: (pattern.sparsity, -pattern.length), default=None)
+            counts = kept_NK.unflatten(1, (-1, length)).sum(-1)
+            most = int(counts.max())
+            if 0 < most < length and bool((counts == most).all()):
+                return Pattern(most, length)
+    return None
