@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from compress.passes.kv_cache import KVCache
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
+    from compress.passes.magnitude import Magnitude
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
+    from compress.passes.sparsegpt import SparseGPT
     from compress.passes.spqr import SpQR
     from compress.passes.ternary import Ternary
+    from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
@@ -58,13 +61,16 @@ _HOMES = {
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
+    "Magnitude": "compress.passes.magnitude",
     "Pass": "compress.passes.base",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
     "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
+    "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
     "Ternary": "compress.passes.ternary",
+    "Wanda": "compress.passes.wanda",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
     "export_dense": "compress.checkpoint.exported",
@@ -96,13 +102,16 @@ __all__ = [
     "InputError",
     "KVCache",
     "LowRank",
+    "Magnitude",
     "Pass",
     "QuantLinear",
     "Quantized",
     "Result",
     "SmoothQuant",
     "SpQR",
+    "SparseGPT",
     "Ternary",
+    "Wanda",
     "__version__",
     "but",
     "evaluate",

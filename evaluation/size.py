@@ -109,7 +109,7 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
             remark = record["left_alone"].get(holder) or record["left_alone"].get(name, "")
             if holder in made:
                 remark = ", ".join(f"{layer['method']} {layer['scheme']}".strip() for layer in made[holder])
-                remark = f"{remark}{_pruned(made[holder])}, stored dense"
+                remark = f"{remark}{_pruned(made[holder])}, stored dense{_losses(made[holder][-1], ': ')}"
             rows.append(Row(name, shape, tensors[0].dtype.lower(), 8 * total / max(1, math.prod(shape)), total, remark))
             continue
         bits = 8 * total / math.prod(stored.shape)
@@ -130,9 +130,12 @@ def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:
 
 
 def _pruned(layers: Sequence[Mapping[str, Any]]) -> str:
-    """How much of a layer is zero for good, where a pass has pruned it."""
-    shares = [layer["figures"]["sparsity"] for layer in layers if "sparsity" in layer["figures"]]
-    return f" ({percent(float(shares[-1]))} zero)" if shares else ""
+    """How much of a layer is zero for good, where a pass has pruned it, and in which pattern."""
+    masks = [layer["figures"] for layer in layers if "sparsity" in layer["figures"]]
+    if not masks:
+        return ""
+    pattern = f", {masks[-1]['pattern']}" if "pattern" in masks[-1] else ""
+    return f" ({percent(float(masks[-1]['sparsity']))} zero{pattern})"
 
 
 def _loss(layers: Sequence[Mapping[str, Any]]) -> str:
@@ -140,7 +143,14 @@ def _loss(layers: Sequence[Mapping[str, Any]]) -> str:
         return ""
     layer = layers[-1]
     methods = ", ".join(each["method"] for each in layers) + _pruned(layers)
-    kept = (("loss", "loss", ".2e"), ("rtn", "rtn_loss", ".2e"), ("damp", "damp", "g"))
+    return methods + _losses(layer, ": ")
+
+
+def _losses(layer: Mapping[str, Any], before: str) -> str:
+    """What a layer lost, beside what it would have by the baseline of its method; nothing where that is not known."""
+    kept = (("loss", "loss", ".2e"), ("rtn", "rtn_loss", ".2e"), ("wanda", "wanda_loss", ".2e"), ("damp", "damp", "g"))
     figures = layer["figures"]
+    if not {"rtn_loss", "wanda_loss"} & figures.keys():
+        return ""
     said = [f"{word} {figures[key]:{form}}" for word, key, form in kept if isinstance(figures.get(key), int | float)]
-    return ": ".join(filter(None, (methods, ", ".join(said) if "rtn_loss" in figures else "")))
+    return before + ", ".join(said)

@@ -96,6 +96,22 @@ class ChannelMean:
         return (self.total / self.tokens.clamp(min=1)).float()
 
 
+class ChannelNorm:
+    """Euclidean norm of x per channel over all tokens [K], float64: squares of large inputs are beyond float32."""
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.squares = torch.zeros(channels, dtype=torch.float64, device=device)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        self.squares += x_MK.double().square().sum(0)
+
+    def sync(self, comm: Comm) -> None:
+        comm.all_reduce(self.squares)
+
+    def result(self) -> Tensor:
+        return self.squares.sqrt()
+
+
 class MinMax:
     """(lowest, highest) x per channel, each [K], float32. Both are 0 where no token was seen; NaN where one was NaN."""
 

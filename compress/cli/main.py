@@ -13,6 +13,7 @@ from compress.cli.export import export
 from compress.cli.generate import generate
 from compress.cli.inspect import evaluate, inspect, verify
 from compress.cli.methods import methods, recipes
+from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.terminal import visible
 
@@ -45,6 +46,7 @@ def cli() -> None:
     \b
     compress demo                                              see it work on the built-in model
     compress quantize MODEL --method gptq --calibration TEXT --output OUT
+    compress prune MODEL --method sparsegpt --pattern 2:4 --calibration TEXT --output OUT
     compress evaluate OUT --reference MODEL --text TEXT
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
@@ -55,7 +57,7 @@ def cli() -> None:
     """
 
 
-for command in (quantize, evaluate, inspect, generate, verify, export, methods, recipes, bench, demo):
+for command in (quantize, prune, evaluate, inspect, generate, verify, export, methods, recipes, bench, demo):
     cli.add_command(command)
 
 

@@ -1,24 +1,19 @@
-"""`compress quantize`: from words to passes, and the process group of a sharded run."""
+"""`compress quantize`: from words to passes."""
 
-import json
-import os
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-import compress
-from compress.cli.exits import exits_cleanly, leave
-from compress.cli.options import begin, device_option, given, json_option, quiet_option, trust_option, write_report
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import given
+from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
 from compress.errors import InputError
 
 if TYPE_CHECKING:
     from compress.passes.base import Pass
 
 OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
-OF_CALIBRATION = ("samples", "length", "batch_size")
 
 
 @click.command(short_help="Quantize a model and write a checkpoint.")
@@ -51,62 +46,21 @@ OF_CALIBRATION = ("samples", "length", "batch_size")
     help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: minmax, "
     "or what a recipe says).",
 )
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Any option of the method, like --set damp=0.05. Repeat for more.",
-)
+@setting_option
 @click.option(
     "--embeddings",
     metavar="SCHEME",
     help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
 )
-@click.option(
-    "--calibration", metavar="TEXT", help="What the model is shown. Needed by methods that calibrate (rtn does not)."
-)
-@click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")
-@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
-@click.option(
-    "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
-)
-@click.option("--output", required=True, metavar="OUT", help="The directory to write. It appears when it is complete.")
-@click.option(
-    "--store",
-    metavar="FORM",
-    help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
-)
-@click.option("--resume", is_flag=True, help="Go on with a run that was stopped.")
-@click.option("--overwrite", is_flag=True, help="Replace an output, or drop an unfinished one.")
-@click.option(
-    "--verify/--no-verify",
-    default=None,
-    help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
-)
-@click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain.")
-@click.option(
-    "--convolutions/--no-convolutions",
-    default=None,
-    help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
-)
-@click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun.")
-@trust_option
-@device_option
-@json_option
-@quiet_option
+@run_options
 @exits_cleanly
 def quantize(
     model: str,
     method: str,
     recipe: str | None,
     embeddings: str | None,
-    output: str,
     kv_cache: str | None,
     settings: tuple[str, ...],
-    json_file: str | None,
-    quiet: bool,
     fsdp: bool,
     **options: Any,
 ) -> None:
@@ -117,28 +71,12 @@ def quantize(
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
-    from compress.cli.progress import reporting
-
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
     passes, notes = passes_of(method, chosen) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache)
-    if options["calibration"] is None:
-        check_unread(passes, f"recipe {recipe!r}" if recipe is not None else f"method {method!r}")
-    begin()
-    with process_group(fsdp, options["device"]) as rank, reporting("quantize", quiet or rank > 0) as reporter:
-        for note in notes:
-            reporter.note(note)
-        result = compress.quantize(model, passes, output=output, fsdp=fsdp, reporter=reporter, **options)
-    if rank == 0:
-        assert result.output is not None
-        write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
-        if not quiet and json_file != "-":
-            from compress.cli import tables as show
-
-            show.result(result, model, output)
-    if fsdp:
-        leave(0)
+    who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
+    run("quantize", model, passes, who, notes, fsdp=fsdp, **options)
 
 
 def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -149,15 +87,7 @@ def chosen_options(options: Mapping[str, Any], settings: Sequence[str]) -> dict[
         if "scheme" in chosen:
             raise InputError(f"--bits is short for --scheme {bits}; drop it, or --scheme {chosen['scheme']}")
         chosen["scheme"] = bits
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise InputError(f"--set {setting!r}; write NAME=VALUE")
-        name = name.replace("-", "_")
-        if name in chosen:
-            raise InputError(f"option {name} is given twice ({chosen[name]!r} and {value!r}); give it once")
-        chosen[name] = value
-    return chosen
+    return split_settings(settings, chosen)
 
 
 def passes_of(method: str, chosen: Mapping[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:
@@ -194,49 +124,3 @@ def added_passes(embeddings: str | None, kv_cache: str | None) -> tuple["Pass", 
 
         added = (*added, cache_pass(kv_cache))
     return added
-
-
-def check_unread(passes: Sequence["Pass"], who: str) -> None:
-    """Refuse options of calibration data where there is none, and nobody reads it."""
-    unread = [f"--{name.replace('_', '-')}" for name in OF_CALIBRATION if given(name)]
-    if unread and not any(p.calibrated for p in passes):
-        raise InputError(f"{who} uses no calibration data; drop {', '.join(unread)}")
-
-
-def check_processes(fsdp: bool, device: str | None) -> None:
-    """Refuse what does not go with the number of processes."""
-    if not fsdp:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("several processes were started; add --fsdp to shard the model over them")
-        return
-    if device is not None and ":" in device:
-        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
-    if "RANK" not in os.environ:
-        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
-
-
-@contextmanager
-def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
-    """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
-    if not fsdp:
-        yield 0
-        return
-    import torch
-    import torch.distributed as dist
-
-    from compress.comm import Comm
-    from compress.ranks import terminate, watching
-    from compress.run.residency import Sharded
-
-    Sharded.require()
-    signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended
-    on_gpu = torch.cuda.is_available() and device != "cpu"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        with watching(Comm()):
-            yield dist.get_rank()
-            dist.barrier()  # ranks that leave before the others abort them
-    finally:
-        dist.destroy_process_group()

@@ -1,11 +1,12 @@
 """What a person reads on standard output: tables of results, evaluations and layers."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 from rich.table import Table
 
-from compress.checkpoint.record import RangeRecord
+from compress.checkpoint.record import LayerRecord, RangeRecord
 from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
@@ -15,6 +16,8 @@ from compress.evaluation.size import Row, Size, measure_size
 from compress.job import Result
 
 MIB = 2**20
+# What a method holds its loss against, by the figure of the record.
+BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
 
 
 def number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -34,11 +37,14 @@ def result(made: Result, model: str, output: str) -> None:
     table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
     if made.record.coverage is not None:
         out.print(f"compressed: {made.record.coverage}")
-    losses = [(r.figures["loss"], r.figures["rtn_loss"]) for r in made.record.layers if "rtn_loss" in r.figures]
     out.print(table)
-    if losses:
-        own, rtn = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
-        out.print(f"mean relative output error of a layer: {own:.3e}, against {rtn:.3e} by plain rounding")
+    for key, baseline in BASELINES.items():
+        losses = [(r.figures["loss"], r.figures[key]) for r in made.record.layers if key in r.figures]
+        if losses:
+            own, plain = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
+            out.print(f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}")
+    if zeros := pruned(made.record.layers):
+        out.print(zeros)
     if made.record.ranges:
         out.print(clipped(made.record.ranges))
     if made.record.caches:
@@ -66,6 +72,18 @@ def result(made: Result, model: str, output: str) -> None:
         out.print(
             f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
         )
+
+
+def pruned(layers: Sequence[LayerRecord]) -> str | None:
+    """How much of the layers that were pruned is zero, in a line; None where none was."""
+    masks = {layer.name: layer for layer in layers if "sparsity" in layer.figures}  # the last mask of each
+    weights = sum(math.prod(layer.shape) for layer in masks.values())
+    if not weights:
+        return None
+    zero = sum(float(layer.figures["sparsity"]) * math.prod(layer.shape) for layer in masks.values())
+    patterns = {str(layer.figures.get("pattern", "")) for layer in masks.values()}
+    each = f", {', '.join(sorted(patterns))} in every layer" if len(patterns) == 1 and "" not in patterns else ""
+    return f"zero for good: {zero / weights:.1%} of {weights} weights in {len(masks)} layers{each}"
 
 
 def clipped(ranges: Sequence[RangeRecord]) -> str:

@@ -82,10 +82,8 @@ class GridRule:
 
 
 class Settled(Protocol):
-    """A rule whose groups all have their scales."""
+    """A rule that has decided every column once."""
 
-    group_of: list[int]
-    scale: Tensor
     settled: bool
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
@@ -97,19 +95,31 @@ class Settled(Protocol):
         ...
 
 
+class Grouped(Protocol):
+    """A rule whose groups all have their scales [G, N]."""
+
+    @property
+    def group_of(self) -> list[int]: ...
+
+    @property
+    def scale(self) -> Tensor: ...
+
+
+def members(rule: Grouped) -> Tensor:
+    """[G, g] the columns of each group, in sweep order."""
+    group_of = torch.tensor(rule.group_of, device=rule.scale.device)
+    return torch.argsort(group_of, stable=True).view(len(rule.scale), -1)
+
+
 R = TypeVar("R", bound=Settled)
 
 
 class Polish(Generic[R]):
-    """Refit and coordinate descent on the codes of a finished sweep, in sweep order. Updates the rule's tensors."""
+    """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors."""
 
     def __init__(self, weight: Tensor, values: Tensor, rule: R, hessian: Tensor) -> None:
         self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
         rule.settled = True
-        group_of = torch.tensor(rule.group_of, device=weight.device)
-        length = weight.shape[1] // len(rule.scale)
-        # Columns of each group, [G, length], in sweep order.
-        self.members = torch.argsort(group_of, stable=True).view(-1, length)
 
     def loss(self) -> Tensor:
         error = self.weight - self.values
@@ -128,7 +138,7 @@ class Polish(Generic[R]):
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         rule = self.rule
         gradient = (self.weight - self.values) @ self.hessian
-        for group, columns in enumerate(self.members):
+        for group, columns in enumerate(members(rule)):
             steps = (rule.codes[columns] - rule.zero_point[group]).t()
             curvature = ((steps @ self.hessian[columns][:, columns]) * steps).sum(1)
             slope = (gradient[:, columns] * steps).sum(1)
@@ -149,7 +159,8 @@ class Polish(Generic[R]):
             gradient -= change @ self.hessian[columns]
 
     def descend(self) -> None:
-        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum.
+        """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum, a weight
+        that is no code to the optimum itself.
 
         Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
         """

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Aimed:
 @dataclass(frozen=True, kw_only=True)
 class SecondOrder(Pass):
     """A pass that solves column by column for the least error of a layer's output."""
+
+    # What the record calls the loss of `nearest`, and the solutions of a layer.
+    nearest_loss: ClassVar[str] = "rtn_loss"
+    called: ClassVar[Mapping[Solution, str]] = {solution: solution for solution in SOLUTIONS}
 
     damp: float = 0.01
     """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
@@ -126,7 +130,8 @@ class SecondOrder(Pass):
         for solution in sorted(set(chosen.values())):
             part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
             for name, one in self._solve(part, relied, solution).items():
-                found[name] = one.weight, {**self.figures(site, name, one, relied), "solution": solution}
+                figures = self.figures(site, name, one, relied)
+                found[name] = one.weight, {**figures, "solution": self.called[solution]}
         return {name: found[name] for name in site.weights}
 
     def _relied(self, statistics: HessianResult) -> Relied:
@@ -159,21 +164,27 @@ class SecondOrder(Pass):
             how = (relied.correction, hessian, self.drift, self.shrink)
             aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
         rows = {n: self.rows(site, n, target, relied) for n, (target, _) in aims.items()}
-        found = solve_stacked(site, rows, self.solver(relied), self.together)
+        found = self.solve(site, rows, relied)
         return {n: Aimed(found[n], target, share) for n, (target, share) in aims.items()}
+
+    def solve(
+        self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
+    ) -> dict[str, Summand | Weight]:
+        """`solver` over the rows of all layers, each rank its share."""
+        return solve_stacked(site, rows, self.solver(relied), self.together)
 
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
         """What the record says of a layer."""
         hessian, target = relied.hessian, solved.target
         energy = quadratic(site.comm, target, hessian) or 1.0
-        loss, rtn_loss = (
+        loss, nearest_loss = (
             quadratic(site.comm, target - w.dequantize(hessian.dtype), hessian) / energy
             for w in (solved.weight, self.nearest(site, name, hessian.dtype))
         )
         exact = share_of_outliers(solved.weight)
         return {
             "loss": loss,
-            "rtn_loss": rtn_loss,
+            self.nearest_loss: nearest_loss,
             "damp": relied.ordered.factor.damp,
             "dead_channels": int((hessian.diagonal() <= 0).sum()),
             "tokens": relied.statistics.tokens,

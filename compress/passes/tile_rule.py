@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.passes.columns import POLISH_DAMP, TRIAL_ROWS, Ordered, Solved
 from compress.passes.outliers import counts_of, exact_places, price_of, sampled_rows, share_of_outliers
-from compress.passes.polish import Polish
+from compress.passes.polish import Polish, members
 from compress.passes.sweep import damped, sweep
 from compress.weights.grid import encode_unsigned
 from compress.weights.sparse import sparse
@@ -242,7 +242,7 @@ def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
     """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it has,
     that lower the loss the most; group after group."""
     gradient = (state.weight - state.values) @ state.hessian
-    for group, columns in enumerate(state.members):
+    for group, columns in enumerate(members(rule)):
         block, codes = state.hessian[columns][:, columns], rule.codes[columns].t()
         exact, ranges, old = rule.exact[columns].t(), rule.ranges[group], state.values[:, columns]
         best = torch.zeros_like(rule.scale[group])

@@ -11,11 +11,15 @@ from compress.calibration.calibrators import Range
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
+from compress.passes.masks import pattern_of
 from compress.passes.stages import Decide
 from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized
+
+# What the record calls the solution of a layer that got all that a method has (`passes.second_order`).
+ENTIRE = ("gptq", "sparsegpt")
 
 
 def nothing_done(plan: Plan, record: RunRecord) -> str | None:
@@ -51,12 +55,13 @@ def few_tokens(layers: Sequence[LayerRecord]) -> str | None:
 def held_back(layers: Sequence[LayerRecord]) -> str | None:
     """A remark about layers that a method did less to than asked, their tokens not bearing it out; None where none."""
     solutions = [str(layer.figures["solution"]) for layer in layers if "solution" in layer.figures]
-    less = {name: solutions.count(name) for name in sorted(set(solutions)) if name != "gptq"}
+    less = {name: solutions.count(name) for name in sorted(set(solutions)) if name not in ENTIRE}
     if not less:
         return None
+    asked = " and ".join(sorted({layer.method for layer in layers if "solution" in layer.figures}))
     shares = ", ".join(f"{name} for {count}" for name, count in less.items())
     return (
-        f"{sum(less.values())} of {len(solutions)} layers get less than GPTQ with all that was asked for ({shares}): "
+        f"{sum(less.values())} of {len(solutions)} layers get less than all that was asked of {asked} ({shares}): "
         "what one half of their calibration tokens suggests does not hold on the other; give more calibration data"
     )
 
@@ -68,6 +73,9 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     figures = dict(decision.figures)
     if decision.kept is not None:
         figures["sparsity"] = 1 - float(decision.kept.double().mean())
+        pattern = pattern_of(decision.kept)
+        if pattern is not None:
+            figures["pattern"] = str(pattern)
     return LayerRecord(
         layer.name,
         p.name,

@@ -36,6 +36,11 @@ def npy(desk: Desk, value: object) -> Path:
     return desk.here / "given.npy"
 
 
+def prune(desk: Desk, method: str, *more: object) -> Outcome:
+    words = ["prune", desk.model, "--method", method, "--output", desk.output]
+    return command(*words, *([] if method == "magnitude" else ["--calibration", desk.tokens]), *more)
+
+
 def low_rank(desk: Desk, setting: str, *more: object) -> Outcome:
     words = ["quantize", desk.model, "--method", "low-rank", "--calibration", desk.tokens, "--output", desk.output]
     return command(*words, "--set", setting, *more)
@@ -333,6 +338,66 @@ OPTIONS: dict[str, Case] = {
     ),
 }
 
+MASKS: dict[str, Case] = {
+    "pattern that is none": (
+        lambda d: prune(d, "magnitude", "--pattern", "half"),
+        ("pattern 'half'", "N:M with 0 < N < M", "2:4"),
+    ),
+    "pattern that keeps everything": (lambda d: prune(d, "wanda", "--pattern", "4:4"), ("pattern '4:4'", "0 < N < M")),
+    "pattern that does not divide": (
+        lambda d: prune(d, "sparsegpt", "--pattern", "3:5"),
+        ("pattern 3:5 needs inputs in multiples of 5", "model.layers.0", "has 64", "ignore it", "sparsity"),
+    ),
+    "pattern and another share": (
+        lambda d: prune(d, "wanda", "--pattern", "2:4", "--sparsity", 0.7),
+        ("pattern 2:4 makes 0.5 of weights zero, not sparsity 0.7", "give one"),
+    ),
+    "pattern by layer": (
+        lambda d: prune(d, "magnitude", "--pattern", "2:4", "--per", "layer"),
+        ("per layer has no say in pattern 2:4",),
+    ),
+    "everything pruned": (
+        lambda d: prune(d, "magnitude", "--sparsity", 1),
+        ("sparsity 1.0", "above 0, below 1"),
+    ),
+    "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", -0.5), ("sparsity -0.5", "above 0, below 1")),
+    "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer",)),
+    "order that tears a pattern apart": (
+        lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--set", "act_order=static"),
+        ("act_order static visits inputs apart that 2:4 prunes together", "none, group"),
+    ),
+    "descent below 0": (lambda d: prune(d, "sparsegpt", "--set", "sweeps=-1"), ("sweeps -1", "0 or more")),
+    "pruned by what rounds": (
+        lambda d: prune(d, "gptq"),
+        ("method 'gptq' makes no mask", "magnitude, wanda, sparsegpt", "compress quantize"),
+    ),
+    "pruned by what nobody knows": (lambda d: prune(d, "wonda"), ("unknown method 'wonda'", "did you mean 'wanda'")),
+    "pattern given twice": (
+        lambda d: prune(d, "magnitude", "--pattern", "2:4", "--set", "pattern=1:4"),
+        ("option pattern is given twice ('2:4' and '1:4')",),
+    ),
+    "option of a mask that another method has": (
+        lambda d: prune(d, "wanda", "--set", "damp=0.1"),
+        ("unknown option of wanda 'damp'", "pattern, per, sparsity"),
+    ),
+    "mask without calibration data": (
+        lambda d: command("prune", d.model, "--output", d.output),
+        ("sparsegpt needs calibration data", "text, token ids or 'demo'"),
+    ),
+    "windows for a mask that reads none": (
+        lambda d: prune(d, "magnitude", "--samples", 3),
+        ("method 'magnitude' uses no calibration data; drop --samples",),
+    ),
+    "mask behind codes": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}, magnitude: {}]"),
+        ("'magnitude' needs the dense weight of model.layers.0", "'rtn' has quantized", "put 'magnitude' first"),
+    ),
+    "codes without zero behind a mask": (
+        lambda d: d.recipe("passes: [magnitude: {}, binary: {group_size: 32}]", "--calibration", d.tokens),
+        ("'binary' does not keep the zeros of model.layers.0", "'magnitude' has pruned"),
+    ),
+}
+
 RECIPES: dict[str, Case] = {
     "missing recipe": (
         lambda d: command("quantize", d.model, "--recipe", d.here / "no.yaml", "--output", d.output),
@@ -483,6 +548,7 @@ REFUSED = {
         ("model", MODELS),
         ("text", TEXTS),
         ("option", OPTIONS),
+        ("mask", MASKS),
         ("recipe", RECIPES),
         ("command", OTHERS),
     )

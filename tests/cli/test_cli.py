@@ -29,7 +29,7 @@ from compress.checkpoint import source
 from compress.cli import progress
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
-COMMANDS = ("quantize", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
+COMMANDS = ("quantize", "prune", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
 
 
 # --- what exists is not lost ---------------------------------------------------------------------------------------

@@ -1,20 +1,40 @@
 """What holds for every pass that writes a mask. A new one joins `PRUNING` and gets all of it."""
 
-from dataclasses import FrozenInstanceError
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError, replace
+from threading import Barrier
 
 import pytest
 import torch
 from pruning import Largest
+from thread_ranks import TwoRanks
 from torch import Tensor
 
 from compress.comm import Comm
 from compress.passes.base import Pass
+from compress.passes.magnitude import Magnitude
 from compress.passes.sites import Site
+from compress.passes.sparsegpt import SparseGPT
+from compress.passes.wanda import Wanda
 from compress.passes.where import but, only
 from compress.recipe import PASSES, pass_class
+from compress.weights.decision import Decision
+from compress.weights.dense import dense
 
 # One instance per pass that prunes, with the options that make it exact to repeat.
-PRUNING: list[Pass] = [Largest(), Largest(share=0.25)]
+PRUNING: list[Pass] = [
+    Largest(),
+    Largest(share=0.25),
+    Magnitude(),
+    Magnitude(sparsity=0.3, per="layer"),
+    Magnitude(pattern="1:4"),
+    Wanda(),
+    Wanda(pattern="2:4"),
+    SparseGPT(statistics="float64", drift=0.0),
+    SparseGPT(statistics="float64", drift=0.0, per="layer", sparsity=0.7, act_order="static", sweeps=0),
+    SparseGPT(statistics="float64", drift=0.0, pattern="2:4"),
+    SparseGPT(statistics="float64", drift=0.0, pattern="4:8", act_order="group"),
+]
 DTYPES = {"model.layers.0.q_proj": torch.bfloat16, "model.layers.0.k_proj": torch.float16}
 
 every_pass = pytest.mark.parametrize("one", PRUNING, ids=lambda one: f"{one.name}{PRUNING.index(one)}")
@@ -61,6 +81,43 @@ def test_the_same_is_decided_again(one: Pass) -> None:
     for name, decision in first.items():
         assert torch.equal(decision.kept, second[name].kept)
         assert torch.equal(decision.weight.dequantize(), second[name].weight.dequantize())
+
+
+@every_pass
+def test_two_ranks_decide_what_one_decides(one: Pass) -> None:
+    site, desk, barrier = make_site(one, make_weights()), [None, None], Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        work = [threads.submit(one.apply, replace(site, comm=TwoRanks(rank, desk, barrier))) for rank in (0, 1)]
+        ranks = [each.result() for each in work]
+    for name, alone in one.apply(site).items():
+        for decisions in ranks:
+            assert torch.equal(decisions[name].kept, alone.kept)
+            assert torch.equal(decisions[name].weight.dequantize(), alone.weight.dequantize())
+
+
+@every_pass
+def test_a_layer_is_decided_alone_as_with_its_neighbours(one: Pass) -> None:
+    together = one.apply(make_site(one, make_weights()))
+    for name, weight in make_weights().items():
+        (alone,) = one.apply(make_site(one, {name: weight})).values()
+        assert torch.equal(alone.kept, together[name].kept)
+        assert torch.equal(alone.weight.dequantize(), together[name].weight.dequantize())
+
+
+@pytest.mark.parametrize("one", [one for one in PRUNING if one.keeps_zeros], ids=lambda one: f"{one.name}")
+def test_what_adds_to_a_mask_leaves_its_zeros_and_counts_them(one: Pass) -> None:
+    """Of two layers one has a mask already: more than the half of a row, and a row of nothing else."""
+    weights, (first, _) = make_weights(), DTYPES
+    kept = weights[first].abs() > weights[first].abs().median()
+    kept[5] = False
+    site = make_site(one, {**weights, first: weights[first] * kept})
+    site = replace(site, before=weights, decided={first: Decision(dense(site.weights[first]), kept=kept)})
+    decisions = one.apply(site)
+    assert not decisions[first].kept[~kept].any()
+    assert not decisions[first].weight.dequantize()[~decisions[first].kept].any()
+    fresh = one.apply(make_site(one, weights))
+    assert all(torch.equal(d.kept, fresh[n].kept) for n, d in decisions.items() if n != first)
+    assert decisions[first].kept.sum() <= fresh[first].kept.sum()
 
 
 @every_pass

@@ -8,6 +8,7 @@ from threading import Barrier
 import pytest
 import torch
 from combinations import each
+from thread_ranks import TwoRanks
 from torch import Tensor
 
 from compress.comm import Comm
@@ -193,30 +194,6 @@ def test_a_layer_is_decided_alone_as_with_its_neighbours(one, layout):
     together = one.apply(make_site(one, weights, x))
     for name, weight in weights.items():
         assert same(one.apply(make_site(one, {name: weight}, x))[name].weight, together[name].weight)
-
-
-class TwoRanks(Comm):
-    """One of two ranks that are threads of this process."""
-
-    def __init__(self, rank: int, desk: list, barrier: Barrier) -> None:
-        super().__init__()
-        self.active, self.rank, self.world = True, rank, 2
-        self.desk, self.barrier = desk, barrier
-
-    def exchange(self, tensor: Tensor) -> list[Tensor]:
-        self.desk[self.rank] = tensor.clone()
-        self.barrier.wait(timeout=60)
-        both = list(self.desk)
-        self.barrier.wait(timeout=60)
-        return both
-
-    def all_reduce(self, tensor, reduction="sum"):
-        first, second = self.exchange(tensor)
-        return tensor.copy_({"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[reduction](first, second))
-
-    def gather_rows(self, part, lengths):
-        assert len(part) == lengths[self.rank]
-        return torch.cat(self.exchange(part))
 
 
 @every_pass_on_a_layout

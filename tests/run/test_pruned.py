@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from commands import StopAfterOne
+from commands import StopAfterOne, command
 from models import tokens
 from pruning import Largest
 
@@ -79,3 +79,50 @@ def test_what_rounds_the_input_of_a_pruned_layer_is_in_the_checkpoint_and_last(l
     torch.testing.assert_close(compress.load(tmp_path / "out")(ids).logits, made.model(ids).logits)
     with pytest.raises(InputError, match=r"'rounding' rounds the input or output of .* leave that to the last pass"):
         compress.quantize(llama, [Rounding(), compress.RTN(group_size=32)])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("magnitude", "--pattern", "2:4"), ("wanda", "--sparsity", 0.75), ("sparsegpt", "--pattern", "2:4")],
+    ids=lambda words: words[0],
+)
+def test_the_command_line_writes_a_plain_checkpoint_with_zeros_and_shows_them(
+    words: tuple[object, ...], llama: Path, token_file: Path, tmp_path: Path
+) -> None:
+    out, (method, _, share) = tmp_path / "out", words
+    data = [] if method == "magnitude" else ["--calibration", token_file]
+    outcome = command("prune", llama, "--method", *words, *data, "--no-verify", "--output", out)
+    assert outcome.code == 0, outcome
+    zero = "75.0%" if share == 0.75 else "50.0%"
+    assert f"zero for good: {zero} of" in outcome.out
+    assert ("2:4 in every layer" in outcome.out) == (share == "2:4")
+    assert compress.verify(out)["transformers"] == "compared"
+    rows = {row["name"]: row["remark"] for row in command("inspect", out, "--json", "-").json()["layers"]}
+    said = "(75% zero), stored dense" if share == 0.75 else "(50% zero, 2:4), stored dense"
+    assert rows["model.layers.1.mlp.up_proj.weight"].startswith(f"{method} {said}")
+    assert find_source(str(out)).quantization is None
+    source = find_source(str(out))
+    layers = [source.weights.tensor(name) for name in rows if "proj" in name]
+    assert len(layers) == 14
+    for weight in layers:
+        if share == "2:4":
+            assert torch.all((weight.view(len(weight), -1, 4) != 0).sum(-1) <= 2)
+        else:
+            assert torch.all((weight != 0).sum(1) <= weight.shape[1] // 4)
+
+
+def test_sparsegpt_then_gptq_are_stopped_resumed_and_loaded_with_their_zeros(llama: Path, tmp_path: Path) -> None:
+    passes = [compress.SparseGPT(pattern="2:4"), compress.GPTQ(scheme="w4a16", group_size=32)]
+    how = {"calibration": tokens(16, 16), "verify": False}
+    whole = compress.quantize(llama, passes, output=tmp_path / "whole", **how)
+    assert {(r.method, r.figures["pattern"]) for r in whole.record.layers} == {("sparsegpt", "2:4"), ("gptq", "2:4")}
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, passes, output=tmp_path / "out", reporter=StopAfterOne(), **how)
+    compress.quantize(llama, passes, output=tmp_path / "out", resume=True, **how)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert files[0] == files[1]
+    assert compress.verify(tmp_path / "out")["transformers"] == "compared"
+    model = compress.load(tmp_path / "out", dequantize=True)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.weight"):
+            assert torch.all((parameter.view(len(parameter), -1, 4) != 0).sum(-1) <= 2)

@@ -1,0 +1,167 @@
+"""What the commands share that run passes over a model and write a checkpoint: options, refusals, the run itself, and
+the process group of a sharded one."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import compress
+from compress.cli.exits import leave
+from compress.cli.options import begin, device_option, given, json_option, quiet_option, trust_option, write_report
+from compress.errors import InputError
+
+if TYPE_CHECKING:
+    from compress.passes.base import Pass
+
+OF_CALIBRATION = ("samples", "length", "batch_size")
+
+setting_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any option of the method, like --set damp=0.05. Repeat for more.",
+)
+OPTIONS = (
+    click.option(
+        "--calibration",
+        metavar="TEXT",
+        help="What the model is shown. Needed by methods that calibrate.",
+    ),
+    click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
+    click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"),
+    click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."),
+    click.option(
+        "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
+    ),
+    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
+    click.option(
+        "--store",
+        metavar="FORM",
+        help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
+    click.option("--overwrite", is_flag=True, help="Replace an output, or drop an unfinished one."),
+    click.option(
+        "--verify/--no-verify",
+        default=None,
+        help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
+    ),
+    click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain."),
+    click.option(
+        "--convolutions/--no-convolutions",
+        default=None,
+        help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
+    ),
+    click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
+    trust_option,
+    device_option,
+    json_option,
+    quiet_option,
+)
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every run, in the order in which help lists them."""
+    return reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
+
+
+def run(
+    task: str,
+    model: str,
+    passes: Sequence["Pass"],
+    who: str,
+    notes: Sequence[str] = (),
+    *,
+    output: str,
+    json_file: str | None,
+    quiet: bool,
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Run passes and show what came of it. task: the verb that progress is told by; who: what is blamed for options
+    that nobody reads; notes: remarks to make first; options: those of `compress.quantize`."""
+    from compress.cli.progress import reporting
+
+    if options["calibration"] is None:
+        check_unread(passes, who)
+    begin()
+    with process_group(fsdp, options["device"]) as rank, reporting(task, quiet or rank > 0) as reporter:
+        for note in notes:
+            reporter.note(note)
+        result = compress.quantize(model, passes, output=output, fsdp=fsdp, reporter=reporter, **options)
+    if rank == 0:
+        assert result.output is not None
+        write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
+        if not quiet and json_file != "-":
+            from compress.cli import tables as show
+
+            show.result(result, model, output)
+    if fsdp:
+        leave(0)
+
+
+def split_settings(settings: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a method: those chosen already, and what --set says."""
+    found = dict(chosen)
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise InputError(f"--set {setting!r}; write NAME=VALUE")
+        name = name.replace("-", "_")
+        if name in found:
+            raise InputError(f"option {name} is given twice ({found[name]!r} and {value!r}); give it once")
+        found[name] = value
+    return found
+
+
+def check_unread(passes: Sequence["Pass"], who: str) -> None:
+    """Refuse options of calibration data where there is none, and nobody reads it."""
+    unread = [f"--{name.replace('_', '-')}" for name in OF_CALIBRATION if given(name)]
+    if unread and not any(p.calibrated for p in passes):
+        raise InputError(f"{who} uses no calibration data; drop {', '.join(unread)}")
+
+
+def check_processes(fsdp: bool, device: str | None) -> None:
+    """Refuse what does not go with the number of processes."""
+    if not fsdp:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("several processes were started; add --fsdp to shard the model over them")
+        return
+    if device is not None and ":" in device:
+        raise InputError(f"--device {device} with --fsdp would put every process on one GPU; give cpu or cuda")
+    if "RANK" not in os.environ:
+        raise InputError("--fsdp runs under torchrun: torchrun --nproc-per-node 2 -m compress quantize ... --fsdp")
+
+
+@contextmanager
+def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
+    """The process group of torchrun for a sharded run; yields the rank (0 in an ordinary run)."""
+    if not fsdp:
+        yield 0
+        return
+    import torch
+    import torch.distributed as dist
+
+    from compress.comm import Comm
+    from compress.ranks import terminate, watching
+    from compress.run.residency import Sharded
+
+    Sharded.require()
+    signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        with watching(Comm()):
+            yield dist.get_rank()
+            dist.barrier()  # ranks that leave before the others abort them
+    finally:
+        dist.destroy_process_group()

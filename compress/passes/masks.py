@@ -1,0 +1,77 @@
+"""Which weights of a layer stay: so many of each few in a row of inputs (N:M), or a share, by a score of each.
+
+Shapes: N outputs, K inputs. A score says what a weight is worth, and is never negative. The best are counted out, not
+found by a threshold: of equals those that come first stay, and there are exactly as many as asked for, whatever the
+scores are. A pattern n:m keeps n of m inputs in a row (NVIDIA's 2:4; some papers count the zeros).
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+
+# What a weight that is zero already is worth: less than any other.
+PRUNED = -1.0
+# Lengths of the patterns that a mask is looked at for, and that hardware or papers know.
+LENGTHS = (2, 4, 8, 16, 32)
+
+
+class Pattern(NamedTuple):
+    """`kept` of `length` weights in a row of inputs stay."""
+
+    kept: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.length}"
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.kept / self.length
+
+
+def parse_pattern(word: str) -> Pattern:
+    """From words like 2:4. Raises InputError."""
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)
+    pattern = Pattern(int(found[1]), int(found[2])) if found else Pattern(0, 0)
+    if not 0 < pattern.kept < pattern.length:
+        raise InputError(f"pattern {word!r}; allowed: N:M with 0 < N < M, like 2:4, which keeps 2 of 4 inputs in a row")
+    return pattern
+
+
+def pruned_before(column: int, sparsity: float) -> int:
+    """How many of so many weights in a row a share prunes: rounded down, of the share as it is written."""
+    return int(Fraction(str(sparsity)) * column)
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Bool [..., n]: the `count` largest of each n; of equals the first."""
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order[..., :count], True)
+
+
+def largest_of_each(score_NK: Tensor, pattern: Pattern) -> Tensor:
+    """Bool [N, K]: of every `length` inputs in a row the `kept` largest."""
+    return largest(score_NK.unflatten(1, (-1, pattern.length)), pattern.kept).flatten(1)
+
+
+def largest_share(score_NK: Tensor, pruned: int, together: bool) -> Tensor:
+    """Bool [N, K]: all but the `pruned` smallest of each row; of all rows `together`, all but as many for each."""
+    if not together:
+        return largest(score_NK, score_NK.shape[1] - pruned)
+    return largest(score_NK.flatten(), score_NK.numel() - pruned).view_as(score_NK)
+
+
+def pattern_of(kept_NK: Tensor) -> Pattern | None:
+    """The shortest pattern of a usual length that a mask has everywhere, exactly; None where there is none."""
+    for length in LENGTHS:
+        if kept_NK.shape[1] % length == 0:
+            counts = kept_NK.unflatten(1, (-1, length)).sum(-1)
+            most = int(counts.max())
+            if 0 < most < length and bool((counts == most).all()):
+                return Pattern(most, length)
+    return None

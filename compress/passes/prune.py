@@ -1,0 +1,140 @@
+"""What the passes share that prune: a pattern or a share of zeros, and decisions out of scores or of survivors.
+
+Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel. Weights that an earlier pass has
+pruned are worth nothing and stay zero: a pass adds to a mask. `passes.masks` has the counting.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.passes.base import Aspect, Pass
+from compress.passes.masks import (
+    PRUNED,
+    Pattern,
+    largest_of_each,
+    largest_share,
+    parse_pattern,
+    pruned_before,
+)
+from compress.passes.sites import Site
+from compress.weights.decision import Decision, Figures
+from compress.weights.dense import dense
+from compress.weights.grid import working_dtype
+from compress.weights.terms import Term
+
+Per = Literal["row", "layer"]
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Survivors(Term):
+    """A weight between a mask and its decision: values [N, K] in the dtype that is stored, and which of them stay."""
+
+    values: Tensor
+    kept: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.values if dtype is None else self.values.to(dtype)
+
+    def rows(self, part: slice) -> Self:
+        return type(self)(self.values[part], self.kept[part])
+
+    @classmethod
+    def stacked(cls, terms: Sequence[Self]) -> Self:
+        return cls(torch.cat([t.values for t in terms]), torch.cat([t.kept for t in terms]))
+
+    def decision(self, figures: Figures) -> Decision:
+        """What is decided for the layer."""
+        return Decision(dense(self.values), figures, kept=self.kept)
+
+
+def survivors(weight_NK: Tensor, kept_NK: Tensor, dtype: torch.dtype) -> Survivors:
+    """A weight with exact zeros where it is not kept."""
+    return Survivors(torch.where(kept_NK, weight_NK, 0.0).to(dtype), kept_NK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(Pass):
+    """A pass that makes weights zero for good."""
+
+    writes: ClassVar[Aspect] = "mask"
+    keeps_zeros: ClassVar[bool] = True
+
+    pattern: str = ""
+    """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
+
+    sparsity: float = 0.0
+    """above 0, below 1: share of weights that become zero; 0: what `pattern` says, or half."""
+
+    per: Per = "row"
+    """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.sparsity < 1:
+            raise InputError(
+                f"sparsity {self.sparsity}; allowed: above 0, below 1; 0 is what the pattern says, or half"
+            )
+        if self.per not in get_args(Per):
+            raise InputError(f"per {self.per!r}; allowed: {', '.join(get_args(Per))}")
+        said = HALF if self.of_each is None else self.of_each.sparsity
+        if self.of_each is not None:
+            if self.sparsity not in (0, said):
+                raise InputError(
+                    f"pattern {self.pattern} makes {said:.4g} of weights zero, not sparsity {self.sparsity}; give one"
+                )
+            if self.per != "row":
+                raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
+        object.__setattr__(self, "sparsity", self.sparsity or said)
+
+    @property
+    def of_each(self) -> Pattern | None:
+        """The pattern, if there is one."""
+        return parse_pattern(self.pattern) if self.pattern else None
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        for name, (_, columns) in shapes.items():
+            if self.of_each is not None and columns % self.of_each.length:
+                raise InputError(
+                    f"pattern {self.pattern} needs inputs in multiples of {self.of_each.length}; {name} has {columns}: "
+                    "ignore it, leave it to another pass (`but`) or prune a share (sparsity)"
+                )
+
+    def chosen(self, score_NK: Tensor, earlier_NK: Tensor | None, first: int = 0) -> Tensor:
+        """Bool [N, K]: which weights stay, by what each is worth, of those that an earlier mask has left. first: the
+        inputs before these, whose zeros count towards the share."""
+        score = score_NK if earlier_NK is None else score_NK.masked_fill(~earlier_NK, PRUNED)
+        if self.of_each is not None:
+            kept = largest_of_each(score, self.of_each)
+        else:
+            rows, columns = score.shape
+            each = rows if self.per == "layer" else 1
+            pruned = pruned_before((first + columns) * each, self.sparsity) - pruned_before(first * each, self.sparsity)
+            kept = largest_share(score, pruned, together=self.per == "layer")
+        return kept if earlier_NK is None else kept & earlier_NK
+
+    def by_score(self, site: Site, name: str, score_NK: Tensor) -> Survivors:
+        """A layer's weight as it is now, of which the best stay, unchanged."""
+        return survivors(site.weights[name], self.chosen(score_NK, site.kept(name)), site.scale_dtypes[name])
+
+
+def size_of(weight_NK: Tensor) -> Tensor:
+    """|w|, in a dtype whose products do not overflow."""
+    return weight_NK.to(working_dtype(weight_NK)).abs()
+
+
+def weight_error(weight_NK: Tensor, found: Survivors) -> float:
+    """How far what stays is from the weight, as a part of it."""
+    exact = weight_NK.to(working_dtype(weight_NK))
+    return float((found.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30))

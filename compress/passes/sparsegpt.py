@@ -1,0 +1,161 @@
+"""SparseGPT: prune column by column, survivors making up for what became zero (arXiv 2301.00774).
+
+Shapes: N outputs, K inputs, B inputs of one block. X_q [T, K] is the layer's input behind the pruned prefix, X the same
+input in the original model; H = X_q^T X_q = U D U^T, a mean over tokens.
+
+    minimise over a mask and Q of zeros where it is    |X W^T - X_q Q^T|^2  =  tr((W* - Q) H (W* - Q)^T) + const
+
+When the sweep comes to a block (M inputs for N:M, 128 for a share), the weights w that carry all feedback so far are
+scored by what zeroing each would cost, if the later ones made up for it,
+
+    w_j^2 / [H_F^-1]_jj  =  w_j^2 D_j        F: the inputs j ... K
+
+(`sweep` has the proof), and the lowest scores become zero. A survivor takes its target, whose error is none.
+
+Paper -> code: the column update -> `sweep.sweep`; adaptive mask selection, M_(:, j:(j+B_s)) -> `MaskRule.begin`; its
+blocksize B_s -> BLOCK or M; the percentile of a block -> `per` (the paper ranks a block of all outputs: per=layer);
+joint quantization -> a pass that rounds after this one, to which a mask is given: `sparsegpt` then `gptq` in a recipe.
+
+Departs from the paper:
+- `drift`, `shrink` and what very few tokens bear out are those of gptq (`passes.gptq` has the equations); where nothing
+  is borne out, a layer gets the mask of wanda, and its survivors stay.
+- a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `sweeps` of
+  coordinate descent move every survivor to the optimum in it, w_j + (gradient of the loss)_j / H_jj, in turns.
+- of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
+Departs from the authors' code:
+- the share is by output unless `per` says layer, so that outputs are independent and every rank prunes its own.
+- dead inputs cost the mean diagonal, and are not zeroed for being dead.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.calibration.hessian import HessianResult
+from compress.errors import InputError
+from compress.passes.columns import Ordered
+from compress.passes.polish import Polish
+from compress.passes.prune import Prune, Survivors, survivors
+from compress.passes.second_order import Relied, SecondOrder, Solution
+from compress.passes.sites import Site
+from compress.passes.solve import Solve
+from compress.passes.sweep import BLOCK, damped, sweep
+from compress.passes.wanda import scores
+from compress.weights.decision import Decision
+from compress.weights.terms import Summand, Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPT(Prune, SecondOrder):
+    """The weights that cost least become zero, and the others make up for them."""
+
+    name: ClassVar[str] = "sparsegpt"
+    nearest_loss: ClassVar[str] = "wanda_loss"
+    called: ClassVar[Mapping[Solution, str]] = {
+        "rounding": "wanda",
+        "gptq without drift": "sparsegpt without drift",
+        "gptq": "sparsegpt",
+    }
+
+    sweeps: int = 2
+    """0 or more: rounds of coordinate descent, in which survivors move once the mask is whole; 0 is the paper."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sweeps < 0:
+            raise InputError(f"sweeps {self.sweeps}; allowed: 0 or more rounds")
+        if self.of_each is not None and self.act_order == "static":
+            raise InputError(
+                f"act_order static visits inputs apart that {self.pattern} prunes together; allowed: none, group"
+            )
+
+    @property
+    def group_length(self) -> int | None:
+        return None if self.of_each is None else self.of_each.length
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        decisions = {}
+        for name, (found, figures) in self.solved(site).items():
+            assert isinstance(found, Survivors)
+            decisions[name] = found.decision(figures)
+        return decisions
+
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Survivors:
+        statistics: HessianResult = site.stats["hessian"]
+        return self.by_score(site, name, scores(site.weights[name], statistics.hessian.diagonal().clamp(min=0).sqrt()))
+
+    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+        rows = {"weight_NK": target_NK}
+        if any(site.kept(n) is not None for n in site.weights):
+            earlier = site.kept(name)
+            rows["earlier_NK"] = torch.ones_like(target_NK, dtype=torch.bool) if earlier is None else earlier
+        return rows
+
+    def solver(self, relied: Relied) -> Solve:
+        return partial(prune_ordered, seen=relied.ordered, how=self, sweeps=self.sweeps, polish_damp=relied.polish_damp)
+
+    def solve(
+        self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
+    ) -> dict[str, Summand | Weight]:
+        if self.per == "row":
+            return super().solve(site, rows, relied)
+        # The outputs of a layer compete: every rank solves all of them.
+        solver = self.solver(relied)
+        return {name: solver(scale_dtype=site.scale_dtypes[name], **each) for name, each in rows.items()}
+
+
+@dataclass
+class MaskRule:
+    """Zero, or the target. The mask of a block is chosen when the sweep comes to it; all [K, N] in sweep order.
+
+    earlier: what a mask before this one has left. kept: of blocks that have begun, what stays.
+    """
+
+    how: Prune
+    group: int
+    cost_K: Tensor
+    kept: Tensor
+    earlier: Tensor | None = None
+    settled: bool = False
+
+    def begin(self, column: int, updated_gN: Tensor) -> None:
+        block = slice(column, column + len(updated_gN))
+        score_Ng = (updated_gN.square() * self.cost_K[block].unsqueeze(1)).t()
+        earlier = None if self.earlier is None else self.earlier[block].t()
+        self.kept[block] = self.how.chosen(score_Ng, earlier, column).t()
+
+    def decide(self, column: int, target_N: Tensor) -> Tensor:
+        return torch.where(self.kept[column], target_N, 0.0)
+
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        """Nothing but the value is decided."""
+        return ()
+
+
+def prune_ordered(
+    weight_NK: Tensor,
+    seen: Ordered,
+    *,
+    how: Prune,
+    scale_dtype: torch.dtype,
+    earlier_NK: Tensor | None = None,
+    sweeps: int = 0,
+    polish_damp: float = 0.0,
+) -> Survivors:
+    """SparseGPT of rows of a weight, [N, K] in its own column order and the Hessian's dtype. how: what is to be zero.
+    earlier: bool, what an earlier mask has left. scale_dtype: that of what is stored."""
+    group = BLOCK if how.of_each is None else how.of_each.length
+    weight = weight_NK[:, seen.order_K]
+    earlier_KN = None if earlier_NK is None else earlier_NK[:, seen.order_K].t().contiguous()
+    kept_KN = torch.zeros(weight.t().shape, dtype=torch.bool, device=weight.device)
+    rule = MaskRule(how, group, seen.factor.diagonal, kept_KN, earlier_KN)
+    values, _ = sweep(weight, seen.factor, rule)
+    if sweeps:
+        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
+        for _ in range(sweeps):
+            state.descend()
+    return survivors(seen.back(values), seen.back(rule.kept.t()), scale_dtype)
