@@ -56,6 +56,12 @@ def recipes(group_size: int) -> Recipes:
     found["fp8 static minmax rtn"] = [{"rtn": {"scheme": "fp8", "activations": "static"}}]
     found["fp8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "fp8"}}]
     found["fp8 dynamic gptq"] = [{"gptq": {"scheme": "fp8"}}]
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        found[f"{method} 2:4"] = [{method: {"pattern": "2:4"}}]
+        found[f"{method} half"] = [{method: {"sparsity": 0.5}}]
+    codes = {"scheme": "w4a16", "group_size": group_size}
+    for method in ("rtn", "gptq"):
+        found[f"w4a16 sparsegpt 2:4, {method}"] = [{"sparsegpt": {"pattern": "2:4"}}, {method: codes}]
     best = {"gptq": {"scheme": "w4a16", "group_size": group_size}}
     for scheme in ("w8a16", "w4a16"):
         found[f"w4a16 gptq, embeddings {scheme}"] = [best, {"embeddings": {"scheme": scheme}}]
