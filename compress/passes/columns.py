@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from compress.passes.outliers import grouped_costs, places_at, price_of, sampled_rows, share_of_outliers
+from compress.passes.outliers import grouped_costs, places_at, price_by_trial, sampled_rows
 from compress.passes.polish import GridRule, Polish
 from compress.passes.sweep import Factor, damped, factorize, sweep
 from compress.weights.grid import Grid, fit_matrix, to_quantized
@@ -143,7 +143,7 @@ def solve_ordered(
         scale_NG, zero_NG = fit_matrix(survivors, grid, scale_dtype, seen.diagonal_K)
     kept_KN, exact_KN = (None if m is None else m[:, seen.order_K].t().contiguous() for m in (kept_NK, exact_NK))
     rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
-    rule.price, rule.cost_K, rule.exact = price_N, seen.factor.diagonal, exact_KN
+    rule.price, rule.exact = price_N, exact_KN
     weight = weight_NK[:, seen.order_K]
     values, loss = sweep(weight, seen.factor, rule)
     if refit or sweeps:
@@ -158,20 +158,15 @@ def solve_ordered(
 
 
 def price_by_sweep(weight_NK: Tensor, seen: Ordered, grid: Grid, scale_dtype: torch.dtype, share: float) -> float:
-    """The price (`passes.outliers`) at which a sweep makes so large a share of a weight exact.
-
-    Found without a sweep first. What is fed back makes later weights larger and dearer, so that a sweep makes more of
-    them exact: by how much is seen on a few rows, and so much less is asked for.
-    """
+    """The price of an exact weight for such a share of them, as `outliers.price_by_trial` finds it."""
     some = weight_NK[sampled_rows(*weight_NK.shape).to(weight_NK.device)]
-    found = grouped_costs(some, grid, scale_dtype, seen.costs)
-    price = price_of(share, found)
     trial = some[:TRIAL_ROWS]
-    solved = solve_ordered(
-        trial, seen, grid=grid, scale_dtype=scale_dtype, price_N=trial.new_full(trial.shape[:1], price)
-    )
-    taken = share_of_outliers(solved.weight)
-    return price_of(share * share / taken, found) if taken else price
+
+    def swept(price: float) -> Summand | Weight:
+        price_N = trial.new_full(trial.shape[:1], price)
+        return solve_ordered(trial, seen, grid=grid, scale_dtype=scale_dtype, price_N=price_N).weight
+
+    return price_by_trial(share, grouped_costs(some, grid, scale_dtype, seen.costs), swept)
 
 
 def grid_rule(
@@ -198,6 +193,7 @@ def grid_rule(
         length if scale_NG is None else 0,
         group_of,
         seen.hessian_KK.diagonal(),
+        seen.factor.diagonal,
         weight_NK.new_empty(columns, rows),
         scale_GN,
         zero_GN,

@@ -13,8 +13,9 @@ Departs from the paper:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.passes.prune import Prune, size_of, weight_error
+from compress.passes.prune import Prune, size_of
 from compress.passes.sites import Site
+from compress.passes.solve import weight_error
 from compress.weights.decision import Decision
 
 

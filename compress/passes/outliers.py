@@ -14,6 +14,7 @@ The price is one for a layer. That of a wanted share of exact weights is found b
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,15 +52,20 @@ def costs(x: Tensor, grid: Grid, scale_dtype: torch.dtype, cost: Tensor) -> Tens
     """[C, ..., g] what the errors of groups x [..., g] cost where the c-th count of largest weights is outside of the
     range; infinite for those. cost: d_j, of shape that broadcasts to x."""
     plain = grid.with_range("minmax")
-    centre = 0.0 if grid.symmetric else x.mean(-1, keepdim=True)
-    rank = (x - centre).abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1, stable=True)
-    found = []
-    for count in counts_of(x.shape[-1]):
-        outside = rank < count
+
+    def without(outside: Tensor) -> Tensor:
         scale, zero = (t.unsqueeze(-1) for t in fit(x.masked_fill(outside, 0.0), plain, scale_dtype))
-        error = (decode(encode(x, scale, zero, plain), scale, zero, scale_dtype) - x).square() * cost
-        found.append(error.masked_fill(outside, math.inf))
-    return torch.stack(found)
+        return (decode(encode(x, scale, zero, plain), scale, zero, scale_dtype) - x).square() * cost
+
+    return by_count(x if grid.symmetric else x - x.mean(-1, keepdim=True), without)
+
+
+def by_count(size: Tensor, without: Callable[[Tensor], Tensor]) -> Tensor:
+    """[C, ..., g] what errors cost where the c-th count of the largest |size| [..., g] is outside of the range, which
+    `without` is told (bool [..., g]); infinite for those."""
+    rank = size.abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1, stable=True)
+    masks = [rank < count for count in counts_of(size.shape[-1])]
+    return torch.stack([without(outside).masked_fill(outside, math.inf) for outside in masks])
 
 
 def exact_places(found: Tensor, price: Tensor | float) -> Tensor:
@@ -82,6 +88,17 @@ def price_of(share: float, found: Tensor) -> float:
         else:
             high = middle
     return high
+
+
+def price_by_trial(share: float, found: Tensor, swept: Callable[[float], Summand | Weight]) -> float:
+    """The price at which a sweep makes so large a share of a weight exact.
+
+    Found without a sweep first. What is fed back makes later weights larger and dearer, so that a sweep makes more of
+    them exact: by how much is seen on a few rows, that `swept` solves at a price, and so much less is asked for.
+    """
+    price = price_of(share, found)
+    taken = share_of_outliers(swept(price))
+    return price_of(share * share / taken, found) if taken else price
 
 
 def sampled_rows(rows: int, columns: int, together: int = 1) -> Tensor:

@@ -32,12 +32,12 @@ class GridRule:
     group: int
     group_of: list[int]
     importance_K: Tensor
+    cost_K: Tensor
     codes: Tensor
     scale: Tensor
     zero_point: Tensor
     kept: Tensor | None = None
     price: Tensor | None = None
-    cost_K: Tensor | None = None
     exact: Tensor | None = None
     settled: bool = False
 
@@ -45,7 +45,7 @@ class GridRule:
         importance = self.importance_K[column : column + len(updated_gN)]
         if self.kept is not None:
             updated_gN = updated_gN * self.kept[column : column + len(updated_gN)]
-        if self.price is not None and self.exact is not None and self.cost_K is not None:
+        if self.price is not None and self.exact is not None:
             cost = self.cost_K[column : column + len(updated_gN)]
             found = costs(updated_gN.t(), self.grid, self.scale_dtype, cost)
             self.exact[column : column + len(updated_gN)] = exact = exact_places(found, self.price.unsqueeze(1)).t()
@@ -75,7 +75,7 @@ class GridRule:
     def _exact(self, column: int, error_N: Tensor) -> Tensor:
         """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""
         assert self.exact is not None
-        if not self.settled and self.price is not None and self.cost_K is not None:
+        if not self.settled and self.price is not None:
             dear = self.cost_K[column] * error_N.square() > self.price
             self.exact[column] |= dear if self.kept is None else dear & self.kept[column]
         return self.exact[column]

@@ -132,9 +132,3 @@ class Prune(Pass):
 def size_of(weight_NK: Tensor) -> Tensor:
     """|w|, in a dtype whose products do not overflow."""
     return weight_NK.to(working_dtype(weight_NK)).abs()
-
-
-def weight_error(weight_NK: Tensor, found: Survivors) -> float:
-    """How far what stays is from the weight, as a part of it."""
-    exact = weight_NK.to(working_dtype(weight_NK))
-    return float((found.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30))

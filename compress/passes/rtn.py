@@ -14,8 +14,9 @@ from torch import Tensor
 from compress.passes.outliers import set_apart
 from compress.passes.quantize import QuantizeWeights
 from compress.passes.sites import Site
+from compress.passes.solve import weight_error
 from compress.weights.decision import Decision
-from compress.weights.grid import Grid, Quantized, quantize, working_dtype
+from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Weight
 
@@ -39,9 +40,7 @@ def round_to_nearest(
     decisions = {}
     for name, weight in site.weights.items():
         rounded = nearest(weight, grid, site.scale_dtypes[name], outliers)
-        exact = weight.to(working_dtype(weight))
-        error = (rounded.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30)
-        decisions[name] = Decision(rounded, {"weight_error": float(error)}, inputs.get(name))
+        decisions[name] = Decision(rounded, {"weight_error": weight_error(weight, rounded)}, inputs.get(name))
     return decisions
 
 

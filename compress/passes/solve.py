@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compress.comm import Comm
 from compress.passes.sites import Site
-from compress.weights.grid import Quantized
+from compress.weights.grid import Quantized, working_dtype
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Summand, Weight, added, summands
 
@@ -24,6 +24,12 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
     """tr(E H E^T), each rank computing its share of the rows."""
     mine = error_NK[comm.rows_of(len(error_NK))]
     return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
+
+
+def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:
+    """How far what is decided is from a weight, as a part of it."""
+    exact = weight_NK.to(working_dtype(weight_NK))
+    return float((found.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Summand | Weight:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from compress.passes.columns import POLISH_DAMP, TRIAL_ROWS, Ordered, Solved
-from compress.passes.outliers import counts_of, exact_places, price_of, sampled_rows, share_of_outliers
+from compress.passes.outliers import by_count, exact_places, price_by_trial, sampled_rows
 from compress.passes.polish import Polish, members
 from compress.passes.sweep import damped, sweep
 from compress.weights.grid import encode_unsigned
 from compress.weights.sparse import sparse
-from compress.weights.terms import added, summed
+from compress.weights.terms import Summand, Weight, added, summed
 from compress.weights.tiles import RANGES, Tiled, Tiles, fit_tiles, scales_and_zeros
 
 # Codes of a scale and of a zero point that are tried, beside the nearest.
@@ -144,7 +144,8 @@ def rounding_cost(x: Tensor, lowest: Tensor, highest: Tensor, bits: int, cost: T
 def leave_one_out(x_Ng: Tensor, bits: int, cost: Tensor) -> Tensor:
     """[N, g] by how much the error of a group is lower where one weight is exact and has no say in its range (SpQR,
     algorithm 1, `outliers`)."""
-    low, high = x_Ng.sort(1).values[:, :2], x_Ng.sort(1).values[:, -2:]
+    rising = x_Ng.sort(1).values
+    low, high = rising[:, :2], rising[:, -2:]
     lowest = torch.where(x_Ng == low[:, :1], low[:, 1:], low[:, :1])
     highest = torch.where(x_Ng == high[:, 1:], high[:, :1], high[:, 1:])
     others = rounding_cost(x_Ng.unsqueeze(1).expand(-1, x_Ng.shape[1], -1), lowest, highest, bits, cost)
@@ -154,13 +155,12 @@ def leave_one_out(x_Ng: Tensor, bits: int, cost: Tensor) -> Tensor:
 
 def tile_costs(x: Tensor, bits: int, cost: Tensor) -> Tensor:
     """[C, ..., g]: `outliers.costs` on codes that need not have 0."""
-    rank = (x - x.mean(-1, keepdim=True)).abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    found = []
-    for count in counts_of(x.shape[-1]):
-        outside = rank < count
+
+    def without(outside: Tensor) -> Tensor:
         lowest, highest = x.masked_fill(outside, math.inf).amin(-1), x.masked_fill(outside, -math.inf).amax(-1)
-        found.append(rounding_cost(x, lowest, highest, bits, cost).masked_fill(outside, math.inf))
-    return torch.stack(found)
+        return rounding_cost(x, lowest, highest, bits, cost)
+
+    return by_count(x - x.mean(-1, keepdim=True), without)
 
 
 def solve_tiles(
@@ -275,9 +275,10 @@ def price_in_tiles(
     some = weight_NK[sampled_rows(rows, columns, format_.tile_rows).to(weight_NK.device)]
     groups = some.view(len(some), -1, format_.group_size)
     found = tile_costs(groups, format_.bits, seen.costs.view(groups.shape[1:]))
-    price = price_of(share, found)
     trial = some[:TRIAL_ROWS]
-    prices = trial.new_full(trial.shape[:1], price)
-    solved = solve_tiles(trial, seen, format_=format_, scale_dtype=scale_dtype, price_N=prices, search=search)
-    taken = share_of_outliers(solved.weight)
-    return price_of(share * share / taken, found) if taken else price
+
+    def swept(price: float) -> Summand | Weight:
+        price_N = trial.new_full(trial.shape[:1], price)
+        return solve_tiles(trial, seen, format_=format_, scale_dtype=scale_dtype, price_N=price_N, search=search).weight
+
+    return price_by_trial(share, found, swept)

@@ -21,8 +21,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.prune import Prune, size_of, weight_error
+from compress.passes.prune import Prune, size_of
 from compress.passes.sites import Site
+from compress.passes.solve import weight_error
 from compress.weights.decision import Decision
 
 # Of the largest norm: as good as never active, and above zero.
