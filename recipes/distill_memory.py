@@ -1,6 +1,6 @@
 """What a loss on logits takes of memory at its peak: whole logits against chunks of them.
 
-    python recipes/distill_memory.py [--tokens 4096] [--vocabulary 131072] [--width 1024] [--dtype float32] --json OUT.json
+    python recipes/distill_memory.py [--tokens 4096] [--vocabulary 131072] [--width 1024] [--dtype float32] [--json OUT]
 
 Every case is a process of its own: it makes hidden states and heads of student and teacher, lets a loss of a few tokens
 pass (what libraries take at first use), and goes forward and backward once. The figure is the peak of the process's

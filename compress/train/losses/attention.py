@@ -2,8 +2,8 @@
 
 With A [Q, K] the probabilities that a head gives to keys, a mean over heads, and a sum over valid queries q:
 
-    kl    KL(A^T_q || A^S_q)               MiniLM, Wang et al. 2020 (arXiv 2002.10957), eq. 3
-    mse   sum_k (A^S_qk - A^T_qk)^2        TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), eq. 7
+    kl    KL(A^T_q || A^S_q)               MiniLM, Wang et al. 2020 (arXiv 2002.10957), L_AT
+    mse   sum_k (A^S_qk - A^T_qk)^2        TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), L_attn
 
 Departs from TinyBERT: it compares scores before their softmax, which models do not give out, and takes a mean over
 keys, which makes long rows, whose probabilities are small, count for nothing.

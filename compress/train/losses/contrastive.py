@@ -4,7 +4,7 @@ With s_i, t_j the embeddings of samples divided by their lengths, T a temperatur
 
     InfoNCE   -log( exp(s_i t_i / T) / sum_j exp(s_i t_j / T) )         van den Oord et al. 2018 (arXiv 1807.03748)
     CRD       -log h(s_i, t_i) - sum over N negatives of log(1 - h(s_i, t_j)),
-              h(s, t) = exp(s t / T) / (exp(s t / T) + N / M)           Tian et al. 2020 (arXiv 1910.10699), eq. 19
+              h(s, t) = exp(s t / T) / (exp(s t / T) + N / M)           Tian et al. 2020 (arXiv 1910.10699)
 
 InfoNCE takes the teacher's other embeddings of the batch for negatives, on all ranks (`everywhere`): the teacher has no
 gradient, so gathering its embeddings is exact, and two ranks have the loss of one process.
@@ -31,7 +31,7 @@ from compress.errors import InputError
 from compress.train.losses.features import unit
 from compress.train.losses.summed import Summed, same_width, summed, wide
 
-TEMPERATURE = 0.07  # CRD's; Wu et al. 2018 (arXiv 1805.01978)
+TEMPERATURE = 0.07  # Wu et al. 2018 (arXiv 1805.01978)
 REMEDY = "a projector of the student's takes one to the other"
 
 

@@ -5,7 +5,7 @@ With P the teacher, Q the student:
     forward          KL(P || Q) = sum P (log P - log Q)      Hinton, Vinyals, Dean 2015 (arXiv 1503.02531)
     reverse          KL(Q || P)                              MiniLLM (arXiv 2306.08543), GKD
     jensen-shannon   b KL(P || M) + (1-b) KL(Q || M), M = b P + (1-b) Q, 0 < b < 1
-                     GKD, Agarwal et al. 2024 (arXiv 2306.13649), eq. 1; over b -> KL(P || Q) as b -> 0
+                     GKD, Agarwal et al. 2024 (arXiv 2306.13649); over b, it goes to KL(P || Q) as b -> 0
 
 An outcome that a model excludes (log-probability -inf, as a padded vocabulary or a mask has it) counts as one of the
 smallest normal probability of float32. What both exclude then adds nothing, and what one excludes costs much, but a

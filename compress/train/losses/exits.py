@@ -2,7 +2,7 @@
 
     sum_l w_l loss(head(h_l), stop(head(h_L)))
 
-Zhang et al. 2019 (arXiv 1905.08094, "Be Your Own Teacher", eq. 5: cross entropy and a divergence to the deepest
+Zhang et al. 2019 (arXiv 1905.08094, "Be Your Own Teacher": cross entropy, and a divergence to the deepest
 classifier); on language models LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains exits that share one head.
 What the exits have to say reaches their layers and the head, and never what they learn from.
 

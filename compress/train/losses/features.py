@@ -1,9 +1,9 @@
-"""Hidden states that are to be like the teacher's (FitNets, Romero et al. 2015, arXiv 1412.6550, eq. 3).
+"""Hidden states that are to be like the teacher's (FitNets, Romero et al. 2015, arXiv 1412.6550).
 
 With s a token's hidden state in the student (behind a projector, `projector.py`, where widths differ), t the teacher's,
 D their width:
 
-    mse        |s - t|^2 / D                              TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), eq. 8
+    mse        |s - t|^2 / D                              TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), L_hidn
     unit       |s/|s| - t/|t||^2 = 2 - 2 cos(s, t)        of directions alone
     relative   |s - t|^2 / |t|^2                          each token counts alike, however long its hidden state
     cosine     1 - cos(s, t)                              DistilBERT, Sanh et al. 2019 (arXiv 1910.01108), section 2

@@ -1,7 +1,7 @@
 """How the tokens of a sample relate to each other, by their queries, keys or values.
 
-MiniLM, Wang et al. 2020 (arXiv 2002.10957), eq. 4 and 5, of values; MiniLMv2, Wang et al. 2021 (arXiv 2012.15828),
-eq. 6 to 8, of queries, keys and values, in relation heads that need not be the attention's:
+MiniLM, Wang et al. 2020 (arXiv 2002.10957), L_VR, of values; MiniLMv2, Wang et al. 2021 (arXiv 2012.15828), of queries,
+keys and values, in relation heads that need not be the attention's:
 
     A = all heads' vectors [T, D], side by side, cut into R relation heads of d = D / R
     P_r = softmax(A_r A_r^T / sqrt(d)),   loss = mean over r, sum over tokens of KL(P_r teacher || P_r student)

@@ -127,6 +127,15 @@ def test_what_one_excludes_costs_a_finite_amount_and_draws_the_other(kind) -> No
     assert float(torch.autograd.grad(total, z)[0][0, 2]) > 0  # downhill is less of what the teacher excludes
 
 
+@every(("kind", "tail"), pairs(KINDS, ("bucket", "conditional")))
+def test_a_student_that_excludes_all_of_the_top_k_has_a_finite_loss(kind, tail) -> None:
+    z = torch.tensor([[0.0, 0.5, -math.inf, -math.inf]], requires_grad=True)
+    teacher = top_k(torch.tensor([[0.0, 0.0, 4.0, 5.0]]), 2)
+    total = logits_loss(z, teacher, how=LogitsLoss(kind=kind, tail=tail)).total
+    assert total.isfinite()
+    assert torch.autograd.grad(total, z)[0].isfinite().all()
+
+
 @every("kind", KINDS)
 def test_a_divergence_is_zero_of_equals_and_positive_of_others(kind) -> None:
     p, q = drawn(5, 7).log_softmax(-1), drawn(5, 7, seed=1).log_softmax(-1)
