@@ -5,7 +5,7 @@
 Every case is a process of its own: it makes hidden states and heads of student and teacher, lets a loss of a few tokens
 pass (what libraries take at first use), and goes forward and backward once. The figure is the peak of the process's
 memory beyond what the inputs take, gradients included, in tensors of logits: tokens x vocabulary of float32. The plain
-loss keeps about ten of these; `--plain-tokens` gives it fewer tokens, so that smaller machines can run it, and its
+loss keeps about nine of these; `--plain-tokens` gives it fewer tokens, so that smaller machines can run it, and its
 figure is in tensors of its own size.
 """
 

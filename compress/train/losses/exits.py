@@ -48,7 +48,7 @@ def exits_loss(
             f"{len(exits_TD)} exits with {len(weights)} weights and {len(heads)} heads; give at least one exit, and a "
             f"weight and a head for each"
         )
-    teacher = HiddenTeacher(final_TD.detach(), Head(head.weight_VD.detach(), *head[1:]))
+    teacher = HiddenTeacher(final_TD, head)  # chunks make a teacher's logits without a gradient
     found = [
         chunked_logits_loss(hidden, own, teacher, labels_T=labels_T, mask_T=mask_T, how=how, chunk_values=chunk_values)
         for hidden, own in zip(exits_TD, heads, strict=True)

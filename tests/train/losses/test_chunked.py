@@ -1,5 +1,7 @@
 """The loss on logits that are never whole: the plain one's values and gradients, in a part of its memory."""
 
+import math
+
 import pytest
 import torch
 from combinations import every, pairs
@@ -55,6 +57,16 @@ def test_values_and_gradients_are_those_of_whole_logits(teacher, tokens, kind, o
     ours = chunked_logits_loss(hidden, head, given[teacher], labels_T=LABELS, how=how, chunk_values=tokens * V)
     assert plain.count == ours.count == 8
     torch.testing.assert_close(of(ours.total, *leaves), of(plain.total, *leaves))
+
+
+def test_a_head_scales_then_caps() -> None:
+    hidden, weight, bias = drawn(3, D), drawn(V, D, seed=1), drawn(V, seed=2)
+    for scale, cap in ((1.0, None), (0.25, None), (2.0, 3.0)):
+        head = Head(weight, bias, scale=scale, softcap=cap)
+        for row, found in zip(hidden.tolist(), head.finish(head.product(hidden)).tolist(), strict=True):
+            for w, b, logit in zip(weight.tolist(), bias.tolist(), found, strict=True):
+                expected = scale * (sum(x * y for x, y in zip(row, w, strict=True)) + b)
+                assert logit == pytest.approx(expected if cap is None else cap * math.tanh(expected / cap))
 
 
 def test_gradients_are_those_of_the_values() -> None:
