@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from combinations import pairs
+from combinations import every, pairs
+from commands import DRIFT_GPTQ
 from models import build, tokens
 from vision import calibration, net
 
@@ -40,8 +41,8 @@ REFUSED = {("smoothquant", scheme) for scheme in SCHEMES if "a16" in scheme}
 
 def made(method, scheme, **more):
     options = {"scheme": scheme.split()[0], **SCHEMES[scheme], **more}
-    if method == "gptq" and options.get("per_tensor"):
-        options["refit"] = 0
+    if method == "gptq":
+        options |= DRIFT_GPTQ
     return METHODS[method](**options)
 
 
@@ -94,12 +95,13 @@ def test_calibrators(scheme, calibrator, kind):
         with pytest.raises(InputError, match="kl"):
             made("rtn", scheme, calibrator=calibrator)
         return
-    before, after = run(kind, made("rtn", scheme, calibrator=calibrator))
+    one = made("rtn", scheme, calibrator=calibrator)
+    before, after = run(kind, one if kind == "cnn" else compress.only(one, "*.0.*"))  # a block finds what two find
     assert torch.nn.functional.cosine_similarity(before.flatten(), after.flatten(), 0) > 0.9
 
 
-@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - set(FIXED)))
-@pytest.mark.parametrize("calibrator", sorted(set(CALIBRATORS) - {"minmax"}))
+@every("scheme", sorted(set(SCHEMES) - set(FIXED)))
+@every("calibrator", sorted(set(CALIBRATORS) - {"minmax"}))
 def test_calibrators_of_nothing_are_refused(scheme, calibrator):
     with pytest.raises(InputError, match="fixed ranges"):
         made("rtn", scheme, calibrator=calibrator)
@@ -120,7 +122,7 @@ def test_calibrators_of_nothing_are_refused(scheme, calibrator):
         ({"scheme": "w3a8"}, "allowed"),
     ],
 )
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@every("method", ["rtn", "gptq", "awq"])
 def test_what_the_table_does_not_have_is_refused(method, options, message):
     with pytest.raises(InputError, match=message):
         METHODS[method](**options)
