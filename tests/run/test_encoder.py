@@ -59,7 +59,9 @@ STATIC = {"scheme": "w8a8", "activations": "static"}
     ("method", "cosine"),
     [
         (compress.SmoothQuant(), 0.99),
-        (compress.RTN(**STATIC, activation_grid="asymmetric", calibrator="mse"), 0.99),
+        pytest.param(
+            compress.RTN(**STATIC, activation_grid="asymmetric", calibrator="mse"), 0.99, marks=pytest.mark.slow
+        ),
         pytest.param(compress.RTN(scheme="w8a8"), 0.99, marks=pytest.mark.slow),
         pytest.param(compress.RTN(**STATIC, calibrator="percentile"), 0.98, marks=pytest.mark.slow),
         pytest.param(compress.RTN(**STATIC, activation_grid="asymmetric"), 0.99, marks=pytest.mark.slow),

@@ -67,17 +67,21 @@ FOLDING = {
         )
     ],
 }
+SOME = ("*.[qk]_proj", "*.o_proj", "*.down_proj")  # beside another at its site, alone, and of other widths
 # Sums of terms, their ranks shared out between layers; 8 bits hold no last place of a decomposition.
 SUMS = {
-    "spqr": compress.SpQR(group_size=16, outliers=0.02, sweeps=1, statistics="float64"),
+    "spqr": compress.only(compress.SpQR(group_size=16, outliers=0.02, sweeps=1, statistics="float64"), *SOME),
     "low-rank": compress.LowRank(share=0.5, factor_bits=8, allocate="layer-loss", statistics="float64"),
-    "lqs": compress.LQS(
-        scheme="w2a16",
-        group_size=16,
-        rank=3,
-        factor_bits=8,
-        allocate="layer-loss",
-        **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
+    "lqs": compress.only(
+        compress.LQS(
+            scheme="w2a16",
+            group_size=16,
+            rank=3,
+            factor_bits=8,
+            allocate="layer-loss",
+            **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
+        ),
+        *SOME,
     ),
 }
 
