@@ -1,8 +1,8 @@
 """What a person reads on standard output: tables of results, evaluations and layers."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -43,6 +43,8 @@ def result(made: Result, model: str, output: str) -> None:
         if losses:
             own, plain = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
             out.print(f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}")
+    for line in trained(made.record.training):
+        out.print(line)
     if zeros := pruned(made.record.layers):
         out.print(zeros)
     if made.record.ranges:
@@ -72,6 +74,16 @@ def result(made: Result, model: str, output: str) -> None:
         out.print(
             f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
         )
+
+
+def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each training has changed of its losses on samples that were held out, in a line."""
+    for history in histories:
+        first, last = history["held_out"][:1], history["held_out"][-1:]
+        names = [name for name in (first[0] if first else {}) if name != "step"]
+        losses = ", ".join(f"{name} {first[0][name]:.4g} -> {last[0][name]:.4g}" for name in names)
+        steps = history["resumed"] + len(history["steps"])
+        yield f"trained {steps} steps in {history['seconds']:.0f} s; on held-out samples: {losses or 'not measured'}"
 
 
 def pruned(layers: Sequence[LayerRecord]) -> str | None:

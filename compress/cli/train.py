@@ -50,7 +50,7 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
 @click.command(short_help="Quantize a model and train it so (quantization-aware training).")
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="How training starts: see `compress methods`.")
-@click.option("--scheme", help="w2a16 ... w8a16, w4a8, w8a8: bits of weights and inputs.  [default: w4a16]")
+@click.option("--scheme", help="w2a16 ... w8a16, w4a8, w4a4, w8a8: bits of weights and inputs.  [default: w4a16]")
 @click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 2 is --scheme w2a16.")
 @click.option("--group-size", type=int, help="Inputs that share a scale; -1: one per output.  [default: as quantize]")
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")

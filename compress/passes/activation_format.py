@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from compress.errors import InputError
 from compress.passes.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import WHOLE
+from compress.weights.scheme import WHOLE, input_bits
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
@@ -15,7 +15,7 @@ Outputs = Literal["none", "static"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFormat(WeightFormat):
-    """A pass that may round the inputs and outputs of its layers to 8 bits, as the scheme says."""
+    """A pass that may round the inputs and outputs of its layers, to 8 or 4 bits, as the scheme says."""
 
     activations: Activations = "dynamic"
     """Whether 8-bit inputs are fitted to every token as it comes (of a convolution: every sample), or by
@@ -51,7 +51,8 @@ class ActivationFormat(WeightFormat):
             or self.per_channel_inputs
             or self.activation_grid != "symmetric"
         ):
-            hint = "its inputs are dynamic and symmetric" if self.scheme == "w4a8" else "its inputs are not rounded"
+            dynamic = not self.scheme.endswith("a16")
+            hint = "its inputs are dynamic and symmetric" if dynamic else "its inputs are not rounded"
             raise InputError(
                 "activations, activation_grid, outputs and per_channel_inputs are for "
                 f"{' and '.join(WHOLE)}; {self.scheme}: {hint}"
@@ -71,7 +72,7 @@ class ActivationFormat(WeightFormat):
             )
 
     def input_grid(self) -> Grid | None:
-        """The 8-bit grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
+        """The grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
         asymmetric grid whose zero point is -128."""
         if self.scheme.endswith("a16"):
             return None
@@ -83,6 +84,6 @@ class ActivationFormat(WeightFormat):
         return self.activation_grid_of("tensor") if self.outputs == "static" else None
 
     def activation_grid_of(self, granularity: Granularity) -> Grid:
-        """The 8-bit grid of this format with so many scales."""
+        """The grid of what is no weight in this format, with so many scales."""
         symmetric = self.activation_grid == "symmetric"
-        return Grid(bits=8, symmetric=symmetric, granularity=granularity, type=self.number_type)
+        return Grid(bits=input_bits(self.scheme), symmetric=symmetric, granularity=granularity, type=self.number_type)

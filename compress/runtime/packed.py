@@ -25,12 +25,15 @@ from compress.kernels.routes import Route, planar_route
 from compress.kernels.sparse import weight_only_sparse_linear
 from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
+from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import NARROW, WIDE, Scheme
 
 
 class PackedLinear(WordLinear):
     """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`), stored packed or as rows of int8; the input as it
     is, or int8 per token.
+
+    Inputs of 4 bits are rounded first, and multiplied as they are then: no kernel multiplies integers of 4 bits.
 
     input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
     one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
@@ -44,7 +47,7 @@ class PackedLinear(WordLinear):
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
-        self.input_group = None if scheme.inputs is None else -1
+        self.input_group = -1 if _integers(scheme) else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,13 +58,19 @@ class PackedLinear(WordLinear):
         return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._own(x)
+        x = self._rounded(self._own(x))
         weight = (self.words, self.scale, self.zero, self.bias, self.container, self.group_size)
         if self.input_group is None:
             return ops.weight_only_linear(x, *weight)
         return ops.int8_activation_linear(x, *weight, self.input_group)
 
+    def _rounded(self, x: Tensor) -> Tensor:
+        """x, rounded where no kernel does that."""
+        inputs = self.scheme.inputs
+        return x if inputs is None or _integers(self.scheme) else ActivationCodes(inputs).fake_quantize(x)
+
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
+        x = self._rounded(x)
         weight = (self.words, self.scale, self.zero, bias, self.container, self.group_size)
         return weight_only_sparse_linear(x, *weight, *entries)
 
@@ -76,7 +85,7 @@ class PackedLinear(WordLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         bits = NARROW if scheme.weights.bits <= NARROW else WIDE
         group = scheme.weights.group_size or -1
-        return planar_route(M, *shape, bits, group, dtype, device, scheme.inputs is not None)
+        return planar_route(M, *shape, bits, group, dtype, device, _integers(scheme))
 
     def dequantize(self) -> Tensor:
         return planar_weight(self.planar, self.in_features)
@@ -115,6 +124,11 @@ class PackedLinear(WordLinear):
         if zero_GN is not None:
             parts["weight_zero_point"] = pack_rows(zero_GN - self.lift, bits, signed=False).t().contiguous()
         return parts
+
+
+def _integers(scheme: Scheme) -> bool:
+    """Whether inputs are multiplied as integers, of 8 bits."""
+    return scheme.inputs is not None and scheme.inputs.bits == WIDE
 
 
 def _from_signed(codes: Tensor) -> Tensor:

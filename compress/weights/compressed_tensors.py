@@ -210,16 +210,18 @@ def _weight_grid(entry: Mapping[str, Any], layer: str) -> Grid:
 
 
 def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input", "output"]) -> tuple[Grid, bool]:
-    """(grid, dynamic): int8, per token when dynamic (an input only), per tensor when static."""
+    """(grid, dynamic): int8, per token when dynamic (an input only, also of 4 bits), per tensor when static."""
     dynamic = entry.get("dynamic", False)
     expected: Granularity = "token" if dynamic else "tensor"
     strategy = entry.get("strategy") or expected
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     fits = dynamic in (True, False) and (what == "input" or not dynamic)
-    if _odd(entry, known) or entry.get("num_bits") != 8 or strategy != expected or not fits:
+    bits = entry.get("num_bits") or 0
+    narrow = bits == 4 and what == "input" and dynamic
+    if _odd(entry, known) or not (bits == 8 or narrow) or strategy != expected or not fits:
         readable = "dynamic per token or static per tensor" if what == "input" else "static per tensor"
         raise CheckpointError(f"{layer}: {what} {dict(entry)} cannot be read; readable: int8, {readable}")
-    return Grid(bits=8, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
+    return Grid(bits=bits, symmetric=entry.get("symmetric", True), granularity=expected), dynamic
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:

@@ -16,8 +16,9 @@ from compress.weights.terms import Format, Part, Summand, Term, Weight, named, o
 from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
-# {name: bits of a weight}: beside inputs that stay as they are (a16), 8-bit integers (a8), or both float8 (fp8).
-SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)} | {"w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
+# {name: bits of a weight}: beside inputs that stay as they are (a16), integers of 8 or 4 bits (a8, a4), or both float8.
+SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)}
+SCHEMES |= {"w4a8": NARROW, "w4a4": NARROW, "w8a8": WIDE, "fp8": WIDE}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
 BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
@@ -26,7 +27,7 @@ SHAPE = Part((2,), (torch.int64, torch.int32))
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """terms: the format of each term of the weight. inputs: the 8-bit grid of what the layer multiplies, or None.
+    """terms: the format of each term of the weight. inputs: the grid of what the layer multiplies, or None.
     dynamic: inputs are fitted to every token as it comes, rather than by calibration. outputs: the 8-bit grid of what
     the layer returns, bias included, by a fixed range, or None."""
 
@@ -43,7 +44,8 @@ class Scheme:
         for side, how, grid in kinds:
             if grid is not None:
                 sign = "" if grid.floating else " symmetric" if grid.symmetric else " asymmetric"
-                said += f", {side} {how}{sign}"
+                bits = f" {grid.bits}-bit" if grid.bits != WIDE else ""
+                said += f", {side}{bits} {how}{sign}"
         return said
 
     @property
@@ -205,8 +207,14 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
+def input_bits(name: str) -> int:
+    """The bits of an input that a scheme of this name rounds."""
+    return NARROW if name.endswith("a4") else WIDE
+
+
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
-    """w4a16 and its like; a8: the input int8, fitted to every token. fp8: weight and input float8, fitted likewise.
+    """w4a16 and its like; a8, a4: the input an integer of so many bits, fitted to every token. fp8: weight and input
+    float8, fitted likewise.
 
     group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
     usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
@@ -217,7 +225,7 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
         raise InputError(f"{name} has one scale per output; leave group_size out")
     if name == "fp8":
         return scheme_on(Grid(bits=WIDE, type="float"), Grid(bits=WIDE, granularity="token", type="float"))
-    tokens = None if name.endswith("a16") else Grid(bits=WIDE, granularity="token")
+    tokens = None if name.endswith("a16") else Grid(bits=input_bits(name), granularity="token")
     bits, size = SCHEMES[name], usual_group([columns]) if group_size is None else group_size
     if size == -1 or name in WHOLE:
         return scheme_on(Grid(bits=bits), tokens)

@@ -21,6 +21,7 @@ SCHEMES = {
     "w4a16": {"group_size": -1},
     "w8a16 per tensor": {"group_size": -1, "per_tensor": True},
     "w4a8": {"group_size": 16},
+    "w4a4": {"group_size": 16},
     "w8a8 dynamic": {},
     "w8a8 static": STATIC,
     "w8a8 asymmetric": {**STATIC, "activation_grid": "asymmetric"},
@@ -83,7 +84,7 @@ def test_methods_and_schemes(method, scheme, kind):
     before, after = run(kind, one)
     assert after.isfinite().all()
     assert not torch.equal(before, after)
-    least = 0.5 if scheme.split()[0] in ("w2a16", "w3a16", "w4a16", "w4a8") else 0.9
+    least = 0.5 if scheme.split()[0] in ("w2a16", "w3a16", "w4a16", "w4a8", "w4a4") else 0.9
     assert torch.nn.functional.cosine_similarity(before.flatten(), after.flatten(), 0) > least
 
 
