@@ -4,6 +4,7 @@ What can be refused without the model is refused before it is loaded.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,23 @@ from compress.device import find_device
 from compress.errors import InputError
 from compress.job import Job
 from compress.model.calls import Batch
-from compress.model.layers import find_stacks
+from compress.model.layers import check_tensors, find_stacks
+from compress.passes.base import Pass
 from compress.passes.stages import Decide
+from compress.passes.structure import Structure
 from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Request
 from compress.run.batches import check_batches
-from compress.run.plan import Plan, plan, planned
+from compress.run.matching import Ignored, check_untouched
+from compress.run.plan import Plan, plan, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, shard
+from compress.run.restore import naming, undone
+from compress.run.restructure import Restructured, Restructuring
 from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
+from compress.verification import probe_of
 from compress.version import VERSION
 from compress.weights.sparse24 import TWO_OF_FOUR
 
@@ -45,6 +52,7 @@ WINDOWS = 128  # of calibration text, where nobody says how many
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
     """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
     source = _source(request)
+    structural, _ = structural_of(request.passes)
     if request.work.fsdp:
         _check_group()
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
@@ -59,31 +67,83 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     model = load_dense(source, notes=record.notes) if source is not None else request.model
     assert isinstance(model, nn.Module)
     _check_no_codes(model)
-    extent = request.extent
-    plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
-    check_batches(model, batches)
     device = next(model.parameters()).device if device is None else device
     dtype = _compute_dtype(model, device, request.work.dtype)
-    identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
-    sink, cache = _sink(request, place, comm, model, plan_, identity)
-    record.notes += _remarks(request, model, plan_, tokens, sink)
-    for note in record.notes:
-        reporter.note(note)
-    return Job(
-        request=request,
-        source=source,
-        model=model,
-        plan=plan_,
+    extent = request.extent
+    with ExitStack() as undoing:
+        restructured = None
+        for p in structural:
+            restructured = _restructured(request, p, model, batches, Local(device, dtype), (comm, reporter))
+            record.structure, record.changed = restructured.record, ["its structure"]
+            undoing.enter_context(undone(restructured.undo) if request.work.restore else naming(record.changed))
+        plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+        check_batches(model, batches)
+        identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
+        if restructured is not None:
+            identity["structure"] = restructured.fingerprint
+        sink, cache = _sink(request, place, comm, model, plan_, identity)
+        record.notes += _remarks(request, model, plan_, tokens, sink)
+        for note in record.notes:
+            reporter.note(note)
+        record.notes += [] if restructured is None else restructured.notes
+        return Job(
+            request=request,
+            source=source,
+            model=model,
+            plan=plan_,
+            batches=batches[comm.rank :: comm.world],
+            tokens=tokens,
+            identity=identity,
+            residency=_residency(request, model, plan_, device, dtype, keep=source is None or place is None),
+            sink=sink,
+            cache=cache,
+            comm=comm,
+            record=record,
+            reporter=reporter,
+            restructured=restructured,
+        )
+
+
+def _restructured(
+    request: Request, p: Pass, model: nn.Module, batches: Sequence[Batch], residency: Local, who: tuple[Comm, Reporter]
+) -> Restructured:
+    """Remove what a pass says from a model, which every rank holds as a whole until then."""
+    assert isinstance(p, Structure)
+    if isinstance(model, FSDPModule):
+        raise InputError(
+            "structure changes the shapes of parameters, which shards cannot; give the model before fully_shard, or by "
+            "name with fsdp=True"
+        )
+    check_tensors(model)
+    check_untouched(model)
+    check_batches(model, batches)
+    comm, reporter = who
+    work = Restructuring(
+        model,
+        p,
         batches=batches[comm.rank :: comm.world],
-        tokens=tokens,
-        identity=identity,
-        residency=_residency(request, model, plan_, device, dtype, keep=source is None or place is None),
-        sink=sink,
-        cache=cache,
+        probe=batches[0] if batches else _probe(model),
+        residency=residency,
+        ignored=Ignored(request.extent.ignore),
         comm=comm,
-        record=record,
         reporter=reporter,
     )
+    return work.run(request.extent.one_block)
+
+
+def _probe(model: nn.Module) -> Batch:
+    """What a model is shown to see what hangs together in it, where there is no calibration data."""
+    config = getattr(model, "config", None)
+    shown = None if config is None else probe_of(config.to_dict())
+    if shown is None:
+        raise InputError(
+            f"{type(model).__name__} does not say what it takes (vocab_size or num_channels), to see what hangs "
+            "together in it; give calibration data and an importance that uses it"
+        )
+    if shown.is_floating_point():
+        return {"pixel_values": shown.to(next(model.parameters()).dtype)}
+    decoder = {"decoder_input_ids": shown} if getattr(config, "is_encoder_decoder", False) else {}
+    return {"input_ids": shown, **decoder}
 
 
 def _source(request: Request) -> Source | None:
@@ -205,7 +265,7 @@ def _remarks(
 ) -> list[str]:
     """What a person should know before the work begins."""
     notes = []
-    if request.data.calibration is not None and not plan_.calibrated:
+    if request.data.calibration is not None and not any(p.calibrated for p in request.passes):
         notes.append("no pass uses calibration data: what is given stays unread")
     notes += [*plan_.notes, *(tokens.notes if tokens is not None else ())]
     several = plan_.stacks[0].container is None and not request.extent.one_block

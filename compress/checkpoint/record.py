@@ -85,7 +85,7 @@ class RangeRecord:
 @dataclass
 class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
-    in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
+    in the order of the model. structure: what was removed, and the size before and after. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
     that have new values by now. coverage: how much of the model is compressed, when the run is done."""
 
     layers: list[LayerRecord] = field(default_factory=list)
@@ -96,6 +96,7 @@ class RunRecord:
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    structure: dict[str, Any] | None = None
     coverage: Coverage | None = None
     block_forwards: int = 0
     seconds: float = 0.0

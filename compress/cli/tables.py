@@ -1,8 +1,8 @@
 """What a person reads on standard output: tables of results, evaluations and layers."""
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -35,6 +35,8 @@ def result(made: Result, model: str, output: str) -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
     table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    if made.record.structure is not None:
+        out.print(removed(made.record.structure))
     if made.record.coverage is not None:
         out.print(f"compressed: {made.record.coverage}")
     out.print(table)
@@ -72,6 +74,19 @@ def result(made: Result, model: str, output: str) -> None:
         out.print(
             f"verified in a fresh process: {seen['layers']} layers bit for bit; transformers {seen['transformers']}"
         )
+
+
+def removed(structure: Mapping[str, Any]) -> str:
+    """What is left of a model's structure, and at what loss, in a line."""
+    before, after = structure["before"], structure["after"]
+    text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
+    if structure["dropped"]:
+        text += f"; without {', '.join(structure['dropped'])}"
+    figures = [cut["figures"] for cut in structure["cut"] if cut["figures"]]
+    if figures:
+        own, zeroed = (sum(each[key] for each in figures) / len(figures) for key in ("loss", "zeroed_loss"))
+        text += f"; mean relative output error of a layer that reads what went: {own:.3e} (zeros instead: {zeroed:.3e})"
+    return text
 
 
 def pruned(layers: Sequence[LayerRecord]) -> str | None:
