@@ -28,8 +28,8 @@ from compress.run.pipeline import run
 from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
 from compress.run.residency import Residency
-from compress.run.restructure import Restructured
 from compress.run.restore import hooks_and_buffers, naming, undone, values
+from compress.run.restructure import Restructured
 from compress.run.storable import notes_for_readers, notes_on_dense
 from compress.verification import verified
 

@@ -85,8 +85,9 @@ class RangeRecord:
 @dataclass
 class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
-    in the order of the model. structure: what was removed, and the size before and after. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
-    that have new values by now. coverage: how much of the model is compressed, when the run is done."""
+    in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
+    that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
+    model is compressed, when the run is done."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)

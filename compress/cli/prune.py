@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from compress.passes.base import Pass
 
 OF_A_MASK = ("pattern", "sparsity", "per")
+# What --structure takes away of which it names no amount: shares, and a number of blocks.
+USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "layers": 1}
 
 
 @click.command(short_help="Make weights zero, or remove heads, channels and layers, and write a checkpoint.")
@@ -25,8 +27,8 @@ OF_A_MASK = ("pattern", "sparsity", "per")
 @click.option(
     "--structure",
     metavar="PARTS",
-    help="Instead of zeros, a smaller model: heads, channels, layers, with how much goes: heads:0.25,channels:0.25,layers:1 "
-    "(the usual amounts).",
+    help="Instead of zeros, a smaller model: of heads, channels and layers those that go, and how much of them, like "
+    "heads:0.25,channels:0.25,layers:1 (the usual amounts).",
 )
 @click.option("--per", help="Of a share: row (of each output) or layer (of all of a layer).  [default: row]")
 @setting_option
@@ -54,7 +56,6 @@ def prune(
 
 def structure_pass(words: str, settings: tuple[str, ...], of_a_mask: dict[str, Any]) -> "Pass":
     """The pass that removes what --structure says. Raises InputError for options of a mask beside it."""
-    from compress.passes.structure import parts_of
     from compress.recipe import make_pass
 
     unread = [f"--{name}" for name in ("method", *of_a_mask) if name in of_a_mask or given(name)]
@@ -64,6 +65,23 @@ def structure_pass(words: str, settings: tuple[str, ...], of_a_mask: dict[str, A
             "(compress quantize --recipe)"
         )
     return make_pass("structure", split_settings(settings, parts_of(words)))
+
+
+def parts_of(words: str) -> dict[str, Any]:
+    """The options that `heads,channels:0.3,layers:2` describes: what goes and, behind a colon, how much of it."""
+    chosen: dict[str, Any] = {}
+    for word in words.split(","):
+        what, colon, amount = word.strip().partition(":")
+        if what not in USUAL_AMOUNTS or (colon and not amount):
+            usual = ",".join(f"{name}:{amount}" for name, amount in USUAL_AMOUNTS.items())
+            raise InputError(
+                f"structure {words!r}; allowed: {', '.join(USUAL_AMOUNTS)} with commas between, and behind a colon how "
+                f"much of each goes ({usual})"
+            )
+        if what in chosen:
+            raise InputError(f"structure {words!r} says {what} twice; give it once")
+        chosen[what] = amount or USUAL_AMOUNTS[what]
+    return chosen
 
 
 def mask_pass(method: str, chosen: dict[str, Any]) -> "Pass":

@@ -34,7 +34,8 @@ def result(made: Result, model: str, output: str) -> None:
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
-    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    if made.record.coverage is not None:
+        table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
     if made.record.structure is not None:
         out.print(removed(made.record.structure))
     if made.record.coverage is not None:
@@ -56,7 +57,8 @@ def result(made: Result, model: str, output: str) -> None:
         kinds[reason] = kinds.get(reason, 0) + 1
     alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
     layers = len({layer.name for layer in made.record.layers})  # several passes may have had a part in one
-    out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
+    if made.record.coverage is not None:
+        out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")

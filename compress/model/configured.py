@@ -152,9 +152,8 @@ class _Search:
             type(config).from_dict(config.to_dict())
         except Exception as error:  # noqa: BLE001 - whatever it says, transformers would not load the model
             said = ", ".join(f"{field.name} {listed(field.value)}" for field in fields)
-            raise InputError(
-                f"{type(config).__name__} takes no {said}: {first_line(error.__cause__ or error)}"
-            ) from None
+            why = first_line(error.__cause__ or error).rstrip(".")
+            raise InputError(f"{type(config).__name__} takes no {said}: {why}; give another share") from None
 
     def refusal(self, differing: Differing | None) -> str:
         """Why there is no configuration, with one thing that differs from what today's would make."""

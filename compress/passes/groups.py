@@ -4,13 +4,15 @@ Shapes: N outputs, K inputs, G groups of s inputs each, S inputs that stay (`pas
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.calibration.hessian import HessianResult
 from compress.comm import Comm
+from compress.passes.drift import aimed, drift_correction
 from compress.passes.removal import (
     Consumer,
     Costs,
@@ -20,7 +22,6 @@ from compress.passes.removal import (
     compensated,
     greedy,
     relative_loss,
-    with_bias,
 )
 from compress.passes.structure import Structure
 
@@ -36,7 +37,13 @@ class Reading:
     columns_Gs: Tensor
 
     @property
-    def squares_K(self) -> Tensor:
+    def plain(self) -> Tensor:
+        """[N, K] the weight in float64, with the bias as one more input's where second moments have one."""
+        weight = self.weight.double()
+        return weight if self.bias is None else torch.cat([weight, self.bias.double()[:, None]], 1)
+
+    @property
+    def squares(self) -> Tensor:
         """[K] sum over tokens (or mean) of the squares of each input."""
         if "norm" in self.stats:
             return self.stats["norm"].double().square()
@@ -59,7 +66,7 @@ def choose(
     """Decide about a coupling. groups: how many there are, and how many stay. written: [G] sum of squares of the
     weights that make each group. A collective: the groups are those of the first rank."""
     count, staying = groups
-    consumers = {name: consumer_of(p, each) for name, each in readings.items()} if p.solves else {}
+    consumers = {name: consumer_of(p, each, comm) for name, each in readings.items()} if p.solves else {}
     kept = groups_left(p, count, count - staying, readings, list(consumers.values()), written_G)
     kept = torch.tensor(comm.gather_objects(kept.tolist())[0])
     solved: dict[str, tuple[Tensor, Tensor | None]] = {}
@@ -67,7 +74,7 @@ def choose(
     tokens = 0
     for name, consumer in consumers.items():
         inputs = consumer.inputs(kept)
-        plain = consumer.weight[:, inputs]
+        plain = readings[name].plain[:, inputs]
         weight = compensated(consumer, inputs) if p.compensate else plain
         losses.append((relative_loss(consumer, inputs, weight), relative_loss(consumer, inputs, plain)))
         tokens = readings[name].stats["hessian"].tokens
@@ -81,14 +88,19 @@ def choose(
     return Chosen(kept, solved, figures)
 
 
-def consumer_of(p: Structure, reading: Reading) -> Consumer:
-    """The second moments of a reader as they are relied on."""
-    statistics = reading.stats["hessian"]
-    mean = reading.stats.get("mean")
+def consumer_of(p: Structure, reading: Reading, comm: Comm) -> Consumer:
+    """The second moments of a reader as they are relied on, and the weight that makes up for what was cut before it."""
+    statistics: HessianResult = reading.stats["hessian"]
     if p.shrink:
-        mean = None if mean is None else mean * (1 - statistics.shrinkage)
         statistics = statistics.shrunk()
-    weight, hessian = with_bias(reading.weight.double(), reading.bias, statistics.hessian.double(), mean)
+    hessian, weight = statistics.hessian.double(), reading.plain
+    if statistics.drift is not None and not (p.shrink and statistics.few):
+        contrast = None if statistics.contrast is None else statistics.contrast.double()
+        exact = replace(statistics, hessian=hessian, drift=statistics.drift.double(), contrast=contrast)
+        noise = len(hessian) / max(statistics.tokens, 1) if p.shrink else 0.0
+        correction = drift_correction(exact, p.damp + noise)
+        if correction is not None:
+            weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
     return Consumer(weight, hessian, reading.columns_Gs, p.damp)
 
 
@@ -108,6 +120,6 @@ def groups_left(
     for reading in readings.values():
         squares_K = reading.weight.double().square().sum(0)
         if p.importance == "activation":
-            squares_K = squares_K * reading.squares_K
+            squares_K = squares_K * reading.squares
         scores = scores + squares_K[reading.columns_Gs].sum(1).cpu()
     return best(scores, count)

@@ -17,8 +17,8 @@ from compress.passes.sweep import DAMP_GROWTH, DAMP_LIMIT
 
 @dataclass(frozen=True)
 class Consumer:
-    """A layer that reads what goes: weight [N, K] and second moments of its input [K, K], both float64, the inputs of
-    each group, and the damping."""
+    """A layer that reads what goes: the weight [N, K] that it aims at and second moments of its input [K, K], both
+    float64, the inputs of each group, and the damping."""
 
     weight: Tensor
     hessian: Tensor
@@ -55,18 +55,6 @@ def regular(hessian_KK: Tensor, damp: float) -> tuple[Tensor, Tensor]:
         f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
         "check the calibration data for non-finite activations"
     )
-
-
-def with_bias(
-    weight_NK: Tensor, bias_N: Tensor | None, hessian_KK: Tensor, mean_K: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(weight, second moments) with one more input, which is always one and whose weight is the bias; as they are for a
-    layer without a bias."""
-    if bias_N is None or mean_K is None:
-        return weight_NK, hessian_KK
-    mean = mean_K.to(hessian_KK)
-    hessian = torch.cat([torch.cat([hessian_KK, mean[:, None]], 1), torch.cat([mean, mean.new_ones(1)])[None]])
-    return torch.cat([weight_NK, bias_N.to(weight_NK)[:, None]], 1), hessian
 
 
 class Costs(Protocol):
@@ -163,7 +151,7 @@ def compensated(consumer: Consumer, staying_S: Tensor) -> Tensor:
 
 
 def relative_loss(consumer: Consumer, staying_S: Tensor, weight_NS: Tensor) -> float:
-    """|X W^T - X_S Q^T|^2 / |X W^T|^2."""
+    """|X W^T - X_S Q^T|^2 / |X W^T|^2, W being what is aimed at."""
     error = consumer.weight.clone()
     error[:, staying_S] -= weight_NS
     energy = ((consumer.weight @ consumer.hessian) * consumer.weight).sum()

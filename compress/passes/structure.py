@@ -33,8 +33,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian
-from compress.calibration.stats import ChannelMean, ChannelNorm, StatisticFactory
+from compress.calibration.hessian import AffineHessian, Hessian
+from compress.calibration.stats import ChannelNorm, StatisticFactory
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.base import Pass, Treats
@@ -43,7 +43,6 @@ from compress.passes.stages import Stage
 Importance = Literal["loss", "activation", "magnitude"]
 Part = Literal["heads", "channels"]
 PARTS: tuple[Part, ...] = get_args(Part)
-USUAL_SHARE, USUAL_LAYERS = 0.25, 1  # where a person names what goes, and not how much of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +70,9 @@ class Structure(Pass):
     compensate: bool = True
     """Solve for the weights that read what is left, by least squares."""
 
+    drift: float = 1.0
+    """0 to 1: how much of what was cut before a layer its weights make up for, too, of what `shrink` leaves."""
+
     damp: float = 0.01
     """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
 
@@ -78,7 +80,7 @@ class Structure(Pass):
     """Rely on statistics only as far as the calibration tokens carry."""
 
     rounds: int = 64
-    """1 or more: in so many turns groups go, by scores that are computed anew; more is slower and closer to the best."""
+    """1 or more: in so many turns groups go, by scores that are computed anew; more is slower, closer to the best."""
 
     statistics: Literal["float32", "float64"] = "float32"
     """The dtype in which H is summed; it is solved in float64."""
@@ -99,6 +101,8 @@ class Structure(Pass):
             raise InputError(f"importance {self.importance!r}; allowed: {', '.join(get_args(Importance))}")
         if not 0 < self.damp <= 1:
             raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
+        if not 0 <= self.drift <= 1:
+            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
         if self.statistics not in ("float32", "float64"):
             raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
 
@@ -121,27 +125,32 @@ class Structure(Pass):
         """Whether second moments are needed, not the size of inputs alone."""
         return self.importance == "loss" or self.compensate
 
+    @property
+    def compares(self) -> bool:
+        """Whether statistics compare with the inputs of the model that is not cut."""
+        return self.compensate and self.drift > 0
+
     def needs_of(self, bias: bool) -> Mapping[str, StatisticFactory]:
         """The statistics of a consumer's input, of one that has a bias or none."""
         if self.solves:
             dtype = torch.float64 if self.statistics == "float64" else torch.float32
-            mean = {"mean": partial(ChannelMean, absolute=False, dtype=torch.float64)} if bias else {}
-            return {"hessian": partial(Hessian, dtype=dtype), **mean}
+            return {"hessian": partial(AffineHessian if bias else Hessian, dtype=dtype, reference=self.compares)}
         return {"norm": ChannelNorm} if self.importance == "activation" else {}
 
     def staying(self, part: Part, groups: int) -> int:
         """How many of so many groups stay. Raises InputError where all would."""
         share = self.shares[part]
-        least = 1 / groups
+        least = 0.5 / groups  # what is rounded to one
         gone = min(int(share * groups + 0.5), groups - 1)
         kept = groups - gone
         if part == "channels":
             kept = -(-kept // self.multiple) * self.multiple
-            least = (groups - (groups - 1) // self.multiple * self.multiple) / groups
+            least = max(least, (groups - (groups - 1) // self.multiple * self.multiple) / groups)
         if kept >= groups:
             what = "heads (query heads count with their key-value head)" if part == "heads" else "channels"
-            advice = "nothing else goes" if least >= 1 else f"give {least:.3g} or more, or leave it out"
-            raise InputError(f"{part} {share} of {groups} {what} is none; {advice}")
+            where = f" in multiples of {self.multiple}" if part == "channels" and self.multiple > 1 else ""
+            advice = "no share takes any" if least >= 1 else f"give {least:.3g} or more"
+            raise InputError(f"{part} {share} of {groups} {what}{where} is none; {advice}, or leave it out")
         return kept
 
 
@@ -161,19 +170,3 @@ class Influence:
         """The mean, on every rank. A collective."""
         total, tokens = comm.all_reduce(self.total), comm.all_reduce(self.tokens)
         return 1 - float(total / tokens.clamp(min=1))
-
-
-def parts_of(words: str) -> dict[str, object]:
-    """The options that `heads,channels:0.3,layers:2` describes: what goes and, after a colon, how much."""
-    chosen: dict[str, object] = {}
-    for word in words.split(","):
-        what, colon, amount = word.strip().partition(":")
-        if what not in (*PARTS, "layers") or (colon and not amount):
-            raise InputError(
-                f"structure {words!r}; allowed: heads, channels and layers, in any order with commas between, each with "
-                "how much goes behind a colon (heads:0.25,channels:0.25,layers:1)"
-            )
-        if what in chosen:
-            raise InputError(f"structure {words!r} says {what} twice; give it once")
-        chosen[what] = amount or (USUAL_LAYERS if what == "layers" else USUAL_SHARE)
-    return chosen

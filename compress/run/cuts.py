@@ -13,6 +13,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.groups import Chosen
 from compress.passes.structure import Part
+from compress.run.installed import Versions
 
 NAMES: Mapping[Part, str] = {"heads": "groups of heads", "channels": "channels"}
 
@@ -56,8 +57,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Removed:
-    """A cut that is decided: the groups that stay, and {layer: (weight [N, S], bias)} in the dtype that the model stores,
-    of those that make up for what goes."""
+    """A cut that is decided: the groups that stay, and {layer: (weight [N, S], bias)} of those that make up for what
+    goes, in the dtype that the model stores."""
 
     cut: Cut
     chosen: Chosen
@@ -73,8 +74,24 @@ class Removed:
             solved[name] = weight.to(opened.dtype_of(layer.parameter)), held
         return cls(cut, chosen, solved)
 
+    def stand_in(self, block: nn.Module, versions: Versions) -> None:
+        """Make an open block compute what it will, in its old shapes: nothing reads what goes."""
+        for member in self.cut.coupling.consumers:
+            layer = Layer(member.name, block.get_submodule(member.name))
+            columns = self.cut.columns(layer, member)[self.chosen.kept.to(layer.weight.device)].flatten()
+            free_K = torch.ones(layer.shape[1], dtype=torch.bool, device=layer.weight.device)
+            free_K[self.cut.columns(layer, member).flatten()] = False
+            inputs = torch.cat([columns, free_K.nonzero().flatten()]).sort().values
+            weight_NS, bias = self.solved.get(member.name, (layer.weight[:, inputs], None))
+            weight_NK = torch.zeros_like(layer.weight)
+            weight_NK[:, inputs] = weight_NS.to(weight_NK)
+            versions.replace(layer.parameter, layer.stored(weight_NK))
+            if bias is not None:
+                parameter: Any = layer.module.bias
+                versions.replace(parameter, bias.to(parameter.data))
+
     def apply(self, block: nn.Module) -> list[Applied]:
-        """Cut a block, open or at home."""
+        """Cut a block, at home."""
         done = [Keep(self.cut.coupling, self.chosen.kept).apply(block)]
         for name, (weight, bias) in self.solved.items():
             layer = Layer(name, block.get_submodule(name))

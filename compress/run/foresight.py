@@ -93,7 +93,9 @@ class Foresight:
         usable.sort(key=lambda c: min(places[m.name] for m in c.consumers))
         for part in self.p.shares:
             if not any(part_of(c) == part for c in usable):
-                self.without[f"{name or 'the model'} ({part})"] = "; ".join(rejected) or "its layers are ignored"
+                there = any(part_of(c) == part for c in couplings)
+                why = "its layers are to be left alone" if there else "; ".join(rejected)
+                self.without[f"{name or 'the model'} ({part})"] = why
         for coupling in usable:
             part = part_of(coupling)
             if part in self.p.shares:
@@ -124,13 +126,16 @@ class Foresight:
     def cut_copy(self, stacks: Sequence[Stack], cuts: Mapping[nn.Module, Sequence[Cut]]) -> nn.Module:
         """The model as it will be, without values."""
         twin = without_values(self.model)
+        blocks = [each for stack in stacks for each in stack.blocks]
         unread: list[tuple[str, str]] = []
-        for stack in stacks:
-            for name, block in stack.blocks:
-                for cut in cuts.get(block, ()):
-                    Keep(cut.coupling, torch.arange(cut.staying)).apply(twin.get_submodule(name))
-                    unread += unread_of(name, cut.coupling)
-        configure(twin, unread)
+        for part in self.p.shares:
+            for name, cut in ((name, c) for name, block in blocks for c in cuts[block] if c.part == part):
+                Keep(cut.coupling, torch.arange(cut.staying)).apply(twin.get_submodule(name))
+                unread += unread_of(name, cut.coupling)
+            try:
+                configure(twin, unread)
+            except InputError as error:
+                raise InputError(f"{part} {self.p.shares[part]}: {error}; or leave {part} out") from None
         if self.p.layers:
             (stack,) = stacks
             count = len(stack.blocks)

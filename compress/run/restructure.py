@@ -200,9 +200,10 @@ class Restructuring:
     # --- inside blocks
 
     def cut_stack(self, stack: Stack, cuts: Mapping[nn.Module, Sequence[Cut]]) -> list[tuple[str, str]]:
-        """Cut every block behind those that are cut already; returns (module, attribute) of numbers that nobody reads."""
+        """Cut every block behind those that are cut already; returns `Coupling.unread` of all."""
         captured = self.captured(stack, self.batches) if self.p.calibrated else [[] for _ in stack.blocks]
-        streams, unread = Streams(captured[0], []), list[tuple[str, str]]()
+        streams = Streams(captured[0], captured[0] if self.p.compares else [])
+        unread: list[tuple[str, str]] = []
         for i, (name, block) in enumerate(stack.blocks):
             self.reporter.step(i, len(stack.blocks), "")
             streams = streams.called_as(captured[i])
@@ -218,30 +219,26 @@ class Restructuring:
     def decided(
         self, name: str, block: nn.Module, cuts: Sequence[Cut], streams: Streams
     ) -> tuple[list[Removed], Streams]:
-        """What goes of a block, each coupling behind those that are cut already, and the calls of the next block. The
-        block is left as it was: its parameters at home are cut, not these copies."""
+        """What goes of a block, each coupling behind those that are decided already, and the calls of the next block.
+        What is open are copies: the block itself is as it was."""
         removed: list[Removed] = []
-        applied: list[Applied] = []
+        versions = Versions()
         with self.residency.open(block, keep=False) as opened:
-            try:
-                for cut in cuts:
-                    removed.append(self.choice(name, opened, cut, streams.calls))
-                    applied += removed[-1].apply(opened.block)
-                if streams.calls and not streams.end:
-                    with torch.no_grad():
-                        outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
-                    streams = streams.after(outputs, [])
-            finally:
-                while applied:
-                    undo(applied.pop())
+            for cut in cuts:
+                removed.append(self.choice(name, opened, cut, streams, versions))
+                removed[-1].stand_in(opened.block, versions)
+            if streams.calls and not streams.end:
+                with torch.no_grad():
+                    outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
+                    with versions.original():
+                        others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
+                streams = streams.after(outputs, others)
         return removed, streams
 
-    def choice(self, name: str, opened: Opened, cut: Cut, calls: Sequence[Call]) -> Removed:
+    def choice(self, name: str, opened: Opened, cut: Cut, streams: Streams, versions: Versions) -> Removed:
         """Which groups of a coupling of an open block stay, the same on every rank."""
         layers = cut.layers(opened.block, name)
-        stats: Mapping[str, Mapping[str, Any]] = dict.fromkeys(layers, {})
-        if calls:
-            stats = self.statistics(opened, layers, calls)
+        stats = self.statistics(opened, layers, streams, versions) if streams.calls else {key: {} for key in layers}
         readings = {}
         for member in cut.coupling.consumers:
             layer = layers[member.name]
@@ -253,10 +250,10 @@ class Restructuring:
         return Removed.of(cut, chosen, opened)
 
     def statistics(
-        self, opened: Opened, layers: Mapping[str, Layer], calls: Sequence[Call]
-    ) -> dict[str, Mapping[str, Any]]:
+        self, opened: Opened, layers: Mapping[str, Layer], streams: Streams, versions: Versions
+    ) -> Mapping[str, Mapping[str, Any]]:
         """{name inside the block: finished statistics of its input} of layers that read what goes. A collective."""
-        structure = structure_of(opened.block, calls[0], list(layers.values()))
+        structure = structure_of(opened.block, streams.calls[0], list(layers.values()))
         inside = {layer.name: name for name, layer in layers.items()}
         by_name = {layer.name: layer for layer in layers.values()}
         found: dict[str, Mapping[str, Any]] = {}
@@ -270,5 +267,5 @@ class Restructuring:
             found.update({inside[layer.name]: statistics[0] for layer in site})
 
         sites = [[by_name[name] for name in names] for names in structure.sites]
-        suspended_forward(opened.block, calls, sites, visit, (), Versions())
+        suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
         return found
