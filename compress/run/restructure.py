@@ -64,6 +64,12 @@ class Restructured:
         return hashlib.sha256(json.dumps(went).encode()).hexdigest()
 
 
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """A model's configuration as it is now; nothing for a model without one."""
+    config = getattr(model, "config", None)
+    return json.loads(config.to_json_string(use_diff=False)) if isinstance(config, PretrainedConfig) else {}
+
+
 @dataclass(frozen=True)
 class Restructuring:
     """One pass over one model. batches: this rank's; probe: one micro-batch, the same on every rank."""
@@ -98,7 +104,7 @@ class Restructuring:
         self.say(foreseen, stacks)
         record = self.done.record
         record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}
-        config = self.config()
+        config = config_of(self.model)
         if self.p.layers:
             stacks = [self.drop(*stacks)]
         if self.p.shares:
@@ -107,7 +113,8 @@ class Restructuring:
         found = Size(*size_of(self.model))
         if found != foreseen.after:
             raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")
-        record["config"] = {key: [config.get(key), new] for key, new in self.config().items() if config.get(key) != new}
+        now = config_of(self.model)
+        record["config"] = {key: [config.get(key), new] for key, new in now.items() if config.get(key) != new}
 
     def check_ignored(self) -> None:
         """Raises InputError for a pattern that names no layer."""
@@ -116,11 +123,6 @@ class Restructuring:
         for name in names:
             self.ignored.asked_for(name)
         self.ignored.check_matched(example=names[0])
-
-    def config(self) -> dict[str, Any]:
-        """The model's configuration as it is now; nothing for a model without one."""
-        config = getattr(self.model, "config", None)
-        return json.loads(config.to_json_string(use_diff=False)) if isinstance(config, PretrainedConfig) else {}
 
     def say(self, foreseen: Foreseen, stacks: Sequence[Stack]) -> None:
         """What will be left, before the work, and where there is nothing to cut."""
