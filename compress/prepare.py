@@ -253,6 +253,10 @@ def _sink(
     """What takes the finished blocks, and what the configuration will say about key-value caches."""
     if place is None:
         return Discard(), None
+    if request.delivery.store is not None and not plan_.decides:
+        raise InputError(
+            f"store {request.delivery.store} is of layers that are pruned so, and no pass prunes; leave it out"
+        )
     check_storable(plan_)
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery

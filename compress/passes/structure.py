@@ -21,7 +21,9 @@ Paper -> code: saliency of a group -> `removal.LeastSquares.scores`; its update 
 Departs from the papers:
 - several groups go between two looks at the scores (`rounds`), the cost of the set being exact; survivors are solved
   for at the end from H itself, not from an inverse that was updated many times.
-- H is shrunk towards its diagonal as far as the tokens are few (as in gptq), and damped.
+- H is shrunk towards its diagonal as far as the tokens are few, and damped; both as in gptq. So is `drift`: W becomes
+  what returns, from the input behind the cut prefix, what the layer returned before anything was cut inside blocks.
+- query heads go with their key-value head, as a group.
 - widths are a share of each block; ZipLM searches for those that meet a time.
 """
 

@@ -378,6 +378,13 @@ MASKS: dict[str, Case] = {
         lambda d: command("prune", d.model, "--structure", "heads", "--sparsity", 0.5, "--output", d.output),
         ("--structure removes, --sparsity makes zero", "recipe"),
     ),
+    "structure stored without its zeros": (
+        lambda d: command(
+            *("prune", d.model, "--structure", "channels", "--set", "importance=magnitude", "--set", "compensate=no"),
+            *("--store", "2:4", "--output", d.output),
+        ),
+        ("store 2:4 is of layers that are pruned so", "leave it out"),
+    ),
     "structure without calibration data": (
         lambda d: command("prune", d.model, "--structure", "channels", "--output", d.output),
         ("structure needs calibration data",),
