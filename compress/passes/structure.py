@@ -95,8 +95,6 @@ class Structure(Pass):
         for option, least in (("layers", 0), ("multiple", 1), ("rounds", 1)):
             if (given := getattr(self, option)) < least:
                 raise InputError(f"{option} {given}; allowed: {least} or more")
-        if not (self.heads or self.channels or self.layers):
-            raise InputError("structure with nothing to remove; give heads, channels (shares) or layers (a number)")
         if self.multiple > 1 and not self.channels:
             raise InputError("multiple is of the channels that stay, and none go; give channels or leave it out")
         if self.importance not in get_args(Importance):
@@ -138,6 +136,12 @@ class Structure(Pass):
             dtype = torch.float64 if self.statistics == "float64" else torch.float32
             return {"hessian": partial(AffineHessian if bias else Hessian, dtype=dtype, reference=self.compares)}
         return {"norm": ChannelNorm} if self.importance == "activation" else {}
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse, before any work, options that remove nothing."""
+        super().check(shapes)
+        if not (self.shares or self.layers):
+            raise InputError("structure with nothing to remove; give heads, channels (shares) or layers (a number)")
 
     def staying(self, part: Part, groups: int) -> int:
         """How many of so many groups stay. Raises InputError where all would."""

@@ -132,6 +132,8 @@ def structural_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass,
     rest = tuple(p for p in passes if p.treats != "structure")
     if len(structural) > 1:
         raise InputError("one structure pass removes heads, channels and layers together; give one")
+    for p in structural:
+        p.check({})
     if structural and passes[0] is not structural[0]:
         raise InputError("structure changes the shapes of the layers that other passes decide about; put it first")
     if structural and structural[0].where:
