@@ -35,7 +35,7 @@ from compress.recipe import describe
 from compress.request import Request
 from compress.run.batches import check_batches
 from compress.run.matching import Ignored, check_untouched
-from compress.run.plan import Plan, plan, planned, structural_of
+from compress.run.plan import Plan, plan, plan_of_shapes, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, shard
 from compress.run.restore import naming, undone
 from compress.run.restructure import Restructured, Restructuring
@@ -52,7 +52,9 @@ WINDOWS = 128  # of calibration text, where nobody says how many
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
     """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
     source = _source(request)
-    structural, _ = structural_of(request.passes)
+    structural, rest = structural_of(request.passes)
+    if not rest and request.delivery.store is not None:
+        raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
     if request.work.fsdp:
         _check_group()
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
@@ -118,17 +120,23 @@ def _restructured(
     check_untouched(model)
     check_batches(model, batches)
     comm, reporter = who
+    extent = request.extent
+
+    def check(foreseen: nn.Module) -> None:
+        plan_of_shapes(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+
     work = Restructuring(
         model,
         p,
         batches=batches[comm.rank :: comm.world],
         probe=batches[0] if batches else _probe(model),
         residency=residency,
-        ignored=Ignored(request.extent.ignore),
+        ignored=Ignored(extent.ignore),
+        check=check,
         comm=comm,
         reporter=reporter,
     )
-    return work.run(request.extent.one_block)
+    return work.run(extent.one_block)
 
 
 def _probe(model: nn.Module) -> Batch:
@@ -253,10 +261,6 @@ def _sink(
     """What takes the finished blocks, and what the configuration will say about key-value caches."""
     if place is None:
         return Discard(), None
-    if request.delivery.store is not None and not plan_.decides:
-        raise InputError(
-            f"store {request.delivery.store} is of layers that are pruned so, and no pass prunes; leave it out"
-        )
     check_storable(plan_)
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery

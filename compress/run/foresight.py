@@ -38,11 +38,12 @@ class Size:
 @dataclass(frozen=True)
 class Foreseen:
     """What will be cut of each block, in the order in which it computes, and the size of the model before and after.
-    without: blocks in which there is nothing of the kind to cut, and why."""
+    model: as it will be, without values. without: blocks in which there is nothing of the kind to cut, and why."""
 
     cuts: Mapping[nn.Module, tuple[Cut, ...]]
     before: Size
     after: Size
+    model: nn.Module
     without: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -73,7 +74,8 @@ class Foresight:
             if not found:
                 raise InputError(f"{type(self.model).__name__} has no {part} that can be cut: {self._why_none(part)}")
         before = Size(*size_of(self.model))
-        return Foreseen(cuts, before, Size(*size_of(self.cut_copy(stacks, cuts))), self.without)
+        twin = self.cut_copy(stacks, cuts)
+        return Foreseen(cuts, before, Size(*size_of(twin)), twin, self.without)
 
     def _why_none(self, part: Part) -> str:
         said = next((why for name, why in self.without.items() if name.endswith(f" ({part})")), "no layers are blocks")

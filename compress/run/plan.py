@@ -89,6 +89,17 @@ def plan(
     """
     check_tensors(model)
     check_untouched(model)
+    return plan_of_shapes(model, passes, ignore, one_block, convolutions)
+
+
+def plan_of_shapes(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+) -> Plan:
+    """`plan` of a model whose tensors may be without values."""
     structural, passes = structural_of(passes)
     kv = _cache_pass(model, passes)
     if convolutions is None:

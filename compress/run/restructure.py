@@ -9,7 +9,7 @@ ranks, so all of them cut alike.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,8 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Restructuring:
-    """One pass over one model. batches: this rank's; probe: one micro-batch, the same on every rank."""
+    """One pass over one model. batches: this rank's; probe: one micro-batch, the same on every rank. check: refuses,
+    before any work, a model (without values) of the shapes that are to be left."""
 
     model: nn.Module
     p: Structure
@@ -80,6 +81,7 @@ class Restructuring:
     probe: Batch
     residency: Local
     ignored: Ignored
+    check: Callable[[nn.Module], None]
     comm: Comm
     reporter: Reporter
     done: Restructured = field(default_factory=Restructured)
@@ -101,6 +103,7 @@ class Restructuring:
         stacks, calls = self.stacks(one_block)
         check_droppable(self.model, stacks, self.p.layers)
         foreseen = Foresight(self.model, self.p, self.residency, self.ignored).foreseen(stacks, calls)
+        self.check(foreseen.model)
         self.say(foreseen, stacks)
         record = self.done.record
         record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}

@@ -383,7 +383,13 @@ MASKS: dict[str, Case] = {
             *("prune", d.model, "--structure", "channels", "--set", "importance=magnitude", "--set", "compensate=no"),
             *("--store", "2:4", "--output", d.output),
         ),
-        ("store 2:4 is of layers that are pruned so", "leave it out"),
+        ("store 2:4 is of layers that a pass prunes", "leave it out"),
+    ),
+    "groups that do not divide what structure leaves": (
+        lambda d: d.recipe(
+            "passes: [structure: {channels: 0.25, importance: magnitude, compensate: false}, rtn: {group_size: 32}]"
+        ),
+        ("group size 32", "mlp.down_proj", "72"),
     ),
     "structure without calibration data": (
         lambda d: command("prune", d.model, "--structure", "channels", "--output", d.output),
