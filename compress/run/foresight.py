@@ -26,6 +26,8 @@ from compress.run.matching import Ignored, shared_weights
 from compress.run.residency import Residency
 from compress.run.structure import structure_of
 
+MIB = 2**20
+
 
 @dataclass(frozen=True)
 class Size:
@@ -46,11 +48,16 @@ class Foreseen:
     model: nn.Module
     without: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def widths(self) -> list[str]:
-        """What stays, in words, each kind once."""
+    def notes(self, layers: int, blocks: int) -> list[str]:
+        """What will be left, where so many of so many blocks go, and in which there is nothing to cut."""
         said = (f"{c.staying} of {c.coupling.groups} {NAMES[c.part]}" for cuts in self.cuts.values() for c in cuts)
-        return list(dict.fromkeys(said))
+        what = [*([f"{blocks - layers} of {blocks} blocks"] if layers else []), *dict.fromkeys(said)]
+        before, after = self.before, self.after
+        return [
+            f"structure: {', '.join(what)} will stay: {after.parameters} of {before.parameters} parameters "
+            f"({after.parameters / before.parameters:.1%}), {after.bytes / MIB:.2f} of {before.bytes / MIB:.2f} MiB",
+            *(f"structure: nothing to cut in {name}: {why}" for name, why in self.without.items()),
+        ]
 
 
 class Foresight:

@@ -33,15 +33,13 @@ from compress.progress import Reporter
 from compress.run.batches import ChainBrokenError
 from compress.run.capture import capture, output_shape
 from compress.run.cuts import Cut, Removed
-from compress.run.foresight import Foreseen, Foresight, Size, check_droppable
+from compress.run.foresight import Foresight, Size, check_droppable
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
 from compress.run.matching import Ignored
 from compress.run.residency import Local
 from compress.run.state import Streams
 from compress.run.structure import structure_of
-
-MIB = 2**20
 
 
 @dataclass
@@ -104,7 +102,9 @@ class Restructuring:
         check_droppable(self.model, stacks, self.p.layers)
         foreseen = Foresight(self.model, self.p, self.residency, self.ignored).foreseen(stacks, calls)
         self.check(foreseen.model)
-        self.say(foreseen, stacks)
+        self.done.notes += foreseen.notes(self.p.layers, sum(len(stack.blocks) for stack in stacks))
+        for note in self.done.notes:
+            self.reporter.note(note)
         record = self.done.record
         record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}
         config = config_of(self.model)
@@ -126,21 +126,6 @@ class Restructuring:
         for name in names:
             self.ignored.asked_for(name)
         self.ignored.check_matched(example=names[0])
-
-    def say(self, foreseen: Foreseen, stacks: Sequence[Stack]) -> None:
-        """What will be left, before the work, and where there is nothing to cut."""
-        before, after = foreseen.before, foreseen.after
-        what = list(foreseen.widths)
-        if self.p.layers:
-            count = len(stacks[0].blocks)
-            what.insert(0, f"{count - self.p.layers} of {count} blocks")
-        self.done.notes += [
-            f"structure: {', '.join(what)} will stay: {after.parameters} of {before.parameters} parameters "
-            f"({after.parameters / before.parameters:.1%}), {after.bytes / MIB:.2f} of {before.bytes / MIB:.2f} MiB",
-            *(f"structure: nothing to cut in {name}: {why}" for name, why in foreseen.without.items()),
-        ]
-        for note in self.done.notes:
-            self.reporter.note(note)
 
     # --- which blocks there are, and what they are called with
 
