@@ -1,6 +1,7 @@
 """What a pass does, stage by stage: values, each of which says what it needs to know and what it does with that.
 
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
+    Learn     training of the whole model as the passes before have left it
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
@@ -14,6 +15,7 @@ from typing import Any
 
 from compress.calibration.stats import StatisticFactory
 from compress.passes.sites import FoldSite, Scaling, Site
+from compress.train.options import TrainingOptions
 from compress.weights.decision import Decision
 
 Needs = Mapping[str, StatisticFactory]
@@ -28,6 +30,13 @@ class Survey:
     needs: Needs
     look: Callable[[Site], Mapping[str, Any]]
     settle: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, str]]]
+
+
+@dataclass(frozen=True)
+class Learn:
+    """options: how the whole model is trained, once all earlier passes have decided about all layers."""
+
+    options: TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -60,4 +69,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Rewrite | Decide | Fix
+Stage = Survey | Learn | Rewrite | Decide | Fix
