@@ -19,6 +19,7 @@ from compress.checkpoint.source import find_source
 from compress.errors import InputError
 from compress.evaluation.size import tensor_sizes
 from compress.model.configured import facts_of
+from compress.passes.train import Train
 from compress.progress import Silent
 from compress.recipe import parse_recipe
 
@@ -248,6 +249,7 @@ def test_convolutions_lose_channels_and_make_up_for_them():
         ([compress.Structure(channels=0.25), compress.Structure(layers=1)], "together; give one"),
         ([compress.only(compress.Structure(channels=0.25), "*.0.*")], "leave `only` and `but` out"),
         ([compress.Structure(layers=3)], "has 3 blocks, of which one at least stays"),
+        ([compress.Structure(layers=1), compress.RTN(group_size=16), Train(steps=1)], "give the model by name"),
     ],
 )
 def test_what_cannot_be_removed_so_is_refused(passes, said):
