@@ -31,6 +31,7 @@ from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
 from compress.run.residency import Residency
 from compress.run.restore import hooks_and_buffers, naming, undone, values
+from compress.run.restructure import Restructured
 from compress.run.storable import notes_for_readers, notes_on_dense
 from compress.verification import verified
 
@@ -53,6 +54,7 @@ class Job:
     one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
     have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
     lessons: what it trains with, if it does. stores: the dtypes of parameters before they were widened for that.
+    restructured: what was removed of the model, before all this.
     """
 
     request: Request
@@ -70,6 +72,7 @@ class Job:
     reporter: Reporter
     lessons: Lessons | None = None
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
+    restructured: Restructured | None = None
 
     def run(self) -> Result:
         """Compress, and write what was asked for. Raises CompressError for work that failed or compressed nothing."""
@@ -81,7 +84,8 @@ class Job:
                     self.join_blocks(broken)
                     self.walk()
                 self.check_done()
-            self.record.coverage = self.covered()
+            if self.plan.decides:
+                self.record.coverage = self.covered()
             if isinstance(self.sink, Writer):
                 self.complete(self.sink)
                 if self.wants_verification():
@@ -99,7 +103,8 @@ class Job:
             return nullcontext()
         if not self.request.work.restore:
             return naming(self.record.changed)
-        return undone(values(self.model), hooks_and_buffers(self.model))
+        before = [] if self.restructured is None else [self.restructured.undo]
+        return undone(values(self.model), hooks_and_buffers(self.model), *before)
 
     def walk(self) -> ChainBrokenError | None:
         """Through all blocks of the plan; why not, with nothing changed, where they do not hand the hidden state on."""
@@ -153,7 +158,8 @@ class Job:
             self.note(note)
         for note in notes_for_readers(schemes, self.plan):
             self.note(note)
-        config, companions = configuration(self.model, self.source)
+        changed = None if self.restructured is None else self.restructured.record["config"]
+        config, companions = configuration(self.model, self.source, changed)
         if config is not None and (schemes or self.cache is not None):
             config["quantization_config"] = quantization_config(schemes, self.model, self.plan.tables, self.cache)
         blocks = [block for stack in self.plan.stacks for block in stack.blocks]

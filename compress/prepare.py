@@ -4,6 +4,8 @@ What can be refused without the model is refused before it is loaded.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +27,59 @@ from compress.device import find_device
 from compress.errors import InputError
 from compress.job import Job
 from compress.model.calls import Batch
-from compress.model.layers import find_stacks
+from compress.model.layers import check_tensors, find_stacks
+from compress.passes.base import Pass
 from compress.passes.stages import Decide, Learn
+from compress.passes.structure import Structure
 from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Calibration, Request
 from compress.run.batches import check_batches
 from compress.run.lessons import Lessons
-from compress.run.plan import Plan, plan, planned
+from compress.run.matching import Ignored, check_untouched
+from compress.run.plan import Plan, plan, plan_of_shapes, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
+from compress.run.restore import naming, undone
+from compress.run.restructure import Restructured, Restructuring
 from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
 from compress.teachers import Teachers
 from compress.train.rows import LABELS, Rows, rows_of
+from compress.verification import probe_of
 from compress.version import VERSION
 from compress.weights.sparse24 import TWO_OF_FOUR
 
 WINDOWS = 128  # of calibration text, where nobody says how many
 
 
+@dataclass(frozen=True)
+class _Data:
+    """What the model is shown: calibration tokens, where it is text or token ids, the batches of all ranks, and what it
+    is trained on."""
+
+    tokens: Tokens | None
+    batches: list[Batch]
+    rows: Rows | None
+
+
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
     """Settle everything that a run needs; place: where its output is made. Raises InputError for what cannot work."""
     source = _source(request)
+    structural, rest = structural_of(request.passes)
+    if not rest and request.delivery.store is not None:
+        raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
     if request.work.fsdp:
         _check_group()
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
     config = read_config(source) if source is not None else getattr(request.model, "config", None)
     tokens, batches = _calibration(request, config, source)
     trains = any(p.stage(Learn) for p in request.passes)
+    if trains and structural and source is None:
+        raise InputError(
+            "train learns from the original, which a model in memory is no longer once structure has cut it; give the "
+            "model by name"
+        )
     _, rows = _training(request, config, source) if trains else (None, None)
     if len(batches) < comm.world and any(p.calibrated for p in request.passes):
         raise InputError(
@@ -64,20 +90,47 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     model = load_dense(source, notes=record.notes) if source is not None else request.model
     assert isinstance(model, nn.Module)
     _check_no_codes(model)
-    extent = request.extent
+    device = next(model.parameters()).device if device is None else device
+    dtype = _compute_dtype(model, device, request.work.dtype)
+    with ExitStack() as undoing:
+        restructured = None
+        for p in structural:
+            restructured = _restructured(request, p, model, batches, Local(device, dtype), (comm, reporter))
+            record.structure, record.changed = restructured.record, ["its structure"]
+            undoing.enter_context(undone(restructured.undo) if request.work.restore else naming(record.changed))
+        data = _Data(tokens, batches, rows)
+        return _job(request, source, model, restructured, data, (device, dtype), place, record, comm, reporter)
+
+
+def _job(
+    request: Request,
+    source: Source | None,
+    model: nn.Module,
+    restructured: Restructured | None,
+    data: _Data,
+    work: tuple[torch.device, torch.dtype | None],
+    place: Directory | None,
+    record: RunRecord,
+    comm: Comm,
+    reporter: Reporter,
+) -> Job:
+    """The rest of `prepare`, with the model as it is from here on."""
+    extent, tokens, batches, rows = request.extent, data.tokens, data.batches, data.rows
+    device, dtype = work
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
     check_batches(model, batches)
     if rows is not None:
         check_batches(model, [{name: tensor for name, tensor in rows.take([0]).items() if name != LABELS}])
-    device = next(model.parameters()).device if device is None else device
-    dtype = _compute_dtype(model, device, request.work.dtype)
     identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
+    if restructured is not None:
+        identity["structure"] = restructured.fingerprint
     if rows is not None:
         identity["training"] = fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
     sink, cache = _sink(request, place, comm, model, plan_, identity)
     record.notes += _remarks(request, model, plan_, tokens, sink)
     for note in record.notes:
         reporter.note(note)
+    record.notes += [] if restructured is None else restructured.notes
     teacher = Teachers(request, source, model, device)
     stores = _widened(model) if rows is not None and request.work.fsdp and source is not None else {}
     keep = source is None or place is None or rows is not None
@@ -99,9 +152,58 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
         comm=comm,
         record=record,
         reporter=reporter,
+        restructured=restructured,
         lessons=lessons,
         stores=stores,
     )
+
+
+def _restructured(
+    request: Request, p: Pass, model: nn.Module, batches: Sequence[Batch], residency: Local, who: tuple[Comm, Reporter]
+) -> Restructured:
+    """Remove what a pass says from a model, which every rank holds as a whole until then."""
+    assert isinstance(p, Structure)
+    if isinstance(model, FSDPModule):
+        raise InputError(
+            "structure changes the shapes of parameters, which shards cannot; give the model before fully_shard, or by "
+            "name with fsdp=True"
+        )
+    check_tensors(model)
+    check_untouched(model)
+    check_batches(model, batches)
+    comm, reporter = who
+    extent = request.extent
+
+    def check(foreseen: nn.Module) -> None:
+        plan_of_shapes(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+
+    work = Restructuring(
+        model,
+        p,
+        batches=batches[comm.rank :: comm.world],
+        probe=batches[0] if batches else _probe(model),
+        residency=residency,
+        ignored=Ignored(extent.ignore),
+        check=check,
+        comm=comm,
+        reporter=reporter,
+    )
+    return work.run(extent.one_block)
+
+
+def _probe(model: nn.Module) -> Batch:
+    """What a model is shown to see what hangs together in it, where there is no calibration data."""
+    config = getattr(model, "config", None)
+    shown = None if config is None else probe_of(config.to_dict())
+    if shown is None:
+        raise InputError(
+            f"{type(model).__name__} does not say what it takes (vocab_size or num_channels), to see what hangs "
+            "together in it; give calibration data and an importance that uses it"
+        )
+    if shown.is_floating_point():
+        return {"pixel_values": shown.to(next(model.parameters()).dtype)}
+    decoder = {"decoder_input_ids": shown} if getattr(config, "is_encoder_decoder", False) else {}
+    return {"input_ids": shown, **decoder}
 
 
 def _source(request: Request) -> Source | None:
@@ -245,7 +347,7 @@ def _remarks(
     """What a person should know before the work begins."""
     notes = []
     trains = any(p.stage(Learn) for p in plan_.passes)
-    read = plan_.calibrated or (trains and request.data.training is None)
+    read = any(p.calibrated for p in request.passes) or (trains and request.data.training is None)
     if request.data.training is not None and not trains:
         notes.append("no pass trains: what is given to train on stays unread")
     if request.data.calibration is not None and not read:

@@ -34,6 +34,7 @@ PASSES = {
     "awq": "compress.passes.awq:AWQ",
     "low-rank": "compress.passes.low_rank:LowRank",
     "lqs": "compress.passes.lqs:LQS",
+    "structure": "compress.passes.structure:Structure",
     "magnitude": "compress.passes.magnitude:Magnitude",
     "wanda": "compress.passes.wanda:Wanda",
     "sparsegpt": "compress.passes.sparsegpt:SparseGPT",

@@ -134,6 +134,22 @@ class Hessian:
         return replace(whole, few=True, halves=tuple(halves))
 
 
+class AffineHessian(Hessian):
+    """`Hessian` of an input with one more channel, the last, that is always one: what a layer's bias multiplies."""
+
+    def __init__(
+        self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False
+    ) -> None:
+        super().__init__(channels + 1, device, dtype=dtype, reference=reference)
+
+    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
+        super().update(_with_one(x_MK), None if reference_MK is None else _with_one(reference_MK))
+
+
+def _with_one(x_MK: Tensor) -> Tensor:
+    return torch.cat([x_MK, x_MK.new_ones(len(x_MK), 1)], dim=1)
+
+
 def _means(
     tokens: int, total: Tensor, products: Tensor, drift: Tensor | None, contrast: Tensor | None
 ) -> HessianResult:

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 from compress.checkpoint.shown import shown
 from compress.checkpoint.source import Source
+from compress.errors import CompressError
 from compress.model.layers import Table
 from compress.weights import own_words
 from compress.weights.codes import Int8Table
@@ -15,10 +17,13 @@ from compress.weights.compressed_tensors import group_entry, layout_of, why_not
 from compress.weights.scheme import Scheme
 
 
-def configuration(model: Any, source: Source | None) -> tuple[dict[str, Any] | None, dict[str, str]]:
+def configuration(
+    model: Any, source: Source | None, changed: Mapping[str, Sequence[Any]] | None = None
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """A model's configuration (None for one that has none), and {file: content} of what goes beside it.
 
-    source: where the model was read, with its files beside it; None for one that was given in memory.
+    source: where the model was read, with its files beside it; None for one that was given in memory. changed: {key:
+    (before, after)} of what the run has changed in the configuration.
     """
     config: dict[str, Any] | None = None
     companions: dict[str, str] = {}
@@ -30,9 +35,44 @@ def configuration(model: Any, source: Source | None) -> tuple[dict[str, Any] | N
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             companions["generation_config.json"] = generation.to_json_string()
+    if config is not None and changed:
+        config = restated(config, model.config, changed)
     if config is not None and isinstance(config.get("_name_or_path"), str):
         config["_name_or_path"] = shown(config["_name_or_path"])
     return config, companions
+
+
+def restated(
+    written: Mapping[str, Any], config: PretrainedConfig, changed: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """config.json with what has changed, so that it is read as this configuration: what a file left out, because it
+    followed from other numbers (the size of a head), is said where it follows no longer. Raises CompressError for a
+    class that reads it otherwise."""
+    found = dict(written)
+    wanted = json.loads(config.to_json_string(use_diff=False))
+    for key, (before, after) in changed.items():
+        inside = isinstance(found.get(key), dict) and isinstance(before, dict) and isinstance(after, dict)
+        found[key] = _merged(found[key], before, after) if inside else after
+    for other, own in getattr(config, "attribute_map", {}).items():
+        if own in changed:
+            found.pop(other, None)  # another name for it, which the file may have had
+    try:
+        read = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+    except Exception:  # noqa: BLE001 - it may lack a number that followed from those that have changed
+        read = {}
+    found |= {key: value for key, value in wanted.items() if key not in OF_WRITING and read.get(key) != value}
+    again = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+    if odd := [key for key in changed if again.get(key) != wanted[key]]:
+        raise CompressError(f"{type(config).__name__} reads {odd[0]} {wanted[odd[0]]} as {again.get(odd[0])}")
+    return found
+
+
+OF_WRITING = ("transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")  # not of the model
+
+
+def _merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration inside another one, with what has changed in it."""
+    return {**written, **{key: value for key, value in after.items() if before.get(key) != value}}
 
 
 def quantization_config(

@@ -58,6 +58,7 @@ def manifest(
         "seconds": round(record.seconds, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "block_forwards": record.block_forwards,
+        "structure": record.structure,
         "coverage": None if record.coverage is None else asdict(record.coverage),
         "layers": [asdict(layer) for layer in record.layers],
         "caches": record.caches,

@@ -86,8 +86,8 @@ class RangeRecord:
 class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
     in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
-    that have new values by now. coverage: how much of the model is compressed, at the end. training: what each training
-    measured, and its options."""
+    that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
+    model is compressed, at the end. training: what each training measured, and its options."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -97,6 +97,7 @@ class RunRecord:
     left_alone: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    structure: dict[str, Any] | None = None
     coverage: Coverage | None = None
     training: list[dict[str, Any]] = field(default_factory=list)
     block_forwards: int = 0

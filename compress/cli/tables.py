@@ -34,7 +34,10 @@ def result(made: Result, model: str, output: str) -> None:
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
-    table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    if made.record.coverage is not None:
+        table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    if made.record.structure is not None:
+        out.print(removed(made.record.structure))
     if made.record.coverage is not None:
         out.print(f"compressed: {made.record.coverage}")
     out.print(table)
@@ -56,7 +59,8 @@ def result(made: Result, model: str, output: str) -> None:
         kinds[reason] = kinds.get(reason, 0) + 1
     alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
     layers = len({layer.name for layer in made.record.layers})  # several passes may have had a part in one
-    out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
+    if made.record.coverage is not None:
+        out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")
@@ -84,6 +88,19 @@ def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         losses = ", ".join(f"{name} {first[0][name]:.4g} -> {last[0][name]:.4g}" for name in names)
         steps = history["resumed"] + len(history["steps"])
         yield f"trained {steps} steps in {history['seconds']:.0f} s; on held-out samples: {losses or 'not measured'}"
+
+
+def removed(structure: Mapping[str, Any]) -> str:
+    """What is left of a model's structure, and at what loss, in a line."""
+    before, after = structure["before"], structure["after"]
+    text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
+    if structure["dropped"]:
+        text += f"; without {', '.join(structure['dropped'])}"
+    figures = [cut["figures"] for cut in structure["cut"] if cut["figures"]]
+    if figures:
+        own, zeroed = (sum(each[key] for each in figures) / len(figures) for key in ("loss", "zeroed_loss"))
+        text += f"; mean relative output error of a layer that reads what went: {own:.3e} (zeros instead: {zeroed:.3e})"
+    return text
 
 
 def pruned(layers: Sequence[LayerRecord]) -> str | None:

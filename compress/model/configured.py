@@ -109,11 +109,15 @@ class _Search:
 
     def made(self, fields: Fields) -> nn.Module:
         """The model of the configuration with these numbers, without weights."""
+        with torch.device("meta"):
+            return type(self.model)(self.configuration(fields))
+
+    def configuration(self, fields: Fields) -> PretrainedConfig:
+        """The model's, with these numbers."""
         config = copy.deepcopy(self.model.config)
         for field in fields:
             setattr(field.owner(config), field.name, listed(field.value))
-        with torch.device("meta"):
-            return type(self.model)(config)
+        return config
 
     def differing(self, fields: Fields) -> Differing | None:
         """{what differs: (in the made model, in ours)}; None where no model can be made."""
@@ -126,7 +130,9 @@ class _Search:
         return {k: (made.get(k), self.ours.get(k)) for k in keys if made.get(k) != self.ours.get(k)}
 
     def written(self, fields: Fields) -> Applied:
-        """Change the model's configuration, and the copies that its modules have of it."""
+        """Change the model's configuration, and the copies that its modules have of it. Raises InputError where its
+        class would not read that from a file."""
+        self.check_readable(fields)
         made, modules = facts_of(self.made(fields)), dict(self.model.named_modules())
         with changing() as done:
             for name, attribute in sorted(self.unread & made.keys()):
@@ -138,6 +144,16 @@ class _Search:
                     setattr(owner, field.name, None)
                 done.append(change(owner, field.name, listed(field.value)))
         return Applied(tuple(done))
+
+    def check_readable(self, fields: Fields) -> None:
+        """Some classes refuse, when they are read, what they let one set: heads that do not divide the hidden size."""
+        config = self.configuration(fields)
+        try:
+            type(config).from_dict(config.to_dict())
+        except Exception as error:  # noqa: BLE001 - whatever it says, transformers would not load the model
+            said = ", ".join(f"{field.name} {listed(field.value)}" for field in fields)
+            why = first_line(error.__cause__ or error).rstrip(".")
+            raise InputError(f"{type(config).__name__} takes no {said}: {why}; give another share") from None
 
     def refusal(self, differing: Differing | None) -> str:
         """Why there is no configuration, with one thing that differs from what today's would make."""

@@ -52,9 +52,16 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
 
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
     """Why a coupling found on another block of the same kind does not hold for this one; empty where it does."""
-    with evaluating(block), in_float32(block, short_call(call)) as exact_call:
-        problem = Trial(block, exact_call, cuttable(block), coupling).problem(coupling)
-    return [] if problem is None else [problem]
+    short, problem = short_call(call), None
+    for attempt in [call] if short is call else [short, call]:
+        try:
+            with evaluating(block), in_float32(block, attempt) as exact_call:
+                problem = Trial(block, exact_call, cuttable(block), coupling).problem(coupling)
+            return [] if problem is None else [problem]
+        except Exception as error:  # noqa: BLE001 - a call may be cut where it must not be
+            problem = f"{type(error).__name__}: {first_line(error)}"
+    assert problem is not None
+    return [problem]
 
 
 def _depthwise(module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class Finder:
 
     def find(self, block: nn.Module, call: Call, shared: Collection[int] = ()) -> Discovery:
         """The folds of this block."""
-        kind = _signature(block)
+        kind = signature_of(block)
         if kind not in self.known:
             self.known[kind] = discover(block, call, shared)
             return self.known[kind]
@@ -85,7 +85,8 @@ class Finder:
         return replace(again, rejected=first.rejected + again.rejected)
 
 
-def _signature(block: nn.Module) -> tuple[object, ...]:
+def signature_of(block: nn.Module) -> tuple[object, ...]:
+    """What blocks of one kind have in common: modules, and shapes and dtypes of parameters."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, p.shape, p.dtype) for name, p in block.named_parameters(remove_duplicate=False))
 

@@ -17,8 +17,9 @@ from compress.weights.decision import Decision
 S = TypeVar("S", Survey, Learn, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
 Aspect = Literal["dense weight", "mask", "quantized weight"]
-# What a pass is about: the layers inside the blocks, the token embedding and the output head, or key-value caches.
-Treats = Literal["layers", "embeddings", "caches"]
+# What a pass is about: the layers inside the blocks, the token embedding and the output head, key-value caches, or
+# which layers there are and how wide.
+Treats = Literal["layers", "embeddings", "caches", "structure"]
 
 
 @dataclass(frozen=True)

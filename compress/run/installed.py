@@ -77,14 +77,17 @@ class Versions:
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         values = values.to(parameter.device, parameter.dtype)
-        new = layer.stored(values) if isinstance(decided, Decision) else values
-        before = self.weights[parameter][0] if parameter in self.weights else parameter.data
-        self.weights[parameter] = before, new
-        parameter.data = new
+        self.replace(parameter, layer.stored(values) if isinstance(decided, Decision) else values)
         if isinstance(decided, Decision) and decided.inputs is not None:
             self._input_of(layer).codes = decided.inputs
         if isinstance(decided, Decision) and decided.outputs is not None:
             self.round_output(layer, decided.outputs)
+
+    def replace(self, parameter: nn.Parameter, new: Tensor) -> None:
+        """From now on a parameter has other values."""
+        before = self.weights[parameter][0] if parameter in self.weights else parameter.data
+        self.weights[parameter] = before, new
+        parameter.data = new
 
     def round_output(self, layer: Layer, codes: ActivationCodes) -> None:
         """From now on a layer rounds what it returns."""

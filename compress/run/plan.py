@@ -35,7 +35,8 @@ class Plan:
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
-    notes: what the person should know about that.
+    notes: what the person should know about that. A plan without anything to decide is of a recipe that removes
+    structure and does no more: the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -52,6 +53,11 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         return self.needing is not None
+
+    @property
+    def decides(self) -> bool:
+        """Whether anything is decided about layers, tables or caches."""
+        return bool(self.passes or self.tables) or self.kv is not None
 
     @property
     def needing(self) -> Pass | None:
@@ -82,13 +88,28 @@ def plan(
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
     """
     check_tensors(model)
-    kv = _cache_pass(model, passes)
     check_untouched(model)
+    return plan_of_shapes(model, passes, ignore, one_block, convolutions)
+
+
+def plan_of_shapes(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+) -> Plan:
+    """`plan` of a model whose tensors may be without values."""
+    structural, passes = structural_of(passes)
+    kv = _cache_pass(model, passes)
     if convolutions is None:
         convolutions = treats_convolutions(model)
     stacks = find_stacks(model, convolutions)
     if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
         stacks = [whole_model(model)]
+    if not passes:
+        nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
+        return Plan(tuple(stacks), nothing, (), {}, convolutions, recipe=structural)
     ignored = Ignored(ignore)
     tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
     tied = {name for table in tables for name in (table.name, *table.shared)}
@@ -108,11 +129,30 @@ def plan(
         next((p for p in recipe if p.treats == "embeddings"), None),
         tables,
         kv,
-        recipe,
+        (*structural, *recipe),
         tuple(notes),
     )
     _check(result)
     return result
+
+
+def structural_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """(The pass that removes structure, if there is one; the others.) Raises InputError where it is not the first of
+    them, or not the only one, or for some layers only."""
+    structural = tuple(p for p in passes if p.treats == "structure")
+    rest = tuple(p for p in passes if p.treats != "structure")
+    if len(structural) > 1:
+        raise InputError("one structure pass removes heads, channels and layers together; give one")
+    for p in structural:
+        p.check({})
+    if structural and passes[0] is not structural[0]:
+        raise InputError("structure changes the shapes of the layers that other passes decide about; put it first")
+    if structural and structural[0].where:
+        raise InputError(
+            "structure takes as much from every block, which is all that a configuration can say; leave `only` and "
+            "`but` out"
+        )
+    return structural, rest
 
 
 def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:

@@ -366,6 +366,57 @@ MASKS: dict[str, Case] = {
     ),
     "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", -0.5), ("sparsity -0.5", "above 0, below 1")),
     "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer",)),
+    "structure of what there is not": (
+        lambda d: command("prune", d.model, "--structure", "head:0.5", "--output", d.output),
+        ("structure 'head:0.5'", "heads, channels, layers", "heads:0.25,channels:0.25,layers:1"),
+    ),
+    "structure given twice": (
+        lambda d: command("prune", d.model, "--structure", "heads,heads:0.5", "--output", d.output),
+        ("says heads twice",),
+    ),
+    "all of a structure": (
+        lambda d: command("prune", d.model, "--structure", "channels:1", "--output", d.output),
+        ("channels 1.0", "below 1"),
+    ),
+    "structure and a mask": (
+        lambda d: command("prune", d.model, "--structure", "heads", "--sparsity", 0.5, "--output", d.output),
+        ("--structure removes, --sparsity makes zero", "recipe"),
+    ),
+    "structure stored without its zeros": (
+        lambda d: command(
+            *("prune", d.model, "--structure", "channels", "--set", "importance=magnitude", "--set", "compensate=no"),
+            *("--store", "2:4", "--output", d.output),
+        ),
+        ("store 2:4 is of layers that a pass prunes", "leave it out"),
+    ),
+    "groups that do not divide what structure leaves": (
+        lambda d: d.recipe(
+            "passes: [structure: {channels: 0.25, importance: magnitude, compensate: false}, rtn: {group_size: 32}]"
+        ),
+        ("group size 32", "mlp.down_proj", "72"),
+    ),
+    "structure without calibration data": (
+        lambda d: command("prune", d.model, "--structure", "channels", "--output", d.output),
+        ("structure needs calibration data",),
+    ),
+    "structure behind what rounds": (
+        lambda d: d.recipe("passes: [rtn: {group_size: 32}, structure: {channels: 0.5}]"),
+        ("structure changes the shapes", "put it first"),
+    ),
+    "structure of some layers": (
+        lambda d: d.recipe("passes: [{structure: {channels: 0.5}, only: ['*.0.*']}]"),
+        ("as much from every block", "leave `only` and `but` out"),
+    ),
+    "structure that is nothing": (
+        lambda d: d.recipe("passes: [structure: {}]"),
+        ("structure with nothing to remove", "give heads, channels", "layers"),
+    ),
+    "heads that no configuration has": (
+        lambda d: command(
+            *("prune", d.model, "--structure", "heads:0.1", "--calibration", d.tokens, "--output", d.output)
+        ),
+        ("heads 0.1 of 2 heads", "is none; give 0.25 or more"),
+    ),
     "order that tears a pattern apart": (
         lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--set", "act_order=static"),
         ("act_order static visits inputs apart that 2:4 prunes together", "none, group"),

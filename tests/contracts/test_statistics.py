@@ -18,7 +18,7 @@ from thread_ranks import synced
 from torch import Tensor
 
 from compress.calibration.calibrators import OPTIONS, calibrator
-from compress.calibration.hessian import Hessian
+from compress.calibration.hessian import AffineHessian, Hessian
 from compress.calibration.stats import ChannelAbsMax, ChannelMean, ChannelNorm, MinMax, StatisticFactory
 from compress.comm import Comm
 from compress.errors import CompressError
@@ -51,6 +51,7 @@ STATISTICS: Mapping[str, tuple[StatisticFactory, float]] = {
     "mean": (partial(ChannelMean, absolute=False, dtype=torch.float64), SINGLE),
     "Hessian": (partial(Hessian, dtype=torch.float64), DOUBLE),
     "Hessian and drift": (partial(Hessian, dtype=torch.float64, reference=True), DOUBLE),
+    "Hessian with a bias": (partial(AffineHessian, dtype=torch.float64, reference=True), DOUBLE),
     **{name: (make, 0.0) for name, make in CALIBRATORS.items()},
 }
 every_statistic = every("name", STATISTICS)

@@ -4,8 +4,9 @@ import pytest
 import torch
 import vision
 from blocks import answer, block_calls, first_block, inputs, livelier
-from models import FAMILIES, build
+from models import FAMILIES, GATED, build
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.errors import InputError
 from compress.model.calls import Call
@@ -77,6 +78,17 @@ def test_couplings_of_one_block_are_checked_on_the_next():
     for coupling in couplings:
         (said,) = why_not(second[1], calls[second[0]], coupling)
         assert said.startswith("cut, what the block computes is off by")
+
+
+def test_a_call_that_cannot_be_shortened_is_taken_as_it_is():
+    """As many tokens as a head has channels: cutting one cuts the other, and what is left does not run."""
+    torch.manual_seed(0)
+    model = livelier(LlamaForCausalLM(LlamaConfig(**{**GATED, "head_dim": 32})).eval())
+    calls = block_calls(model, inputs("llama", length=32))
+    (first, second) = find_stacks(model)[0].blocks
+    couplings = find_couplings(first[1], calls[first[0]]).found
+    assert {c.groups for c in couplings} == {2, 64}
+    assert [why_not(second[1], calls[second[0]], coupling) for coupling in couplings] == [[], []]
 
 
 # --- models of our own ---------------------------------------------------------------------------------------------

@@ -11,7 +11,19 @@ from commands import StopAfterOne
 from models import build, tokens
 from places import SUPPORT
 from processes import python
-from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FLOAT32, FOLDING, PLAIN, SUMS, train
+from sharded_worker import (
+    CONVOLUTIONS,
+    DYNAMIC_CACHES,
+    EMBEDDINGS,
+    EXACT,
+    FLOAT8,
+    FLOAT32,
+    FOLDING,
+    PLAIN,
+    STRUCTURE,
+    SUMS,
+    train,
+)
 from vision import calibration, net
 
 import compress
@@ -36,6 +48,8 @@ def folder(tmp_path_factory) -> Path:
     rtn = compress.RTN(group_size=16, grid="asymmetric")
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
     for name, passes in FOLDING.items():
+        compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
+    for name, passes in STRUCTURE.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
     for name, method in SUMS.items():
         compress.quantize(folder / "model", method, output=folder / f"{name}-1", **common)
@@ -85,6 +99,14 @@ def test_two_ranks_make_sums_as_one_process(folder, two, name):
     same(folder / f"{name}-1", folder / f"{name}-2", layers=len(record["layers"]))
     figures = [layer["figures"] for layer in record["layers"]]
     assert len({figure.get("rank", figure.get("outliers")) for figure in figures}) > 1
+
+
+def test_two_ranks_remove_what_one_process_removes(folder, two):
+    for name, layers in (("structure", 7), ("structure-alone", 0)):
+        same(folder / f"{name}-1", folder / f"{name}-2", layers=layers)
+        one, other = (json.loads((folder / f"{name}-{n}" / "compress.json").read_text()) for n in (1, 2))
+        assert one["structure"]["dropped"] == other["structure"]["dropped"]
+        assert [c["removed"] for c in one["structure"]["cut"]] == [c["removed"] for c in other["structure"]["cut"]]
 
 
 def test_two_ranks_round_embeddings_as_one_process(folder, two):

@@ -85,6 +85,15 @@ SUMS = {
     ),
 }
 
+# Before the model is sharded, every rank cuts its own copy.
+STRUCTURE = {
+    "structure": [
+        compress.Structure(heads=0.5, channels=0.25, layers=1, statistics="float64"),
+        compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
+    ],
+    "structure-alone": [compress.Structure(channels=0.25, importance="magnitude", compensate=False)],
+}
+
 
 def train(model, steps=3):
     """Losses of a few steps, the same data on every rank."""
@@ -159,6 +168,9 @@ def restored(mesh):
     with suppress(KeyboardInterrupt):
         compress.quantize(model, passes, calibration=tokens(8), batch_size=2, reporter=StopAfterTwo())
     same = all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
+    with suppress(compress.InputError):
+        compress.quantize(model, STRUCTURE["structure-alone"])
+        same = False
     return {"same": same, "losses": train(model)}
 
 
@@ -183,6 +195,8 @@ def run(rank: int, world: int, folder: Path) -> None:
         compress.quantize(folder / "model", FLOAT8, output=folder / "float8-2", **common)
         rtn = compress.RTN(group_size=16, grid="asymmetric")
         for name, passes in FOLDING.items():
+            compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
+        for name, passes in STRUCTURE.items():
             compress.quantize(folder / "model", passes, output=folder / f"{name}-2", **common)
         for name, method in SUMS.items():
             compress.quantize(folder / "model", method, output=folder / f"{name}-2", **common)

@@ -1,0 +1,28 @@
+"""A model without the values of its tensors: all that shapes say of it, in no memory."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are on the meta device; what several modules share, they share there, too."""
+    memo: dict[int, object] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def size_of(model: nn.Module) -> tuple[int, int]:
+    """(parameters, bytes of what a checkpoint holds of the model: parameters and the buffers that are stored). What is
+    shared counts once."""
+    tensors: dict[int, torch.Tensor] = {id(p): p for p in model.parameters()}
+    parameters = sum(p.numel() for p in tensors.values())
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[id(buffer)] = buffer
+    return parameters, sum(t.numel() * t.element_size() for t in tensors.values())

@@ -1,0 +1,178 @@
+"""Structure: channels of MLPs, attention heads and whole blocks go; what is left is a smaller model of the same kind.
+
+Shapes: N outputs, K inputs of a *consumer*, the layer that reads what goes (down of an MLP, the output of an
+attention); its inputs fall into groups (one channel; the heads of one key-value head), found on the model itself
+(`model.couplings`). X [T, K] is the consumer's input behind the blocks that are cut already, H = X^T X / T.
+
+    removing groups R costs    min over Q of |X W^T - X_S Q^T|^2  =  tr(W_R ([H^-1]_RR)^-1 W_R^T)      S: the others
+    at                         Q  =  W H_{:,S} H_SS^-1
+
+Groups go one after the other, each time those whose removal costs least now, and the survivors of the consumer make up
+for them. An input that is always one stands for the consumer's bias, which makes up, too. Every block loses as many,
+because a configuration has one number for all: `intermediate_size`, `num_key_value_heads`. Blocks as a whole go by
+their influence, 1 - cos(input, output), a mean over tokens, the least first.
+
+Sources: optimal brain surgeon for groups, one at a time: ZipLM (Kurtic et al. 2023, arXiv 2302.04089, equations 2-4);
+SlimGPT (Ling et al. 2024, arXiv 2412.18110). Blocks: ShortGPT (Men et al. 2024, arXiv 2403.03853, equation 1).
+
+Paper -> code: saliency of a group -> `removal.LeastSquares.scores`; its update -> `remove`; the weight that is left ->
+`removal.compensated`; block influence BI -> `Influence`.
+
+Departs from the papers:
+- several groups go between two looks at the scores (`rounds`), the cost of the set being exact; survivors are solved
+  for at the end from H itself, not from an inverse that was updated many times.
+- H is shrunk towards its diagonal as far as the tokens are few, and damped; both as in gptq. So is `drift`: W becomes
+  what returns, from the input behind the cut prefix, what the layer returned before anything was cut inside blocks.
+- query heads go with their key-value head, as a group.
+- widths are a share of each block; ZipLM searches for those that meet a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.calibration.hessian import AffineHessian, Hessian
+from compress.calibration.stats import ChannelNorm, StatisticFactory
+from compress.comm import Comm
+from compress.errors import InputError
+from compress.passes.base import Pass, Treats
+from compress.passes.stages import Stage
+
+Importance = Literal["loss", "activation", "magnitude"]
+Part = Literal["heads", "channels"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure(Pass):
+    """Heads, channels and blocks go, the same number from every block."""
+
+    name: ClassVar[str] = "structure"
+    treats: ClassVar[Treats] = "structure"
+
+    heads: float = 0.0
+    """0 or more, below 1: share of each attention's heads that goes; query heads go with their key-value head."""
+
+    channels: float = 0.0
+    """0 or more, below 1: share of the hidden channels of each MLP that goes (of a CNN, of each convolution)."""
+
+    layers: int = 0
+    """0 or more: so many blocks go as a whole."""
+
+    multiple: int = 1
+    """1 or more: the channels that stay are a multiple of it; 128 lets groups of 128 weights follow."""
+
+    importance: Importance = "loss"
+    """Remove what costs the output least, what is read least (|W_j|^2 E[x_j^2]), or the smallest weights."""
+
+    compensate: bool = True
+    """Solve for the weights that read what is left, by least squares."""
+
+    drift: float = 1.0
+    """0 to 1: how much of what was cut before a layer its weights make up for, too, of what `shrink` leaves."""
+
+    damp: float = 0.01
+    """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
+
+    shrink: bool = True
+    """Rely on statistics only as far as the calibration tokens carry."""
+
+    rounds: int = 64
+    """1 or more: in so many turns groups go, by scores that are computed anew; more is slower, closer to the best."""
+
+    statistics: Literal["float32", "float64"] = "float32"
+    """The dtype in which H is summed; it is solved in float64."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in PARTS:
+            if not 0 <= (share := getattr(self, part)) < 1:
+                raise InputError(f"{part} {share}; allowed: a share of what there is, 0 (none) or more, below 1")
+        for option, least in (("layers", 0), ("multiple", 1), ("rounds", 1)):
+            if (given := getattr(self, option)) < least:
+                raise InputError(f"{option} {given}; allowed: {least} or more")
+        if self.multiple > 1 and not self.channels:
+            raise InputError("multiple is of the channels that stay, and none go; give channels or leave it out")
+        if self.importance not in get_args(Importance):
+            raise InputError(f"importance {self.importance!r}; allowed: {', '.join(get_args(Importance))}")
+        if not 0 < self.damp <= 1:
+            raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
+        if not 0 <= self.drift <= 1:
+            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
+        if self.statistics not in ("float32", "float64"):
+            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """None inside the loop over blocks: what it does comes before it (`run.restructure`)."""
+        return ()
+
+    @property
+    def shares(self) -> dict[Part, float]:
+        """Of what something goes, in the order in which a block computes it, and how much."""
+        return {part: share for part in PARTS if (share := getattr(self, part))}
+
+    @property
+    def calibrated(self) -> bool:
+        return self.layers > 0 or self.solves or self.importance != "magnitude"
+
+    @property
+    def solves(self) -> bool:
+        """Whether second moments are needed, not the size of inputs alone."""
+        return self.importance == "loss" or self.compensate
+
+    @property
+    def compares(self) -> bool:
+        """Whether statistics compare with the inputs of the model that is not cut."""
+        return self.compensate and self.drift > 0
+
+    def needs_of(self, bias: bool) -> Mapping[str, StatisticFactory]:
+        """The statistics of a consumer's input, of one that has a bias or none."""
+        if self.solves:
+            dtype = torch.float64 if self.statistics == "float64" else torch.float32
+            return {"hessian": partial(AffineHessian if bias else Hessian, dtype=dtype, reference=self.compares)}
+        return {"norm": ChannelNorm} if self.importance == "activation" else {}
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse, before any work, options that remove nothing."""
+        super().check(shapes)
+        if not (self.shares or self.layers):
+            raise InputError("structure with nothing to remove; give heads, channels (shares) or layers (a number)")
+
+    def staying(self, part: Part, groups: int) -> int:
+        """How many of so many groups stay. Raises InputError where all would."""
+        share = self.shares[part]
+        least = 0.5 / groups  # what is rounded to one
+        gone = min(int(share * groups + 0.5), groups - 1)
+        kept = groups - gone
+        if part == "channels":
+            kept = -(-kept // self.multiple) * self.multiple
+            least = max(least, (groups - (groups - 1) // self.multiple * self.multiple) / groups)
+        if kept >= groups:
+            what = "heads (query heads count with their key-value head)" if part == "heads" else "channels"
+            where = f" in multiples of {self.multiple}" if part == "channels" and self.multiple > 1 else ""
+            advice = "no share takes any" if least >= 1 else f"give {least:.3g} or more"
+            raise InputError(f"{part} {share} of {groups} {what}{where} is none; {advice}, or leave it out")
+        return kept
+
+
+class Influence:
+    """How much a block changes what passes through it: 1 - cos(input, output), a mean over tokens and ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(self, x_MK: Tensor, y_MK: Tensor) -> None:
+        """Count tokens before and behind the block."""
+        self.total += torch.nn.functional.cosine_similarity(x_MK.double(), y_MK.double(), dim=-1).sum()
+        self.tokens += len(x_MK)
+
+    def result(self, comm: Comm) -> float:
+        """The mean, on every rank. A collective."""
+        total, tokens = comm.all_reduce(self.total), comm.all_reduce(self.tokens)
+        return 1 - float(total / tokens.clamp(min=1))

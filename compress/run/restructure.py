@@ -1,0 +1,261 @@
+"""Removing structure, before the loop over blocks: what comes after it sees a smaller model, and nothing else.
+
+    couplings -> what will be left (said) -> blocks by influence -> for block: for coupling: statistics -> groups -> cut
+              -> configuration -> what is left is what was said
+
+The model is in memory as a whole, cut: under FSDP2 on every rank, before it is sharded. Statistics are summed over the
+ranks, so all of them cut alike.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from compress.calibration.collect import collected
+from compress.comm import Comm
+from compress.errors import CompressError
+from compress.model.calls import Arrival, Batch, Call, evaluating, hidden_of, real_tokens, without_cache
+from compress.model.changes import Applied, undo
+from compress.model.configured import configure, unread_of
+from compress.model.drop import Drop
+from compress.model.layers import Layer, Stack, find_stacks, layers_of, whole_model
+from compress.model.opened import Opened
+from compress.model.valueless import size_of
+from compress.passes.groups import Reading, choose
+from compress.passes.structure import Influence, Structure
+from compress.progress import Reporter
+from compress.run.batches import ChainBrokenError
+from compress.run.capture import capture, output_shape
+from compress.run.cuts import Cut, Removed
+from compress.run.foresight import Foresight, Size, check_droppable
+from compress.run.forward import suspended_forward
+from compress.run.installed import Versions
+from compress.run.matching import Ignored
+from compress.run.residency import Local
+from compress.run.state import Streams
+from compress.run.structure import structure_of
+
+
+@dataclass
+class Restructured:
+    """What went: the entry of compress.json, what was said about it, and how to undo it."""
+
+    record: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    changes: list[Applied] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Make the model what it was, bit for bit."""
+        while self.changes:
+            undo(self.changes.pop())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what went, which a resumed run must have removed, too."""
+        went = [self.record["dropped"], [(cut["block"], cut["cut"], cut["removed"]) for cut in self.record["cut"]]]
+        return hashlib.sha256(json.dumps(went).encode()).hexdigest()
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """A model's configuration as it is now; nothing for a model without one."""
+    config = getattr(model, "config", None)
+    return json.loads(config.to_json_string(use_diff=False)) if isinstance(config, PretrainedConfig) else {}
+
+
+@dataclass(frozen=True)
+class Restructuring:
+    """One pass over one model. batches: this rank's; probe: one micro-batch, the same on every rank. check: refuses,
+    before any work, a model (without values) of the shapes that are to be left."""
+
+    model: nn.Module
+    p: Structure
+    batches: Sequence[Batch]
+    probe: Batch
+    residency: Local
+    ignored: Ignored
+    check: Callable[[nn.Module], None]
+    comm: Comm
+    reporter: Reporter
+    done: Restructured = field(default_factory=Restructured)
+
+    def run(self, one_block: bool) -> Restructured:
+        """Remove what the pass says. Raises InputError, before anything is changed, for what cannot be removed;
+        whatever is raised, the model is then as it was."""
+        try:
+            with evaluating(self.model), without_cache(self.model):
+                self.carry_out(one_block)
+        except BaseException:
+            self.done.undo()
+            raise
+        return self.done
+
+    def carry_out(self, one_block: bool) -> None:
+        """Look, say what will be left, remove, and hold it to that."""
+        self.check_ignored()
+        stacks, calls = self.stacks(one_block)
+        check_droppable(self.model, stacks, self.p.layers)
+        foreseen = Foresight(self.model, self.p, self.residency, self.ignored).foreseen(stacks, calls)
+        self.check(foreseen.model)
+        self.done.notes += foreseen.notes(self.p.layers, sum(len(stack.blocks) for stack in stacks))
+        for note in self.done.notes:
+            self.reporter.note(note)
+        record = self.done.record
+        record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}
+        config = config_of(self.model)
+        if self.p.layers:
+            stacks = [self.drop(*stacks)]
+        if self.p.shares:
+            unread = [each for stack in stacks for each in self.cut_stack(stack, foreseen.cuts)]
+            self.done.changes.append(configure(self.model, unread))
+        found = Size(*size_of(self.model))
+        if found != foreseen.after:
+            raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")
+        now = config_of(self.model)
+        record["config"] = {key: [config.get(key), new] for key, new in now.items() if config.get(key) != new}
+
+    def check_ignored(self) -> None:
+        """Raises InputError for a pattern that names no layer."""
+        blocks = [each for stack in find_stacks(self.model) for each in stack.blocks]
+        names = [layer.name for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
+        for name in names:
+            self.ignored.asked_for(name)
+        self.ignored.check_matched(example=names[0])
+
+    # --- which blocks there are, and what they are called with
+
+    def stacks(self, one_block: bool) -> tuple[list[Stack], dict[nn.Module, Call]]:
+        """The stacks of the model and the probe's call of every block; the model as one block where that is asked for,
+        or where its blocks are no chain."""
+        stacks = find_stacks(self.model)
+        if one_block or len(stacks) > 1:
+            stacks = [whole_model(self.model)]
+        try:
+            return stacks, self.probed(stacks)
+        except ChainBrokenError:
+            stacks = [whole_model(self.model)]
+            return stacks, self.probed(stacks)
+
+    def probed(self, stacks: Sequence[Stack]) -> dict[nn.Module, Call]:
+        calls: dict[nn.Module, Call] = {}
+        for stack in stacks:
+            captured = self.captured(stack, [self.probe])
+            calls |= {block: of[0] for (_, block), of in zip(stack.blocks, captured, strict=True)}
+        return calls
+
+    def captured(self, stack: Stack, batches: Sequence[Batch]) -> list[list[Call]]:
+        """The calls of every block of a stack."""
+
+        def first_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with self.residency.open(stack.blocks[0][1], keep=False) as opened:
+                return output_shape(opened.block, args, kwargs)
+
+        return capture(self.model, stack, batches, self.residency, first_output)
+
+    # --- whole blocks
+
+    def drop(self, stack: Stack) -> Stack:
+        """Drop the blocks that change least what passes through them; returns what is left of the stack."""
+        influence: dict[int, float] = {}
+        captured = self.captured(stack, self.batches)
+        streams = Streams(captured[0], [])
+        for i, (name, block) in enumerate(stack.blocks):
+            self.reporter.step(i, len(stack.blocks), "")
+            streams = streams.called_as(captured[i])
+            captured[i] = []
+            with self.residency.open(block, keep=False) as opened:
+                influence[i], streams = self.influence(opened, streams)
+            self.reporter.step(i + 1, len(stack.blocks), name)
+        gone = sorted(sorted(influence, key=lambda i: (influence[i], i))[: self.p.layers])
+        gone = self.comm.gather_objects(gone)[0]
+        self.done.record["dropped"] = [f"{stack.name}.{i}" for i in gone]
+        self.done.record["influence"] = {f"{stack.name}.{i}": found for i, found in influence.items()}
+        self.done.changes.append(Drop(stack.name, tuple(gone)).apply(self.model))
+        return find_stacks(self.model)[0]
+
+    @torch.no_grad()
+    def influence(self, opened: Opened, streams: Streams) -> tuple[float, Streams]:
+        """How much an open block changes what passes through it, and the calls of the next."""
+        measured = Influence(streams.calls[0].hidden.device)
+        outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
+        for call, output in zip(streams.calls, outputs, strict=True):
+            measured.update(real_tokens(call.hidden, call), real_tokens(hidden_of(output), call))
+        return measured.result(self.comm), streams.after(outputs, [])
+
+    # --- inside blocks
+
+    def cut_stack(self, stack: Stack, cuts: Mapping[nn.Module, Sequence[Cut]]) -> list[tuple[str, str]]:
+        """Cut every block behind those that are cut already; returns `Coupling.unread` of all."""
+        captured = self.captured(stack, self.batches) if self.p.calibrated else [[] for _ in stack.blocks]
+        streams = Streams(captured[0], captured[0] if self.p.compares else [])
+        unread: list[tuple[str, str]] = []
+        for i, (name, block) in enumerate(stack.blocks):
+            self.reporter.step(i, len(stack.blocks), "")
+            streams = streams.called_as(captured[i])
+            captured[i] = []
+            removed, streams = self.decided(name, block, cuts.get(block, ()), streams)
+            for each in removed:
+                self.done.changes += each.apply(block)
+                self.done.record["cut"].append(each.entry(name))
+                unread += unread_of(name, each.cut.coupling)
+            self.reporter.step(i + 1, len(stack.blocks), name)
+        return unread
+
+    def decided(
+        self, name: str, block: nn.Module, cuts: Sequence[Cut], streams: Streams
+    ) -> tuple[list[Removed], Streams]:
+        """What goes of a block, each coupling behind those that are decided already, and the calls of the next block.
+        What is open are copies: the block itself is as it was."""
+        removed: list[Removed] = []
+        versions = Versions()
+        with self.residency.open(block, keep=False) as opened:
+            for cut in cuts:
+                removed.append(self.choice(name, opened, cut, streams, versions))
+                removed[-1].stand_in(opened.block, versions)
+            if streams.calls and not streams.end:
+                with torch.no_grad():
+                    outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
+                    with versions.original():
+                        others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
+                streams = streams.after(outputs, others)
+        return removed, streams
+
+    def choice(self, name: str, opened: Opened, cut: Cut, streams: Streams, versions: Versions) -> Removed:
+        """Which groups of a coupling of an open block stay, the same on every rank."""
+        layers = cut.layers(opened.block, name)
+        stats = self.statistics(opened, layers, streams, versions) if streams.calls else {key: {} for key in layers}
+        readings = {}
+        for member in cut.coupling.consumers:
+            layer = layers[member.name]
+            bias = getattr(layer.module, "bias", None)
+            readings[member.name] = Reading(layer.weight, bias, stats[member.name], cut.columns(layer, member))
+        with torch.no_grad():
+            groups = (cut.coupling.groups, cut.staying)
+            chosen = choose(self.p, groups, readings, cut.written(opened.block), self.comm)
+        return Removed.of(cut, chosen, opened)
+
+    def statistics(
+        self, opened: Opened, layers: Mapping[str, Layer], streams: Streams, versions: Versions
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """{name inside the block: finished statistics of its input} of layers that read what goes. A collective."""
+        structure = structure_of(opened.block, streams.calls[0], list(layers.values()))
+        inside = {layer.name: name for name, layer in layers.items()}
+        by_name = {layer.name: layer for layer in layers.values()}
+        found: dict[str, Mapping[str, Any]] = {}
+
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            bias = any(getattr(layer.module, "bias", None) is not None for layer in site)
+            statistics = collected(self.p.needs_of(bias), site[0], arrivals, self.comm)
+            if statistics is None:
+                raise CompressError(f"no calibration token reached {site[0].name}; give more calibration data")
+            assert len(statistics) == 1, "a grouped convolution has no coupling"
+            found.update({inside[layer.name]: statistics[0] for layer in site})
+
+        sites = [[by_name[name] for name in names] for names in structure.sites]
+        suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
+        return found
