@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.sparsegpt import SparseGPT
     from compress.passes.spqr import SpQR
+    from compress.passes.taylor import Taylor
     from compress.passes.ternary import Ternary
     from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
@@ -69,6 +70,7 @@ _HOMES = {
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
+    "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Wanda": "compress.passes.wanda",
     "but": "compress.passes.where",
@@ -110,6 +112,7 @@ __all__ = [
     "SmoothQuant",
     "SpQR",
     "SparseGPT",
+    "Taylor",
     "Ternary",
     "Wanda",
     "__version__",

@@ -26,11 +26,12 @@ from compress.errors import InputError
 from compress.job import Job
 from compress.model.calls import Batch
 from compress.model.layers import find_stacks
-from compress.passes.stages import Decide
+from compress.passes.stages import Decide, Gradients
 from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Request
 from compress.run.batches import check_batches
+from compress.run.loss import check_loss
 from compress.run.plan import Plan, plan, planned
 from compress.run.residency import Local, Residency, Sharded, shard
 from compress.run.storable import cache_entry_of, check_storable
@@ -62,6 +63,9 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     extent = request.extent
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
     check_batches(model, batches)
+    for p in plan_.passes:
+        if p.stage(Gradients):
+            check_loss(model, batches, p.name)
     device = next(model.parameters()).device if device is None else device
     dtype = _compute_dtype(model, device, request.work.dtype)
     identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)

@@ -37,6 +37,7 @@ PASSES = {
     "magnitude": "compress.passes.magnitude:Magnitude",
     "wanda": "compress.passes.wanda:Wanda",
     "sparsegpt": "compress.passes.sparsegpt:SparseGPT",
+    "taylor": "compress.passes.taylor:Taylor",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",
     "kv-cache": "compress.passes.kv_cache:KVCache",

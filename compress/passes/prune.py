@@ -4,27 +4,20 @@ Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel
 pruned are worth nothing and stay zero: a pass adds to a mask. `passes.masks` has the counting.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
 from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
-from compress.passes.masks import (
-    PRUNED,
-    Pattern,
-    largest_of_each,
-    largest_share,
-    parse_pattern,
-    pruned_before,
-)
+from compress.passes.masks import Choice, Pattern, parse_pattern
 from compress.passes.sites import Site
+from compress.passes.stages import Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
-from compress.weights.grid import working_dtype
 from compress.weights.terms import Term
 
 Per = Literal["row", "layer"]
@@ -69,6 +62,8 @@ class Prune(Pass):
 
     writes: ClassVar[Aspect] = "mask"
     keeps_zeros: ClassVar[bool] = True
+    # Where weights may compete, as `per` says it.
+    rankings: ClassVar[tuple[str, ...]] = get_args(Per)
 
     pattern: str = ""
     """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
@@ -79,14 +74,20 @@ class Prune(Pass):
     per: Per = "row"
     """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
 
+    sparsities: tuple[tuple[str, float], ...] = ()
+    """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.sparsity < 1:
             raise InputError(
                 f"sparsity {self.sparsity}; allowed: above 0, below 1; 0 is what the pattern says, or half"
             )
-        if self.per not in get_args(Per):
-            raise InputError(f"per {self.per!r}; allowed: {', '.join(get_args(Per))}")
+        if self.per not in self.rankings:
+            raise InputError(f"per {self.per!r}; allowed: {', '.join(self.rankings)}")
+        object.__setattr__(self, "sparsities", tuple(_pairs(self.sparsities)))
+        if len(dict(self.sparsities)) < len(self.sparsities):
+            raise InputError("sparsities name a layer twice; give each once")
         said = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
             if self.sparsity not in (0, said):
@@ -95,6 +96,8 @@ class Prune(Pass):
                 )
             if self.per != "row":
                 raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
+            if self.sparsities:
+                raise InputError(f"sparsities have no say in pattern {self.pattern}; leave one out")
         object.__setattr__(self, "sparsity", self.sparsity or said)
 
     @property
@@ -102,8 +105,21 @@ class Prune(Pass):
         """The pattern, if there is one."""
         return parse_pattern(self.pattern) if self.pattern else None
 
+    @property
+    def survey(self) -> tuple[Survey, ...]:
+        """The stage that finds out how many weights each layer has to lose; none where all lose the same share."""
+        return ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return *self.survey, self.decide_stage
+
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
+        if strange := next((name for name, _ in self.sparsities if name not in shapes), None):
+            raise InputError(
+                f"sparsities of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}"
+            )
         for name, (_, columns) in shapes.items():
             if self.of_each is not None and columns % self.of_each.length:
                 raise InputError(
@@ -111,24 +127,24 @@ class Prune(Pass):
                     "ignore it, leave it to another pass (`but`) or prune a share (sparsity)"
                 )
 
-    def chosen(self, score_NK: Tensor, earlier_NK: Tensor | None, first: int = 0) -> Tensor:
-        """Bool [N, K]: which weights stay, by what each is worth, of those that an earlier mask has left. first: the
-        inputs before these, whose zeros count towards the share."""
-        score = score_NK if earlier_NK is None else score_NK.masked_fill(~earlier_NK, PRUNED)
-        if self.of_each is not None:
-            kept = largest_of_each(score, self.of_each)
-        else:
-            rows, columns = score.shape
-            each = rows if self.per == "layer" else 1
-            pruned = pruned_before((first + columns) * each, self.sparsity) - pruned_before(first * each, self.sparsity)
-            kept = largest_share(score, pruned, together=self.per == "layer")
-        return kept if earlier_NK is None else kept & earlier_NK
+    def choice(self, layer: str) -> Choice:
+        """What is to stay of a layer."""
+        share = dict(self.sparsities).get(layer, self.sparsity)
+        return Choice(self.of_each, share, together=self.per != "row")
 
     def by_score(self, site: Site, name: str, score_NK: Tensor) -> Survivors:
         """A layer's weight as it is now, of which the best stay, unchanged."""
-        return survivors(site.weights[name], self.chosen(score_NK, site.kept(name)), site.scale_dtypes[name])
+        kept = self.choice(name).kept(score_NK, site.kept(name))
+        return survivors(site.weights[name], kept, site.scale_dtypes[name])
 
 
-def size_of(weight_NK: Tensor) -> Tensor:
-    """|w|, in a dtype whose products do not overflow."""
-    return weight_NK.to(working_dtype(weight_NK)).abs()
+def _pairs(given: Any) -> Iterator[tuple[str, float]]:
+    """Pairs of a layer and its share of zeros, as tuples. Raises InputError for anything else."""
+    for each in given if isinstance(given, tuple | list) else [given]:
+        match each:
+            case [str(layer), int(share) | float(share)] if 0 <= share <= 1 and not isinstance(share, bool):
+                yield layer, float(share)
+            case _:
+                raise InputError(
+                    f"sparsities {each!r}; allowed: [layer, share] pairs, like [model.layers.0.mlp.up_proj, 0.6]"
+                )
