@@ -27,6 +27,9 @@ from compress.passes.sparsity_shares import LEVELS, by_losses, by_outliers, by_r
 from compress.passes.stages import Finding, Settled, Survey
 
 Sharing = Literal["uniform", "owl", "layer-loss"]
+# What OWL's authors take for most models.
+OUTLIER = 5.0
+DEVIATION = 0.08
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class SparsityBudget(Prune):
     """Who loses how much: all layers the same share, blocks with more outliers less (owl), or each layer as much as
     adds least to the losses of all, as parts of what they return; found in a walk over the original model."""
 
-    outlier: float = 5.0
+    outlier: float = OUTLIER
     """1 or more: what makes an outlier of a product |W_ij| |X_j|, in means of its block (M of owl; 5 to 7 there)."""
 
-    deviation: float = 0.08
+    deviation: float = DEVIATION
     """above 0: half of how far the shares of zeros of blocks may lie apart (lambda of owl)."""
 
     def __post_init__(self) -> None:
@@ -57,6 +60,8 @@ class SparsityBudget(Prune):
             raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Sharing))}")
         if not self.outlier >= 1:
             raise InputError(f"outlier {self.outlier}; allowed: 1 or more means (5 is usual)")
+        if self.allocate != "owl" and (self.outlier, self.deviation) != (OUTLIER, DEVIATION):
+            raise InputError(f"outlier and deviation are of allocate=owl, not {self.allocate}; leave them out")
         if self.allocate == "uniform":
             return
         if self.of_each is not None:
