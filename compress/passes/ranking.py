@@ -50,7 +50,7 @@ class Boundary:
 def bin_of(score: Tensor) -> Tensor:
     """The bin of each score, int64; what is beyond float32 is in the last of its finite bins."""
     largest = torch.finfo(torch.float32).max
-    return (score.clamp(max=largest).float().contiguous().view(torch.int32) >> DROPPED).long()
+    return (score.float().clamp(max=largest).contiguous().view(torch.int32) >> DROPPED).long()
 
 
 def edge(bin_: int) -> float:

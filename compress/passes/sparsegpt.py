@@ -121,7 +121,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
         return solve_rows(site.comm, rows, solver) if self.per == "row" else solver(**rows)
 
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
-        relied = replace(self, allocate="uniform", drift=0.0).relied(statistics)
+        relied = replace(self, drift=0.0).relied(statistics)
 
         def pruned(name: str, share: float) -> Tensor:
             how = Choice(None, share, together=self.per == "layer")

@@ -127,7 +127,8 @@ class SparsityBudget(Prune):
     ) -> Settled:
         if self.per == "row":
             shares = by_rows(shares, {name: finding.shape for name, finding in found.items()}, self.sparsity)
-        made = replace(self, allocate="uniform", sparsities=tuple(shares.items()))
+        alike = {"allocate": "uniform", "outlier": OUTLIER, "deviation": DEVIATION}
+        made = replace(self, **alike, sparsities=tuple(shares.items()))  # type: ignore[arg-type]
         return Settled(made, notes=(*notes, *told(self.name, shares)))
 
 
