@@ -13,11 +13,12 @@ from checkpoints import same
 from commands import StopAfterOne, command
 from models import build, tokens
 from places import SUPPORT
-from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FOLDING, SUMS, train
+from sharded_worker import CONVOLUTIONS, DYNAMIC_CACHES, EMBEDDINGS, EXACT, FLOAT8, FOLDING, MASKS, SUMS, train
 from vision import calibration, net
 
 import compress
 from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import read_tensors
 from compress.run.residency import Sharded
 
 pytestmark = [
@@ -47,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
     compress.quantize(folder / "model", rtn, output=folder / "rtn-1", verify=False)
     for name, passes in FOLDING.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
-    for name, method in SUMS.items():
+    for name, method in {**SUMS, **MASKS}.items():
         compress.quantize(folder / "model", method, output=folder / f"{name}-1", **common)
     build("gemma").save_pretrained(folder / "tied")
     for name in ("model", "tied"):
@@ -97,6 +98,20 @@ def test_two_ranks_make_sums_as_one_process(folder, two, name):
     same(folder / f"{name}-1", folder / f"{name}-2", layers=len(record["layers"]))
     figures = [layer["figures"] for layer in record["layers"]]
     assert len({figure.get("rank", figure.get("outliers")) for figure in figures}) > 1
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_masks_are_those_of_one_process_on_two_and_on_three_ranks(folder, two, name):
+    alone, *others = (read_tensors(find_source(str(folder / f"{name}-{ranks}"))) for ranks in (1, 2, 3))
+    zeros = {tensor: value == 0 for tensor, value in alone.items() if tensor.endswith("proj.weight")}
+    assert len(zeros) == 14
+    assert len({float(zero.double().mean()) for zero in zeros.values()}) > 5
+    for found in others:
+        for tensor, zero in zeros.items():
+            assert torch.equal(found[tensor] == 0, zero), tensor
+            torch.testing.assert_close(found[tensor], alone[tensor], rtol=1e-5, atol=1e-8)
+    remarks = [json.loads((folder / f"{name}-{ranks}" / "compress.json").read_text())["notes"] for ranks in (1, 2, 3)]
+    assert remarks[0] == remarks[1] == remarks[2]
 
 
 def test_two_ranks_round_embeddings_as_one_process(folder, two):

@@ -79,6 +79,17 @@ SUMS = {
         **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
     ),
 }
+# Masks that ask for more than a layer before they begin: two runs for all of them.
+MASKS = {
+    "ranked": [compress.Magnitude(per="model", sparsity=0.25), compress.Wanda(allocate="owl")],
+    "by-gradients": [
+        compress.only(compress.Taylor(per="model"), "*.self_attn.*"),
+        compress.only(compress.Wanda(per="model", sparsity=0.7), "*.down_proj"),
+        compress.only(
+            compress.SparseGPT(allocate="layer-loss", statistics="float64", shrink=False), "*.gate_proj", "*.up_proj"
+        ),
+    ],
+}
 
 
 def train(model, steps=3):
@@ -170,6 +181,8 @@ def run(rank: int, world: int, folder: Path) -> None:
     compress.quantize(folder / "model", EXACT, output=folder / f"exact-{comm.world}", **common)
     found["written"] = comm.gather_objects(sum(written))
     writer.save_file = save_file
+    for name, passes in MASKS.items():
+        compress.quantize(folder / "model", passes, output=folder / f"{name}-{comm.world}", **common)
     if comm.world == 2:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
