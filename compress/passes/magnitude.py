@@ -4,8 +4,8 @@ Shapes: N outputs, K inputs.
 
     score_ij = |W_ij|
 
-Needs no calibration data. Zero are the lowest scores of N:M inputs in a row, of an output, or (`per`) of a layer or of
-all layers.
+Needs no calibration data, but for `permute`. Zero are the lowest scores of N:M inputs in a row, of an output, or
+(`per`) of a layer or of all layers.
 
 Departs from the paper:
 - it trains the network again and prunes the rest in rounds; here the mask is taken once, and the survivors stay.
@@ -29,3 +29,6 @@ class Magnitude(Ranked):
 
     def score(self, site: Site, name: str) -> Tensor:
         return size_of(site.weights[name])
+
+    def worth(self, site: Site, name: str) -> Tensor:
+        return self.score(site, name)

@@ -6,16 +6,20 @@ pruned are worth nothing and stay zero: a pass adds to a mask. `passes.masks` ha
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
+from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
 from compress.passes.masks import Choice, Pattern, parse_pattern
+from compress.passes.permutation import better_order, kept_of
+from compress.passes.scores import relative_products
 from compress.passes.sites import Site
-from compress.passes.stages import Stage, Survey
+from compress.passes.stages import Reorder, Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
 from compress.weights.terms import Term
@@ -71,6 +75,10 @@ class Prune(Pass):
     sparsity: float = 0.0
     """above 0, below 1: share of weights that become zero; 0: what `pattern` says, or half."""
 
+    permute: int = 0
+    """0 or more: rounds in which input channels change groups of N:M, to keep more of their scores, wherever the rows
+    that make them can change places with them; 0: they stay in their order."""
+
     per: Per = "row"
     """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
 
@@ -98,6 +106,10 @@ class Prune(Pass):
                 raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
             if self.sparsities:
                 raise InputError(f"sparsities have no say in pattern {self.pattern}; leave one out")
+        if self.permute < 0:
+            raise InputError(f"permute {self.permute}; allowed: 0 or more rounds")
+        if self.permute and self.of_each is None:
+            raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
         object.__setattr__(self, "sparsity", self.sparsity or said)
 
     @property
@@ -112,7 +124,21 @@ class Prune(Pass):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return *self.survey, self.decide_stage
+        return *self.survey, *self.reorder, self.decide_stage
+
+    @property
+    def reorder(self) -> tuple[Reorder, ...]:
+        """The stage that finds inputs other groups of the pattern; none where they stay. Its data shows which rows make
+        them, too."""
+        if not self.permute or self.of_each is None:
+            return ()
+        order = partial(better_order, pattern=self.of_each, rounds=self.permute)
+        kept = partial(kept_of, pattern=self.of_each)
+        return (Reorder({"norm": ChannelNorm}, self.worth, order, kept, self.of_each.length),)
+
+    def worth(self, site: Site, name: str) -> Tensor:
+        """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
+        return relative_products(site.weights[name], site.stats["norm"])
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)

@@ -2,6 +2,7 @@
 
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
     Gradients how the loss of the model changes with each weight, before the first layer is decided
+    Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
@@ -76,6 +77,19 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
+class Reorder:
+    """needs: statistics of layers' inputs, by name. order: [U] which of the channels comes to each place, of scores
+    [R, U] of all rows that read them. score: [N, K] of a layer of a site. group: so many inputs in a row belong
+    together, and a place counts by its group alone. kept: what is kept of scores [R, U]."""
+
+    needs: Needs
+    score: Callable[[Site, str], Tensor]
+    order: Callable[[Tensor], Tensor]
+    kept: Callable[[Tensor], float]
+    group: int
+
+
+@dataclass(frozen=True)
 class Decide:
     """needs: statistics of a layer's input, by name; none where no calibration data is needed. apply: a decision for
     every layer of a site, the same on every rank. rounds_inputs: whether decisions say how inputs are rounded, too.
@@ -96,4 +110,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Gradients | Rewrite | Decide | Fix
+Stage = Survey | Gradients | Reorder | Rewrite | Decide | Fix

@@ -50,6 +50,9 @@ class Taylor(Ranked):
         if self.measure not in get_args(Measure):
             raise InputError(f"measure {self.measure!r}; allowed: {', '.join(get_args(Measure))}")
 
+        if self.permute:
+            raise InputError("permute moves weights whose gradients taylor has seen in their places; leave it out")
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         return Gradients(self.first_order, self.settle_by_gradients), self.decide_stage
