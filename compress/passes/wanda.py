@@ -8,6 +8,7 @@ Survivors stay as they are: |W_ij|^2 |X_j|^2 is what the output loses with one w
 sparsegpt pays for (X^T X and its factor), this does not need: one number per input.
 
 Paper -> code: S -> `scores.relative_products`; the comparison group, each output -> `per`; N:M -> `pattern`.
+Channel permutation (Pool and Yu 2021) -> `permute`.
 
 Departs from the paper:
 - inputs that are never active have scores of 0 there, and ties; here such weights rank behind all others and among

@@ -414,6 +414,31 @@ MASKS: dict[str, Case] = {
         lambda d: prune(d, "wanda", "--allocate", "owl", "--set", "outlier=0.5"),
         ("outlier 0.5; allowed: 1 or more means",),
     ),
+    "permuted without a pattern": (
+        lambda d: prune(d, "wanda", "--set", "permute=9"),
+        ("permute moves inputs between the groups of a pattern, and there is none; give N:M",),
+    ),
+    "permuted less than never": (
+        lambda d: prune(d, "wanda", "--pattern", "2:4", "--set", "permute=-1"),
+        ("permute -1; allowed: 0 or more rounds",),
+    ),
+    "permuted without data": (
+        lambda d: prune(d, "magnitude", "--pattern", "2:4", "--set", "permute=9"),
+        ("magnitude needs calibration data",),
+    ),
+    "permuted under its gradients": (
+        lambda d: prune(d, "taylor", "--pattern", "2:4", "--set", "permute=9"),
+        ("permute moves weights whose gradients taylor has seen in their places; leave it out",),
+    ),
+    "permuted before its gradients": (
+        lambda d: d.recipe(
+            "passes: [{wanda: {pattern: '2:4', permute: 9}, only: ['*.down_proj']}, "
+            "{taylor: {pattern: '2:4'}, but: ['*.down_proj']}]",
+            "--calibration",
+            d.tokens,
+        ),
+        ("'wanda' permutes weights whose gradients 'taylor' sees in their places before; put 'taylor' first",),
+    ),
     "measured how": (
         lambda d: prune(d, "taylor", "--set", "measure=second"),
         ("measure 'second'; allowed: square, absolute",),
@@ -434,7 +459,7 @@ MASKS: dict[str, Case] = {
     ),
     "option of a mask that another method has": (
         lambda d: prune(d, "wanda", "--set", "damp=0.1"),
-        ("unknown option of wanda 'damp'", "allocate, deviation, outlier, pattern, per, sparsities, sparsity"),
+        ("unknown option of wanda 'damp'", "allocate, deviation, outlier, pattern, per, permute, sparsities, sparsity"),
     ),
     "mask without calibration data": (
         lambda d: command("prune", d.model, "--output", d.output),

@@ -81,7 +81,11 @@ SUMS = {
 }
 # Masks that ask for more than a layer before they begin: two runs for all of them.
 MASKS = {
-    "ranked": [compress.Magnitude(per="model", sparsity=0.25), compress.Wanda(allocate="owl")],
+    "ranked": [
+        compress.only(compress.Wanda(pattern="2:4", permute=3), "*.down_proj"),
+        compress.but(compress.Magnitude(per="model", sparsity=0.25), "*.down_proj"),
+        compress.but(compress.Wanda(allocate="owl"), "*.down_proj"),
+    ],
     "by-gradients": [
         compress.only(compress.Taylor(per="model"), "*.self_attn.*"),
         compress.only(compress.Wanda(per="model", sparsity=0.7), "*.down_proj"),
