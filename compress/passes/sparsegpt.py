@@ -22,7 +22,8 @@ Departs from the paper:
 - a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `sweeps` of
   coordinate descent move every survivor to the optimum in it, w_j + (gradient of the loss)_j / H_jj, in turns.
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
-- `allocate` shares one budget of zeros out between layers (`passes.sparsity_budget`).
+- `allocate` shares one budget of zeros out between layers (`passes.sparsity_budget`); `permute` lets inputs change
+  groups of N:M beforehand, by the scores of wanda (`passes.permutation`).
 Departs from the authors' code:
 - the share is by output unless `per` says layer, so that outputs are independent and every rank prunes its own.
 - dead inputs cost the mean diagonal, and are not zeroed for being dead.

@@ -147,30 +147,17 @@ class BlockRun:
         sites = self.sites(structure, folds.served.intersection(wanted))
         if not sites:
             return
-        observed = self.only_seen(rewrite.needs, sites)
+        observed = _only_seen(self, rewrite.needs, sites)
         edits, records = folds.rescale(p, observed, set(self.decided.decisions))
         self.edits += edits
         self.fold_records += records
-
-    def only_seen(self, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
-        """One suspended forward that changes nothing: the layers of sites, with the statistics of their inputs."""
-        observed: dict[str, Observed] = {}
-
-        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            statistics = collected(needs, site[0], arrivals, self.run.comm)
-            if statistics is not None:
-                observed.update({layer.name: (layer, statistics[0]) for layer in site})
-
-        suspended_forward(self.opened.block, self.streams.calls, sites, visit, (), self.versions)
-        self.run.record.block_forwards += len(self.streams.calls)
-        return observed
 
     def permute(self, stage: Reorder, structure: Structure, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the channels of the block in the order of the pass."""
         call, comm = self.streams.calls[0], self.run.comm
         folds = self.run.folds.find(self.opened, self.name, call)
         found = same_orders(find_orders(self.opened.block, call, folds.folds, self.run.folds.shared), comm)
-        observed = self.only_seen(stage.needs, self.sites(structure, wanted))
+        observed = _only_seen(self, stage.needs, self.sites(structure, wanted))
         made = reorder(self.opened, folds.prefix, stage, found, observed, set(self.decided.decisions), comm)
         self.edits += made.edits
         self.permuted |= made.figures
@@ -263,6 +250,20 @@ class BlockRun:
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
         return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+
+
+def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
+    """One suspended forward of a block that changes nothing: the layers of sites, with the statistics of their inputs."""
+    observed: dict[str, Observed] = {}
+
+    def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+        statistics = collected(needs, site[0], arrivals, here.run.comm)
+        if statistics is not None:
+            observed.update({layer.name: (layer, statistics[0]) for layer in site})
+
+    suspended_forward(here.opened.block, here.streams.calls, sites, visit, (), here.versions)
+    here.run.record.block_forwards += len(here.streams.calls)
+    return observed
 
 
 def _name_unseen(run: Run, structure: Structure, wanted: Sequence[str]) -> None:
