@@ -1,0 +1,1 @@
+"""Training: fake-quantizers, losses, one loop."""

@@ -1,0 +1,48 @@
+"""Hidden states that are to be like the teacher's (FitNets, Romero et al. 2015, arXiv 1412.6550).
+
+With s a token's hidden state in the student (behind a projector, `projector.py`, where widths differ), t the teacher's,
+D their width:
+
+    mse        |s - t|^2 / D                              TinyBERT, Jiao et al. 2020 (arXiv 1909.10351), L_hidn
+    unit       |s/|s| - t/|t||^2 = 2 - 2 cos(s, t)        of directions alone
+    relative   |s - t|^2 / |t|^2                          each token counts alike, however long its hidden state
+    cosine     1 - cos(s, t)                              DistilBERT, Sanh et al. 2019 (arXiv 1910.01108), section 2
+
+Bare squares are the business of the few tokens and channels of a decoder that are a hundred times larger than others
+(Sun et al. 2024, arXiv 2402.17762); the other three are not.
+
+Shapes: T tokens, D width; [T, D] stands for [..., D]. Which layer learns from which: `layers.py`.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from compress.errors import one_of
+from compress.train.losses.summed import Summed, rows_of, same_shape, same_width, summed, valid_rows, wide
+
+Distance = Literal["mse", "unit", "relative", "cosine"]
+
+LEAST_SQUARE = 1e-12  # is added to a hidden state's squared length: one of zeros has no direction, but a gradient
+
+
+def features_loss(
+    student_TD: Tensor, teacher_TD: Tensor, *, mask_T: Tensor | None = None, distance: Distance = "mse"
+) -> Summed:
+    """Sum over tokens whose mask [...] is not 0, all without one. No gradient goes to the teacher."""
+    one_of("distance", distance, get_args(Distance))
+    same_width("widths", student_TD, teacher_TD, "a projector of the student's takes one to the other")
+    same_shape("hidden states", student_TD, teacher_TD)
+    rows = valid_rows(student_TD, None, mask_T)
+    student, teacher = wide(rows_of(student_TD, rows)), wide(rows_of(teacher_TD.detach(), rows))
+    if distance == "mse":
+        return summed((student - teacher).square().mean(-1))
+    if distance == "relative":
+        return summed((student - teacher).square().sum(-1) / (teacher.square().sum(-1) + LEAST_SQUARE))
+    cosine = (unit(student) * unit(teacher)).sum(-1)
+    return summed((1 - cosine) * (2 if distance == "unit" else 1))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Divided by its length over the last dimension; zeros stay zeros."""
+    return x * (x.square().sum(-1, keepdim=True) + LEAST_SQUARE).rsqrt()

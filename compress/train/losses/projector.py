@@ -1,0 +1,64 @@
+"""A linear map from the student's width to the teacher's, to be trained with the student and left behind.
+
+FitNets calls it the regressor (arXiv 1412.6550, section 2.2). Two ways to begin:
+
+    orthogonal      W^T W = I (or W W^T = I, to a smaller width): lengths are kept, nothing is known of the teacher
+    least squares   argmin_W  sum_t |W s_t + b - y_t|^2 + r |W|_F^2 over hidden states of both: training begins where a
+                    projector trained alone would end, and what it then asks of the student is what a linear map lacks
+
+Shapes: T tokens, D the student's width, E the teacher's; [T, D] stands for [..., D].
+"""
+
+import torch
+from torch import Tensor, nn
+
+from compress.comm import Comm
+from compress.errors import InputError
+from compress.train.losses.summed import rows_of, valid_rows
+
+RIDGE = 1e-4  # of the mean variance of a channel: enough to tell apart channels that are copies of each other
+
+
+def projector(
+    width: int, teacher_width: int, *, bias: bool = False, generator: torch.Generator | None = None
+) -> nn.Linear:
+    """[E, D] with orthogonal rows or columns, float32 on the CPU."""
+    made = nn.Linear(width, teacher_width, bias=bias)
+    nn.init.orthogonal_(made.weight, generator=generator)
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made
+
+
+@torch.no_grad()
+def fitted_projector(
+    student_TD: Tensor,
+    teacher_TE: Tensor,
+    *,
+    mask_T: Tensor | None = None,
+    ridge: float = RIDGE,
+    comm: Comm | None = None,
+) -> nn.Linear:
+    """[E, D] and a bias by least squares, float32, where the student's hidden states are.
+
+    ridge: 0 or more, of the mean variance of the student's channels. comm: over ranks that hold different tokens; every
+    rank then makes the same projector. Without a valid token on any rank: InputError.
+    """
+    rows = valid_rows(student_TD, None, mask_T)
+    s_TD, y_TE = rows_of(student_TD, rows).double(), rows_of(teacher_TE, rows).double()
+    ones_T1 = torch.ones_like(s_TD[:, :1])
+    left, right = torch.cat([s_TD, ones_T1], 1), torch.cat([y_TE, ones_T1], 1)
+    sums = (comm or Comm()).all_reduce(left.T @ right), (comm or Comm()).all_reduce(left.T @ left)
+    count = float(sums[1][-1, -1])
+    if count == 0:
+        raise InputError("a projector cannot be fitted to no tokens; give some whose mask is not 0")
+    mean_D, mean_E = sums[1][-1, :-1] / count, sums[0][-1, :-1] / count
+    own_DD = sums[1][:-1, :-1] / count - mean_D.outer(mean_D)
+    cross_DE = sums[0][:-1, :-1] / count - mean_D.outer(mean_E)
+    damp = ridge * own_DD.diagonal().mean().clamp(min=torch.finfo(torch.float64).tiny)
+    own_DD.diagonal().add_(damp)
+    weight_DE = torch.linalg.lstsq(own_DD, cross_DE, driver="gelsd" if own_DD.device.type == "cpu" else "gels").solution
+    made = nn.Linear(s_TD.shape[1], y_TE.shape[1], device=s_TD.device)
+    made.weight.copy_(weight_DE.T)
+    made.bias.copy_(mean_E - mean_D @ weight_DE)
+    return made
