@@ -253,7 +253,7 @@ class BlockRun:
 
 
 def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
-    """One suspended forward of a block that changes nothing: the layers of sites, with the statistics of their inputs."""
+    """One suspended forward of a block that changes nothing: the layers of sites, with the statistics of inputs."""
     observed: dict[str, Observed] = {}
 
     def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:

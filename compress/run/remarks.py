@@ -72,13 +72,13 @@ def permuted(layers: Sequence[LayerRecord]) -> str | None:
     stayed = Counter(str(layer.figures["order"]) for layer in layers if "order" in layer.figures)
     if not moved and not stayed:
         return None
-    told = "".join(f"; {count} {why}" for why, count in stayed.most_common())
+    told = "".join(f"; of {count} layers they stay: {why}" for why, count in stayed.most_common())
     if not moved:
         return f"no inputs have changed groups of a pattern{told}"
     before, after = (sum(float(f[key]) for f in moved) / len(moved) for key in ("kept_in_order", "kept_permuted"))
     return (
         f"inputs of {len(moved)} of {len(moved) + stayed.total()} layers have changed groups of a pattern, which keep "
-        f"{after:.1%} of their scores and not {before:.1%}, on average; inputs of others stay in their order{told}"
+        f"{after:.1%} of their scores and not {before:.1%}, on average{told}"
     )
 
 

@@ -108,7 +108,7 @@ def test_a_run_keeps_more_says_so_and_names_what_stays(method: type) -> None:
     assert kept["q_proj"]["order"] == "no rows that make its inputs can change places with them"
     (said,) = (note for note in result.record.notes if "changed groups" in note)
     assert said.startswith("inputs of 4 of 14 layers have changed groups of a pattern, which keep ")
-    assert "; 10 no rows that make its inputs" in said
+    assert "; of 10 layers they stay: no rows that make its inputs" in said
     for name, parameter in model.named_parameters():
         if name.endswith("proj.weight"):
             assert torch.all((parameter != 0).view(len(parameter), -1, 4).sum(-1) <= 2)
