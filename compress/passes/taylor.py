@@ -12,7 +12,8 @@ Paper -> code: I^(1)_m, equation 8 -> `first_order`; the groups there, of neuron
 
 What it costs: a forward with what goes into each block kept, and a backward in which each block runs once more, with a
 graph; one block at a time is in memory. Sums are float64: 8 bytes a weight, over the number of ranks. A score depends
-on what shares a micro-batch (`batch_size`), as squares and sizes of sums do.
+on what shares a micro-batch (`batch_size`), as squares and sizes of sums do. On a GPU gradients have the model's dtype:
+float16 loses small ones, and `dtype` float32 or bfloat16 does not.
 
 Departs from the paper:
 - the mask is taken once, from the original model; the paper prunes a little at a time while it trains.
