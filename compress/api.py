@@ -22,6 +22,7 @@ def quantize(
     passes: Pass | Sequence[Pass],
     *,
     calibration: Calibration | None = None,
+    training: Calibration | None = None,
     output: str | Path | None = None,
     ignore: Sequence[str] = (),
     samples: int | None = None,
@@ -44,7 +45,9 @@ def quantize(
 
     model: a directory, hub id or 'demo', or a model in memory (changed in place; no tokenizer or name is needed).
     calibration: text ('demo', a file, a datasets id), token ids [samples, length], a .pt/.npy file of them, or a list
-    of dictionaries of model inputs; passes without statistics need none and leave it unread. output: a directory to
+    of dictionaries of model inputs; passes without statistics need none and leave it unread. training: what passes that
+    train are shown, all of it, in the same forms (with `labels` for a task other than the next token); by default the
+    calibration data. output: a directory to
     write; without it the compressed model is only returned. ignore: shell-style patterns of layers to leave alone.
     samples, length: windows of text (128 of the model's context, at most 2048). device: where blocks are worked on (a
     CUDA device if there is one). dtype: of that work (the model's own on a GPU, float32 on a CPU). verify: reload the
@@ -61,7 +64,7 @@ def quantize(
     Raises InputError before any work for input that cannot work, CompressError for work that failed or that compressed
     nothing.
     """
-    data = Data(calibration, samples, length, batch_size)
+    data = Data(calibration, samples, length, batch_size, training)
     extent = Extent(ignore, one_block, convolutions)
     delivery = Delivery(output, resume, overwrite, verify, store)
     work = Work(device, dtype, fsdp, restore)

@@ -1,11 +1,12 @@
 """A run that is ready to begin: block by block through the model, then the checkpoint."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,7 @@ from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Request
 from compress.run.batches import ChainBrokenError
+from compress.run.lessons import Lessons
 from compress.run.pipeline import run
 from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
@@ -50,6 +52,7 @@ class Job:
     """Everything that a run needs. source: where the model was read, None for one that was given in memory. plan: of
     one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
     have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
+    lessons: what it trains with, if it does. stores: the dtypes of parameters before they were widened for that.
     """
 
     request: Request
@@ -65,6 +68,8 @@ class Job:
     comm: Comm
     record: RunRecord
     reporter: Reporter
+    lessons: Lessons | None = None
+    stores: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def run(self) -> Result:
         """Compress, and write what was asked for. Raises CompressError for work that failed or compressed nothing."""
@@ -108,6 +113,7 @@ class Job:
                 self.comm,
                 self.record,
                 self.reporter,
+                self.lessons,
             )
         except ChainBrokenError as why:
             if self.plan.stacks[0].container is None:
@@ -160,7 +166,12 @@ class Job:
             ranks=self.comm.world,
         )
         folder = self.source.path if self.source is not None else None
-        sink.complete(outside(self.model, blocks), config, folder, companions, about)
+        sink.complete(self.stored(outside(self.model, blocks)), config, folder, companions, about)
+
+    def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""
+        for name, tensor in tensors:
+            yield name, tensor.to(self.stores.get(name, tensor.dtype))
 
     def wants_verification(self) -> bool:
         """Whether the output is reloaded and compared: as asked, and otherwise where that takes no long time."""

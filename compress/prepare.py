@@ -20,23 +20,26 @@ from compress.checkpoint.record import RunRecord
 from compress.checkpoint.source import Source, check_dense, find_source
 from compress.checkpoint.writer import Discard, Writer
 from compress.comm import Comm
-from compress.data import Tokens, batches_of, load_tokens
+from compress.data import TOKEN_FORMATS, Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import InputError
 from compress.job import Job
 from compress.model.calls import Batch
 from compress.model.layers import find_stacks
-from compress.passes.stages import Decide, Gradients
+from compress.passes.stages import Decide, Gradients, Learn
 from compress.progress import Reporter
 from compress.recipe import describe
-from compress.request import Request
+from compress.request import Calibration, Request
 from compress.run.batches import check_batches
+from compress.run.lessons import Lessons
 from compress.run.loss import check_loss
 from compress.run.plan import Plan, plan, planned
-from compress.run.residency import Local, Residency, Sharded, shard
+from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
+from compress.teachers import Teachers
+from compress.train.rows import LABELS, Rows, rows_of
 from compress.version import VERSION
 from compress.weights.sparse24 import TWO_OF_FOUR
 
@@ -51,6 +54,8 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
     config = read_config(source) if source is not None else getattr(request.model, "config", None)
     tokens, batches = _calibration(request, config, source)
+    trains = any(p.stage(Learn) for p in request.passes)
+    _, rows = _training(request, config, source) if trains else (None, None)
     if len(batches) < comm.world and any(p.calibrated for p in request.passes):
         raise InputError(
             f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
@@ -66,13 +71,24 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     for p in plan_.passes:
         if p.stage(Gradients):
             check_loss(model, batches, p.name)
+    if rows is not None:
+        check_batches(model, [{name: tensor for name, tensor in rows.take([0]).items() if name != LABELS}])
     device = next(model.parameters()).device if device is None else device
     dtype = _compute_dtype(model, device, request.work.dtype)
     identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
+    if rows is not None:
+        identity["training"] = fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
     sink, cache = _sink(request, place, comm, model, plan_, identity)
     record.notes += _remarks(request, model, plan_, tokens, sink)
     for note in record.notes:
         reporter.note(note)
+    teacher = Teachers(request, source, model, device)
+    stores = _widened(model) if rows is not None and request.work.fsdp and source is not None else {}
+    keep = source is None or place is None or rows is not None
+    lessons = None
+    if rows is not None:
+        kept = None if place is None else place.training
+        lessons = Lessons(rows, request.data.batch_size, teacher.named, kept, request.delivery.resume)
     return Job(
         request=request,
         source=source,
@@ -81,12 +97,14 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
         batches=batches[comm.rank :: comm.world],
         tokens=tokens,
         identity=identity,
-        residency=_residency(request, model, plan_, device, dtype, keep=source is None or place is None),
+        residency=_residency(request, model, plan_, device, dtype, keep, stores),
         sink=sink,
         cache=cache,
         comm=comm,
         record=record,
         reporter=reporter,
+        lessons=lessons,
+        stores=stores,
     )
 
 
@@ -119,15 +137,38 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
     calibration, windowed = data.calibration, data.samples is not None or data.length is not None
     needing = next((p for p in request.passes if p.calibrated), None)
     if needing is None:
-        if calibration is None and windowed:
+        trains = any(p.stage(Learn) for p in request.passes)
+        if trains and data.samples is not None:
+            raise InputError("samples are of calibration data, which no pass uses; all that is given is trained on")
+        if windowed and not trains and calibration is None:
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
         raise InputError(f"{needing.name} needs calibration data; give text, token ids or 'demo'")
-    if not isinstance(calibration, str | Path | Tensor):
-        if windowed:
+    rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
+    samples = WINDOWS if data.samples is None and not rows else data.samples
+    return _shown(request, config, source, calibration, samples, "calibration")
+
+
+def _training(request: Request, config: Any, source: Source | None) -> tuple[Tokens | None, Rows]:
+    """What the model is trained on: all of what was given for that, or else of the calibration data."""
+    data = request.data
+    given = data.calibration if data.training is None else data.training
+    if given is None:
+        raise InputError("train needs data to train on; give training (or calibration): text, token ids or 'demo'")
+    tokens, batches = _shown(request, config, source, given, None, "calibration")
+    return tokens, rows_of(batches)
+
+
+def _shown(
+    request: Request, config: Any, source: Source | None, given: Calibration, samples: int | None, what: str
+) -> tuple[Tokens | None, list[Batch]]:
+    """The tokens, where what is given is text or token ids, and the batches of all ranks."""
+    data = request.data
+    if not isinstance(given, str | Path | Tensor):
+        if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
-        return None, batches_of(calibration, data.batch_size, getattr(config, "vocab_size", None))
+        return None, batches_of(given, data.batch_size, getattr(config, "vocab_size", None))
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
@@ -138,10 +179,8 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
             raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
         return load_tokenizer(source)
 
-    given = calibration if isinstance(calibration, Tensor) else str(calibration)
-    rows = isinstance(given, Tensor) or given.endswith((".pt", ".npy"))  # of token ids: all of them, unless told
-    samples = WINDOWS if data.samples is None and not rows else data.samples
-    tokens = load_tokens(given, tokenizer, config, what="calibration", length=data.length, samples=samples)
+    text = given if isinstance(given, Tensor) else str(given)
+    tokens = load_tokens(text, tokenizer, config, what=what, length=data.length, samples=samples)
     return tokens, batches_of(tokens.ids, data.batch_size)
 
 
@@ -209,7 +248,11 @@ def _remarks(
 ) -> list[str]:
     """What a person should know before the work begins."""
     notes = []
-    if request.data.calibration is not None and not plan_.calibrated:
+    trains = any(p.stage(Learn) for p in plan_.passes)
+    read = plan_.calibrated or (trains and request.data.training is None)
+    if request.data.training is not None and not trains:
+        notes.append("no pass trains: what is given to train on stays unread")
+    if request.data.calibration is not None and not read:
         notes.append("no pass uses calibration data: what is given stays unread")
     notes += [*plan_.notes, *(tokens.notes if tokens is not None else ())]
     several = plan_.stacks[0].container is None and not request.extent.one_block
@@ -235,11 +278,22 @@ def _residency(
     device: torch.device,
     dtype: torch.dtype | None,
     keep: bool,
+    stores: Mapping[str, torch.dtype],
 ) -> Residency:
-    """Where the weights live meanwhile; keep: whether the model itself is changed."""
+    """Where the weights live meanwhile. keep: whether the model itself is changed. stores: of parameters that have been
+    widened, the dtype before."""
     if isinstance(model, FSDPModule):
         return Sharded(model, device, dtype)
     if not request.work.fsdp:
         return Local(device, dtype, keep)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    return Sharded(shard(model, find_stacks(model, plan_.convolutions), mesh), device, dtype)
+    return Sharded(shard(model, find_stacks(model, plan_.convolutions), mesh), device, dtype, stores)
+
+
+def _widened(model: nn.Module) -> dict[str, torch.dtype]:
+    """Give parameters of 16 bits 32, to be trained once they are sharded; {name: the dtype before}."""
+    stores = {name: p.dtype for name, p in model.named_parameters() if is_narrow(p)}
+    for name, p in model.named_parameters():
+        if name in stores:
+            p.data = p.data.float()
+    return stores

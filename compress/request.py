@@ -21,12 +21,14 @@ Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Data:
-    """What the model is shown: text, token ids or batches, and how much of it at once."""
+    """What the model is shown: text, token ids or batches, and how much of it at once. training: what it is trained on,
+    None for the same."""
 
     calibration: Calibration | None
     samples: int | None
     length: int | None
     batch_size: int
+    training: Calibration | None = None
 
 
 @dataclass(frozen=True)

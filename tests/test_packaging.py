@@ -129,7 +129,7 @@ STOREYS = (
     ("kernels", "comm"),
     ("weights",),
     ("model",),
-    ("calibration",),
+    ("calibration", "train"),
     ("checkpoint", "passes"),
     ("runtime",),
     ("run", "evaluation"),

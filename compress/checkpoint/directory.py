@@ -5,6 +5,7 @@
       lock            held by the live process; the kernel lets go of it when the process dies
       progress.json   what is safely on disk (`compress.checkpoint.journal`)
       blocks/         finished blocks, and what is needed to go on
+      training/       checkpoints of a run that trains
       model/          the checkpoint as it will be; renamed to OUT at the end
       replaced/       for a moment: the former OUT, which --overwrite replaces
 
@@ -33,7 +34,7 @@ from compress.comm import Comm
 from compress.errors import CheckpointError, InputError, RankLostError
 from compress.reading import LOOP, special
 
-LOCK, BLOCKS, MODEL, REPLACED = "lock", "blocks", "model", "replaced"
+LOCK, BLOCKS, MODEL, REPLACED, TRAINING = "lock", "blocks", "model", "replaced", "training"
 ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
 SHOWN = 200  # characters of a command
 # What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
@@ -63,6 +64,7 @@ class Directory:
         self.partial = self.output.with_name(self.output.name + ".partial")
         self.blocks, self.model = self.partial / BLOCKS, self.partial / MODEL
         self.replaced, self.progress = self.partial / REPLACED, self.partial / PROGRESS
+        self.training = self.partial / TRAINING
         self._lock: IO[str] | None = None
         self._made: list[Path] = []
 
@@ -79,7 +81,7 @@ class Directory:
             self._recover()
             self._refuse_output(overwrite)
             if not resume:
-                if self.finished() and not overwrite:
+                if (self.finished() or self.trained()) and not overwrite:
                     raise InputError(
                         f"{self.partial} holds an unfinished run; go on with --resume or drop it with --overwrite"
                     )
@@ -95,7 +97,7 @@ class Directory:
         if self._lock is None:
             return
         try:
-            nothing = not self.replaced.exists() and self.finished() == 0
+            nothing = not self.replaced.exists() and self.finished() == 0 and not self.trained()
             if nothing:
                 with suppress(OSError):
                     self._clear()
@@ -139,12 +141,17 @@ class Directory:
             return 1
         return 0 if journal.complete and not self.model.exists() else len(journal.blocks)
 
+    def trained(self) -> bool:
+        """Whether there is a checkpoint of training that a run can go on from."""
+        done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
+        return not done and any(self.training.glob("*/*"))
+
     def _clear(self) -> None:
         """Remove what runs make here, but the lock. First the journal: a part of what it names is no run."""
         for path in self.partial.iterdir():
             if path.name.startswith((PROGRESS, f".{PROGRESS}.")):
                 path.unlink()
-        for folder in (self.blocks, self.model):
+        for folder in (self.blocks, self.training, self.model):
             if folder.exists():
                 shutil.rmtree(folder)
 
@@ -235,7 +242,7 @@ class Directory:
 def _is_own(path: Path) -> bool:
     """Whether something in OUT.partial has a name and a kind that runs give."""
     kind = path.stat(follow_symlinks=False).st_mode
-    if path.name in (BLOCKS, MODEL, REPLACED):
+    if path.name in (BLOCKS, MODEL, REPLACED, TRAINING):
         return stat.S_ISDIR(kind)
     return stat.S_ISREG(kind) and (path.name in (LOCK, PROGRESS) or path.name.startswith(f".{PROGRESS}."))
 
@@ -317,6 +324,8 @@ def claimed(
         if finished := directory.finished():
             kept = "1 finished block is" if finished == 1 else f"{finished} finished blocks are"
             error.add_note(f"{kept} kept in {directory.partial}: run again with --resume")
+        elif directory.trained():
+            error.add_note(f"what was trained so far is kept in {directory.partial}: run again with --resume")
         raise
     finally:
         directory.release()

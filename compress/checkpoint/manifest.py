@@ -64,6 +64,7 @@ def manifest(
         "ranges": [asdict(each) for each in record.ranges],
         "folds": [asdict(fold) for fold in record.folds],
         "not_folded": record.not_folded,
+        "training": record.training,
         "left_alone": record.left_alone,
         "notes": record.notes,
         "verification": None,

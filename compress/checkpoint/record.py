@@ -86,7 +86,8 @@ class RangeRecord:
 class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
     in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
-    that have new values by now. coverage: how much of the model is compressed, when the run is done."""
+    that have new values by now. coverage: how much of the model is compressed, at the end. training: what each training
+    measured, and its options."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     coverage: Coverage | None = None
+    training: list[dict[str, Any]] = field(default_factory=list)
     block_forwards: int = 0
     seconds: float = 0.0
 
@@ -107,6 +109,11 @@ class RunRecord:
         self.ranges.extend(done.ranges)
         self.folds.extend(done.fold_records)
         self.left_alone.update(done.left_alone)
+
+    def forget(self) -> None:
+        """Drop what finished blocks have entered: they are gone through once more."""
+        for entered in (self.layers, self.caches, self.ranges, self.folds):
+            entered.clear()
 
     def note(self, reporter: Reporter, message: str) -> None:
         """Keep a remark once and say it."""

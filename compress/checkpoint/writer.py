@@ -46,7 +46,8 @@ class Writer:
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
-        if resume and place.progress.exists() and (before := Journal.read(place.progress)).blocks:
+        before = Journal.read(place.progress) if resume and place.progress.exists() else None
+        if before is not None and (before.blocks or place.trained()):
             if before.identity != identity:
                 raise InputError(
                     f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume "

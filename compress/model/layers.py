@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def parameter(self) -> nn.Parameter:
-        weight = self.module.weight
+        weight = self.module._parameters["weight"]  # not the attribute, which may be what is made of it
         assert isinstance(weight, nn.Parameter)
         return weight
 

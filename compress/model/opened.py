@@ -1,7 +1,7 @@
 """A block whose parameters are plain full tensors for a while (`run.residency`)."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Opened:
-    """A block whose parameters are full working copies of those in `home`, which have the dtype the model stores."""
+    """A block whose parameters are full working copies of those in `home`, which have the dtype the model stores, or
+    (of a model that is trained) a wider one than `stores` says."""
 
     block: nn.Module
     home: dict[str, Tensor]
+    stores: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which the model stores each parameter."""
-        return {name: value.dtype for name, value in self.home.items()}
+        return {name: self.stores.get(name, value.dtype) for name, value in self.home.items()}
 
     @cached_property
     def _dtype_of(self) -> dict[int, torch.dtype]:
@@ -32,13 +34,15 @@ class Opened:
         """A parameter in its stored dtype; what was there before, itself, where it was not edited."""
         before = self.home[name]
         if torch.equal(before.to(parameter.device, parameter.dtype), parameter.data):
-            return before  # not rounded through the compute dtype
-        return parameter.data.to(before.dtype)
+            return before.to(self.dtypes[name])  # not rounded through the compute dtype
+        return parameter.data.to(self.dtypes[name])
 
     def inside(self, module: nn.Module) -> "Opened":
         """The same for a module inside the block."""
         names = {id(parameter): name for name, parameter in self.block.named_parameters()}
-        return Opened(module, {name: self.home[names[id(p)]] for name, p in module.named_parameters()})
+        inner = {name: names[id(p)] for name, p in module.named_parameters()}
+        home = {name: self.home[outer] for name, outer in inner.items()}
+        return Opened(module, home, {name: self.stores[o] for name, o in inner.items() if o in self.stores})
 
     def stored(self) -> Iterator[tuple[str, Tensor]]:
         """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""

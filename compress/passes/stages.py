@@ -3,6 +3,7 @@
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
     Gradients how the loss of the model changes with each weight, before the first layer is decided
     Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
+    Learn     training of the whole model as the passes before have left it
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
@@ -19,6 +20,7 @@ from torch import Tensor
 from compress.calibration.stats import StatisticFactory
 from compress.comm import RowShard
 from compress.passes.sites import FoldSite, Scaling, Site
+from compress.train.options import TrainingOptions
 from compress.weights.decision import Decision
 
 Needs = Mapping[str, StatisticFactory]
@@ -68,6 +70,13 @@ class Gradients:
 
 
 @dataclass(frozen=True)
+class Learn:
+    """options: how the whole model is trained, once all earlier passes have decided about all layers."""
+
+    options: TrainingOptions
+
+
+@dataclass(frozen=True)
 class Rewrite:
     """needs: statistics of layers' inputs, by name. scaling: by how much to divide what the layers of a fold read, the
     same on every rank."""
@@ -110,4 +119,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Gradients | Reorder | Rewrite | Decide | Fix
+Stage = Survey | Gradients | Learn | Reorder | Rewrite | Decide | Fix

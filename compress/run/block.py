@@ -68,10 +68,11 @@ class BlockRun:
         self.versions = Versions()
         self.forwarded = False
         self.decided = Decided()
-        self.records: list[LayerRecord] = []
-        self.ranges = RangeNotes()
+        earlier = run.earlier.get(name)
+        self.records: list[LayerRecord] = [] if earlier is None else [*earlier.records]
+        self.ranges = RangeNotes(() if earlier is None else earlier.ranges)
         self.edits: list[Edit] = []
-        self.fold_records: list[FoldRecord] = []
+        self.fold_records: list[FoldRecord] = [] if earlier is None else [*earlier.fold_records]
         self.permuted: dict[str, Figures] = {}
         self.caches: dict[str, CacheCodes] = {}
 

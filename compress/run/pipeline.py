@@ -22,6 +22,7 @@ from compress.model.layers import Stack, left_alone
 from compress.progress import Reporter
 from compress.run.block import run_block
 from compress.run.capture import capture, output_shape
+from compress.run.lessons import Lessons
 from compress.run.matching import shared_weights
 from compress.run.plan import Plan
 from compress.run.remarks import few_tokens, held_back, permuted
@@ -30,6 +31,7 @@ from compress.run.rewrite import FoldFinder
 from compress.run.state import Run, Steps, Streams
 from compress.run.survey import surveyed
 from compress.run.tables import round_tables
+from compress.run.training import trained
 
 
 def run(
@@ -41,25 +43,32 @@ def run(
     comm: Comm,
     record: RunRecord,
     reporter: Reporter,
+    lessons: Lessons | None = None,
 ) -> None:
-    """Carry out a plan. `batches` are this rank's micro-batches (empty where no pass needs calibration).
+    """Carry out a plan. `batches` are this rank's micro-batches (empty where no pass needs calibration), `lessons` what
+    it trains with.
 
     Raises ChainBrokenError, before anything is changed, for a model that must run as one block.
     """
     started = time.monotonic()
-    steps = Steps(reporter, sum(len(stack.blocks) for stack in plan_.stacks) + len(plan_.tables))
     folds = FoldFinder(comm, shared_weights(model))
-    this = Run(model, plan_, batches, residency, sink, comm, record, reporter, folds, steps)
+    steps = Steps.of(reporter, plan_)
+    this = Run(model, plan_, batches, residency, sink, comm, record, reporter, folds, steps, lessons)
     steps.begin()
     with without_cache(model):
-        this = replace(this, plan=surveyed(this, partial(_captured, this)))
-        _name_left_alone(this)
-        originals = [_original_calls(this, stack) for stack in plan_.stacks]
-        round_tables(this)
-        for stack, original in zip(plan_.stacks, originals, strict=True):
-            _run_stack(this, stack, original)
+        _walk(trained(this, _walk))
     _remark(this)
     record.seconds = time.monotonic() - started
+
+
+def _walk(this: Run) -> None:
+    """Through all blocks with passes that train nothing."""
+    this = replace(this, plan=surveyed(this, partial(_captured, this)))
+    _name_left_alone(this)
+    originals = [_original_calls(this, stack) for stack in this.plan.stacks]
+    round_tables(this)
+    for stack, original in zip(this.plan.stacks, originals, strict=True):
+        _run_stack(this, stack, original)
 
 
 def _name_left_alone(run: Run) -> None:

@@ -23,7 +23,7 @@ from compress.model.layers import (
 from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
-from compress.passes.stages import Decide, Fix, Gradients, Reorder
+from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
@@ -220,7 +220,7 @@ def _check(plan: Plan) -> None:
                     f"{first}give them different layers (`only`, `but`)"
                 )
             rounding = rounded_by.get(layer.name)
-            if rounding is not None and p.stage(Decide):
+            if rounding is not None and p.stage(Decide) and not p.stage(Learn):
                 raise InputError(
                     f"{rounding.name!r} rounds the input or output of {layer.name}, about which {p.name!r} decides "
                     "after it; leave that to the last pass on a layer"

@@ -105,8 +105,8 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
 class RangeNotes:
     """What the record says about the ranges that calibration fixes in a block."""
 
-    def __init__(self) -> None:
-        self.noted: list[RangeRecord] = []
+    def __init__(self, earlier: Sequence[RangeRecord] = ()) -> None:
+        self.noted: list[RangeRecord] = [*earlier]
 
     def of_layers(
         self, statistics: Mapping[str, Any], decisions: Mapping[str, Decision], role: Literal["input", "output"]

@@ -8,7 +8,7 @@
 one block and nothing else. Code under `open` cannot tell which.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -36,6 +36,10 @@ class Residency(Protocol):
 
         keep: whether edits are kept, where that is not as said above.
         """
+        ...
+
+    def widened(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within: the model can be trained, on the device and in 32 bits. Not while a block is open."""
         ...
 
 
@@ -76,11 +80,34 @@ def _buffers(block: nn.Module, excluded: set[nn.Module]) -> list[tuple[nn.Module
     ]
 
 
+def is_narrow(parameter: nn.Parameter) -> bool:
+    """Whether it has too few bits to be trained: a step is often smaller than the distance of two numbers."""
+    return parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
+
+
 class Local:
     """One process holds the model. keep=False leaves the model untouched: edits live only while a block is open."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None, keep: bool = True) -> None:
         self.device, self.dtype, self.keep = device, dtype, keep
+
+    @contextmanager
+    def widened(self, model: nn.Module) -> Iterator[None]:
+        """Within: the model is on the device and has no parameters of fewer than 32 bits."""
+        before = [(p, p.device, p.dtype) for p in model.parameters()]
+        buffers = _buffers(model, set())
+        for p, _, dtype in before:
+            # A copy: what was there before is changed by nobody (`run.restore`), and training changes in place.
+            p.data = p.data.to(self.device, torch.float32 if is_narrow(p) else dtype, copy=True)
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.to(self.device)
+        try:
+            yield
+        finally:
+            for p, device, dtype in before:
+                p.data = p.data.to(device, dtype)
+            for module, name, buffer in buffers:
+                module._buffers[name] = module._buffers[name].to(buffer.device)  # type: ignore[union-attr]
 
     @contextmanager
     def open(
@@ -104,11 +131,28 @@ class Sharded:
 
     keep = True
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        stores: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """stores: by name, the dtypes in which the model stores parameters that have been widened to be trained."""
         if not isinstance(model, FSDPModule):
             raise InputError(f"{type(model).__name__} is not sharded; call fully_shard on its blocks and on it first")
         self.require()
         self.model, self.device, self.dtype = model, device, dtype
+        named = dict(model.named_parameters())
+        self.stores = {id(named[name]): stored for name, stored in (stores or {}).items()}
+
+    @contextmanager
+    def widened(self, model: nn.Module) -> Iterator[None]:
+        """Within: the model can be trained. It has been widened before it was sharded. Raises InputError otherwise."""
+        narrow = next((name for name, p in model.named_parameters() if is_narrow(p)), None)
+        if narrow is not None:
+            raise InputError(f"{narrow} has 16 bits, and training needs 32: call model.float() before fully_shard")
+        yield
 
     @staticmethod
     def require() -> None:
@@ -138,7 +182,7 @@ class Sharded:
                 )
             buffers = _buffers(block, excluded or set())
             with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype) as home:
-                opened = Opened(block, home)
+                opened = Opened(block, home, {n: self.stores[id(p)] for n, p in shards.items() if id(p) in self.stores})
                 yield opened
                 if keep:
                     with torch.no_grad():

@@ -1,16 +1,17 @@
 """What a run works with, and what flows through it: the calls of the next block."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from compress.checkpoint.record import RunRecord, Sink
+from compress.checkpoint.record import Finished, RunRecord, Sink
 from compress.comm import Comm
 from compress.model.calls import Batch, Call, hidden_of
 from compress.passes.stages import Decide
 from compress.progress import Reporter
+from compress.run.lessons import Lessons
 from compress.run.plan import Plan
 from compress.run.residency import Residency
 from compress.run.rewrite import FoldFinder
@@ -21,6 +22,11 @@ class Steps:
 
     def __init__(self, reporter: Reporter, total: int) -> None:
         self.reporter, self.total, self.done = reporter, total, 0
+
+    @classmethod
+    def of(cls, reporter: Reporter, plan: Plan) -> "Steps":
+        """Of a walk through the tables and blocks of a plan."""
+        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables))
 
     def begin(self) -> None:
         """The next begins now."""
@@ -36,7 +42,8 @@ class Steps:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration)."""
+    """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration). lessons: what
+    it trains with, if it does. earlier: what was found out about each block in a walk before this one."""
 
     model: nn.Module
     plan: Plan
@@ -48,6 +55,8 @@ class Run:
     reporter: Reporter
     folds: FoldFinder
     steps: Steps
+    lessons: Lessons | None = None
+    earlier: Mapping[str, Finished] = field(default_factory=dict)
 
     @property
     def compares(self) -> bool:

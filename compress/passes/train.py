@@ -1,0 +1,64 @@
+"""Training of a model as the passes before it have left it: quantization-aware training, distillation, or both.
+
+What earlier passes decided is what is trained: codes stay codes on their grids, zeros of a mask stay zeros, inputs are
+rounded as they are. The weights behind the codes, and scales, learn from the original model (distillation, Hinton et
+al. 2015, arXiv 1503.02531), from the next token, or from both.
+
+    codes        rounded at every step with the gradient of the identity (straight-through, Bengio et al. 2013);
+                 scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576): `compress/train/learned.py`
+    start        the codes that were decided (gptq, say): each weight behind them begins in the middle of its code
+    loss         logits KL(teacher, student) t^2  +  task (cross entropy)  +  features (distance of hidden states)
+    optimizer    AdamW, float32, rates rising for `warmup` and then falling
+
+    steps, rows    the training set is gone through rows by rows, in an order that `seed` shuffles
+
+Departs from the papers:
+- A scale is learned as a factor exp(t), so that a step changes it by a share of itself; LSQ's gradient scale, which
+  makes up for that, is not needed with Adam.
+- Layers are in evaluation mode: dropout does nothing, batch norms keep their statistics.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from compress.passes.base import Aspect, Pass
+from compress.passes.sites import Site
+from compress.passes.stages import Decide, Learn, Stage
+from compress.train.options import TrainingOptions
+from compress.weights.decision import Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainingOptions, Pass):
+    """Trains the model as the passes before it have left it."""
+
+    name: ClassVar[str] = "train"
+    reads: ClassVar[Aspect] = "quantized weight"
+    writes: ClassVar[Aspect] = "dense weight"
+    keeps_zeros: ClassVar[bool] = True
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Learn(self), Decide({}, self.apply))
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        """Nothing is decided before the model is trained (`run.training`)."""
+        raise AssertionError("training decides when it is done")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained(Pass):
+    """What training has made of the layers, as a pass that decides just that."""
+
+    name: ClassVar[str] = "train"
+    reads: ClassVar[Aspect] = "quantized weight"
+    keeps_zeros: ClassVar[bool] = True
+
+    decisions: Mapping[str, Decision]
+
+    def wants(self, layer: str) -> bool:
+        return layer in self.decisions
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        return {name: self.decisions[name] for name in site.weights}

@@ -1,0 +1,212 @@
+"""Training in the middle of a run: what passes have decided so far is what is trained, and what comes of it is decided.
+
+walk over the blocks with the passes before -> quantizers on the layers -> train -> a pass that decides the outcome
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+from torch import Tensor, nn
+
+from compress.checkpoint.record import Finished
+from compress.errors import InputError
+from compress.model.layers import Layer
+from compress.model.opened import Opened
+from compress.passes.stages import Learn
+from compress.passes.train import Trained
+from compress.run.restore import hooks_and_buffers
+from compress.run.state import Run, Steps
+from compress.train.layers import PARTS, attach, detach, finished
+from compress.train.loop import History, Training, train
+from compress.train.objective import Objective
+from compress.train.optimizer import Learned
+from compress.train.options import TrainingOptions
+from compress.train.saved import fixed_of
+from compress.weights.decision import Decision
+from compress.weights.dense import dense
+
+
+class Collected:
+    """A sink that keeps what was decided, for the training that follows."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, Finished] = {}
+
+    def finished(self, block: str) -> Finished | None:
+        """Nothing is."""
+        return None
+
+    def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
+        """Keep it."""
+        self.blocks[block] = finished
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """By layer."""
+        return {n: d for each in self.blocks.values() for n, d in each.decided.items() if isinstance(d, Decision)}
+
+
+def trained(run: Run, walk: Callable[[Run], None]) -> Run:
+    """The run that is left to do once everything up to the last training is done; `walk` carries out passes that train
+    nothing."""
+    teachers: dict[str, nn.Module] = {}
+    for p in run.plan.passes:
+        learn = p.stage(Learn)
+        if learn is not None and learn.options.taught and learn.options.teacher not in teachers:
+            assert run.lessons is not None
+            teachers[learn.options.teacher] = run.lessons.teacher(learn.options.teacher)
+    while (at := next((i for i, p in enumerate(run.plan.passes) if p.stage(Learn)), None)) is not None:
+        learn = run.plan.passes[at].stage(Learn)
+        assert learn is not None
+        run = _learned(run, walk, at, learn.options, teachers.get(learn.options.teacher))
+    return run
+
+
+def _learned(
+    run: Run, walk: Callable[[Run], None], at: int, options: TrainingOptions, teacher: nn.Module | None
+) -> Run:
+    """The run that is left behind the training at a place among the passes."""
+    before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
+    sink = Collected()
+    undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
+    if before:
+        part = replace(run.plan, passes=before, kv=None, embeddings=None, tables=())
+        walk(replace(run, plan=part, sink=sink))
+        run.record.forget()
+    undo()
+    layers = [layer for of_block in run.plan.layers.values() for layer in of_block]
+    wanted = [layer for layer in layers if layer.name in run.plan.treated]
+    with run.residency.widened(run.model), quantizing(wanted, sink.decisions, options) as quantized:
+        history = _train(run, options, teacher, quantized)
+        decisions = _decisions(run, wanted, sink.decisions)
+    run.record.training.append({**asdict(history), "options": described(options)})
+    left = replace(run.plan, passes=(Trained(decisions=decisions), *rest))
+    return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
+
+
+def described(options: TrainingOptions) -> dict[str, object]:
+    """The options, for the record."""
+    return {name: getattr(options, name) for name in TrainingOptions.__dataclass_fields__}
+
+
+@contextmanager
+def quantizing(
+    layers: Sequence[Layer], decisions: Mapping[str, Decision], options: TrainingOptions
+) -> Iterator[list[Layer]]:
+    """Within: layers round as was decided; yields those that have something to round."""
+    attached: list[Layer] = []
+    try:
+        for layer in layers:
+            if layer.name in decisions and attach(layer, decisions[layer.name], options.scales):
+                attached.append(layer)
+        yield attached
+    finally:
+        for layer in attached:
+            detach(layer.module)
+
+
+def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers: Sequence[Layer]) -> History:
+    lessons = run.lessons
+    assert lessons is not None
+    quantizers = {
+        f"{layer.name}.{part}": module
+        for layer in layers
+        for part in PARTS
+        if (module := layer.module._modules[part]) is not None
+    }
+    inside = {id(p) for module in quantizers.values() for p in module.parameters()}
+    latent = {id(layer.parameter) for layer in layers}
+    with _requiring(run.model, inside, latent, options):
+        objective = Objective(options, run.model, teacher)
+        objective.begin(lessons.rows.take([0]))
+        weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
+        scales = {
+            f"{name}.{key}": p
+            for name, module in quantizers.items()
+            for key, p in module.named_parameters()
+            if p.requires_grad
+        }
+        scales |= {f"objective.{name}": p for name, p in objective.named_parameters()}
+        if not weights and not scales:
+            raise InputError(f"trains={options.trains} leaves nothing to train in this model")
+        fixed = fixed_of(quantizers)
+        learned = Learned(weights, scales)
+        micro = min(lessons.micro, -(-options.rows // run.comm.world))
+        with _blocks(run, options):
+            return train(
+                Training(
+                    options,
+                    objective,
+                    learned,
+                    fixed,
+                    lessons.rows,
+                    micro,
+                    run.comm,
+                    run.reporter,
+                    None if lessons.place is None else lessons.place / str(len(run.record.training)),
+                    lessons.resume,
+                )
+            )
+
+
+@contextmanager
+def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: TrainingOptions) -> Iterator[None]:
+    """Within: those parameters of a model have gradients that are trained. inside: those of quantizers, which know it
+    themselves; latent: weights behind codes."""
+    before = [(p, p.requires_grad) for p in model.parameters() if id(p) not in inside]
+    try:
+        for p, _ in before:
+            trains = options.trains == "all" or (options.trains == "layers" and id(p) in latent)
+            p.requires_grad_(trains and p.is_floating_point())
+        yield
+    finally:
+        for p, requires in before:
+            p.requires_grad_(requires)
+            p.grad = None
+
+
+@contextmanager
+def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
+    """Within: blocks are compiled, and compute their activations again, where that is asked for."""
+    blocks = [block for stack in run.plan.stacks for _, block in stack.blocks]
+    enable = getattr(run.model, "gradient_checkpointing_enable", None)
+    if options.checkpointing and enable is None:
+        raise InputError(f"{type(run.model).__name__} cannot compute activations again; leave checkpointing out")
+    if options.compile:
+        for block in blocks:
+            block.compile()
+    if options.checkpointing:
+        assert callable(enable)
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for block in blocks:
+            block.training = True  # of the block alone: what it does with this flag is to recompute
+    try:
+        yield
+    finally:
+        if options.checkpointing:
+            run.model.gradient_checkpointing_disable()  # type: ignore[operator]
+            for block in blocks:
+                block.training = False
+        for block in blocks if options.compile else ():
+            block._compiled_call_impl = None
+
+
+def _decisions(run: Run, layers: Sequence[Layer], before: Mapping[str, Decision]) -> dict[str, Decision]:
+    """What training has made of layers, block by block."""
+    names = {layer.name for layer in layers}
+    found: dict[str, Decision] = {}
+    for stack in run.plan.stacks:
+        for name, block in stack.blocks:
+            with run.residency.open(block, keep=False) as opened:
+                for layer in run.plan.layers[name]:
+                    if layer.name in names:
+                        found[layer.name] = _decision(layer, opened, before.get(layer.name))
+    return found
+
+
+def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision:
+    weight_NK: Tensor = layer.weight
+    if before is None or not hasattr(layer.module, PARTS[0]):
+        return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
+    return finished(layer.module, weight_NK, before, opened.dtype_of(layer.parameter))

@@ -1,0 +1,90 @@
+"""Layers that round while they are trained, by a swap of their class.
+
+The module stays the one that it was: its name, its parameters and their keys in a state dict, FSDP's sharding of them,
+its hooks. Its class becomes a subclass of its own, of which `weight` is the rounded weight, whatever `forward` does
+with it, and which rounds what it is given and what it returns.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from compress.errors import InputError
+from compress.model.layers import Layer
+from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, weight_quantizer
+from compress.weights.decision import Decision
+from compress.weights.dense import dense
+
+PARTS = ("weight_quantizer", "input_quantizer", "output_quantizer")
+
+
+class Quantizing:
+    """What the class of a layer becomes a subclass of, before its own."""
+
+    weight_quantizer: nn.Module | None
+    input_quantizer: ActivationQuantizer | None
+    output_quantizer: ActivationQuantizer | None
+
+    @property
+    def weight(self) -> Tensor:
+        """The rounded weight; the one that is trained is `_parameters["weight"]`."""
+        latent: Tensor = self._parameters["weight"]  # type: ignore[attr-defined]
+        if self.weight_quantizer is None:
+            return latent
+        if isinstance(self, Conv1D):  # [K, N]
+            return self.weight_quantizer(latent.t()).t()
+        rounded: Tensor = self.weight_quantizer(latent)
+        return rounded
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer on the rounded input, its output rounded."""
+        if self.input_quantizer is not None:
+            x = self.input_quantizer(x)
+        y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        return y if self.output_quantizer is None else self.output_quantizer(y)
+
+
+@cache
+def quantizing(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer of this kind becomes."""
+    return type(f"QAT{kind.__name__}", (Quantizing, kind), {"__module__": __name__})
+
+
+def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
+    """Let a layer round as was decided; returns whether there is anything to round. Raises InputError for a weight
+    that is stored as something that is not trained."""
+    module, dtype = layer.module, torch.promote_types(layer.parameter.dtype, torch.float32)
+    try:
+        weight = weight_quantizer(decision, scales, dtype)
+    except ValueError as error:
+        raise InputError(f"{layer.name} {error}; leave it to another pass (`but`)") from None
+    inputs, outputs = (
+        None if codes is None else ActivationQuantizer(codes, scales, layer.geometry, dtype)
+        for codes in (decision.inputs, decision.outputs)
+    )
+    if weight is None and inputs is None and outputs is None:
+        return False
+    device = layer.parameter.device
+    for name, part in zip(PARTS, (weight, inputs, outputs), strict=True):
+        module.add_module(name, None if part is None else part.to(device))
+    module.__class__ = quantizing(type(module))  # type: ignore[arg-type]
+    return True
+
+
+def detach(module: nn.Module) -> None:
+    """Make a layer again what it was, with the weight that was trained."""
+    module.__class__ = type(module).__mro__[2]
+    for name in PARTS:
+        del module._modules[name]
+
+
+def finished(module: nn.Module, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:
+    """What becomes of a layer: the codes of `forward`, of the whole weight. stored: the dtype of one without codes."""
+    quantizer: Quantizer | None = module._modules["weight_quantizer"]  # type: ignore[assignment]
+    sides = {"inputs": module._modules["input_quantizer"], "outputs": module._modules["output_quantizer"]}
+    codes = {side: None if part is None else part.decided() for side, part in sides.items()}  # type: ignore[operator]
+    made = Decision(dense(weight_NK.to(stored))) if quantizer is None else quantizer.decision(weight_NK)
+    return Decision(made.weight, before.figures, codes["inputs"], codes["outputs"], made.kept)

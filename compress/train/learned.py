@@ -1,0 +1,77 @@
+"""Rounding with a gradient: for the numbers that are rounded, for the scale and for the zero point of their grid.
+
+    y = (q - z) s        q = clip(round(x / s) + z, qmin, qmax)
+
+The values are those of `weights.grid`, to the bit: what training sees is what is stored. The gradient takes rounding
+for the identity (straight-through, Bengio et al. 2013), and is LSQ's (Esser et al. 2020, arXiv 1902.08153, equations 2,
+3 and 5) and LSQ+'s (Bhalgat et al. 2020, arXiv 2004.09576, equations 5 to 7), with v = x / s + z:
+
+                    dy/dx      dy/ds             dy/dz
+    qmin <= v <= qmax  1       round(v) - v      0
+    beyond             0       q - z             -s
+
+LSQ takes the bounds themselves for beyond; here they are inside, as numbers that start on the grid (the solution of
+another method) would not move otherwise. LSQ+ learns the offset -z s of a range; here z is learned, in codes.
+
+Departs from the paper: nothing is multiplied by 1 / sqrt(N qmax), the gradient scale of its section 2.2, in here: it
+is `gradient_scale`, for those who optimize with SGD. Adam divides by the size of a gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.weights.grid import Grid, decode, encode, straight_through
+
+
+def gradient_scale(members: int, grid: Grid) -> float:
+    """1 / sqrt(N qmax): what LSQ multiplies the gradient of a scale by that `members` numbers share."""
+    return float((members * max(grid.qmax, 1)) ** -0.5)
+
+
+def rounded(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype) -> Tensor:
+    """Values of x [..., g] on a grid, in its dtype, with gradients for x, scale and zero_point.
+
+    scale, zero_point: [..., 1], in the dtype of x; the scale as it is stored (`stored_scale`), the zero point a whole
+    number within the codes. scale_dtype: the dtype in which scales are stored, to which values are rounded.
+    """
+    if not torch.is_grad_enabled():
+        return decode(encode(x, scale, zero_point, grid), scale, zero_point, scale_dtype)
+    return _Rounded.apply(x, scale, zero_point, grid, scale_dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype) -> Tensor:
+        codes = encode(x, scale, zero_point, grid)
+        ctx.save_for_backward(x, scale, zero_point, codes)
+        ctx.grid = grid
+        return decode(codes, scale, zero_point, scale_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero_point, codes = ctx.saved_tensors
+        grid: Grid = ctx.grid
+        steps = x / scale
+        if grid.signs:
+            inside = steps.abs() <= 1
+            of_scale = codes  # y = s sign(x): there is nothing between the codes
+        else:
+            place = steps + zero_point
+            inside = (place >= grid.qmin) & (place <= grid.qmax)
+            of_scale = torch.where(inside, codes - place, codes - zero_point)
+        of_x = of_s = of_z = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient * inside
+        if ctx.needs_input_grad[1]:
+            of_s = (gradient * of_scale).sum_to_size(scale.shape)
+        if ctx.needs_input_grad[2]:
+            still = inside | grid.signs  # codes without a zero
+            of_z = (gradient * torch.where(still, torch.zeros_like(scale), -scale)).sum_to_size(zero_point.shape)
+        return of_x, of_s, of_z, None, None
+
+
+def whole(x: Tensor, grid: Grid) -> Tensor:
+    """A learned zero point as the whole number that is stored, with the gradient of x."""
+    return straight_through(x, torch.round(x.detach()).clamp(grid.qmin, grid.qmax))

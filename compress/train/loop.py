@@ -1,0 +1,165 @@
+"""The loop: samples through student and teacher, a step of the optimizer, again.
+
+In one process and under FSDP2 alike; a step's gradient is the same on any number of ranks. Layers are in evaluation
+mode: nothing is dropped out, and batch norms keep their statistics.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compress.comm import Comm
+from compress.errors import CompressError
+from compress.progress import Reporter
+from compress.train import saved
+from compress.train.objective import Objective
+from compress.train.optimizer import Learned, clip, optimizer, set_rates, sum_gradients
+from compress.train.options import TrainingOptions
+from compress.train.rows import Order, Rows, micro_batches
+from compress.train.stopping import Stopping
+
+Line = dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, on what, and where its checkpoints are (None: there are none).
+
+    learned: the parameters. fixed: other tensors that a checkpoint has. micro: samples that go through at once. resume:
+    whether to go on from a checkpoint. wait: how a person is asked to stop.
+    """
+
+    options: TrainingOptions
+    objective: Objective
+    learned: Learned
+    fixed: Mapping[str, Tensor]
+    rows: Rows
+    micro: int
+    comm: Comm
+    reporter: Reporter
+    place: Path | None = None
+    resume: bool = False
+
+
+@dataclass
+class History:
+    """What training measured. steps: a line per step. held_out: losses on samples that were kept out, by step; before
+    the first it is 0."""
+
+    steps: list[Line] = field(default_factory=list)
+    held_out: list[Line] = field(default_factory=list)
+    seconds: float = 0.0
+    resumed: int = 0
+
+
+def train(this: Training) -> History:
+    """Train. Raises CompressError where a loss is not finite, and KeyboardInterrupt, after a checkpoint, for a person
+    who does not want to wait."""
+    options, comm = this.options, this.comm
+    seen, kept_out = this.rows.split(options.held_out)
+    order = Order(len(seen), options.rows, options.seed)
+    adamw = optimizer(this.learned, options)
+    history, started = History(), time.monotonic()
+    history.resumed = _resumed(this, adamw)
+    with Stopping(comm) as stopping:
+        if len(kept_out):
+            history.held_out.append(measured(this, kept_out, history.resumed))
+        this.reporter.step(history.resumed, options.steps, "")
+        for step in range(history.resumed, options.steps):
+            history.steps.append(_step(this, adamw, seen, order.of_step(step), step))
+            done, last = step + 1, step + 1 == options.steps
+            this.reporter.step(done, options.steps, f"step {done}, loss {history.steps[-1]['loss']:.4g}")
+            asked = stopping.asked()
+            if this.place is not None and (last or asked or (options.save_every and done % options.save_every == 0)):
+                saved.save(this.place, done, this.learned, this.fixed, adamw, comm)
+            if asked:
+                raise KeyboardInterrupt
+            if len(kept_out) and (last or (options.evaluate_every and done % options.evaluate_every == 0)):
+                history.held_out.append(measured(this, kept_out, done))
+    history.seconds = time.monotonic() - started
+    return history
+
+
+def _resumed(this: Training, adamw: torch.optim.AdamW) -> int:
+    """The step that training goes on from."""
+    step = saved.newest(this.place) if this.place is not None and this.resume else None
+    if step is None:
+        return 0
+    assert this.place is not None
+    saved.restore(this.place, step, this.learned, this.fixed, adamw, this.comm)
+    return step
+
+
+def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequence[int], step: int) -> Line:
+    """One step of the optimizer; what it measured."""
+    options, comm, started = this.options, this.comm, time.monotonic()
+    share = set_rates(adamw, step, options)
+    counts = this.objective.counts(rows.take(indices))
+    sums = dict.fromkeys(counts, 0.0)
+    for part, counting in micro_batches(indices, this.micro, comm):
+        totals = _totals(this, rows.take(part))
+        loss = combined(this, totals, counts)
+        # FSDP divides the sum of the ranks' gradients by their number.
+        (loss * (comm.world if counting else 0)).backward()
+        for name, found in totals.items():
+            sums[name] += float(found.detach()) * counting
+    losses = _over_ranks(sums, counts, comm)
+    total = math.fsum(this.objective.weights[name] * value for name, value in losses.items())
+    if not math.isfinite(total):
+        raise CompressError(
+            f"the loss of step {step + 1} is {total}; give a lower learning_rate or scale_rate, or precision=full"
+        )
+    whole = [*this.learned.scales.values()]
+    sum_gradients(whole, comm)
+    for parameter in whole if comm.active else ():
+        assert parameter.grad is not None
+        parameter.grad /= comm.world
+    lengths = [
+        clip(list(some.values()), options.clip_norm, comm) for some in (this.learned.weights, this.learned.scales)
+    ]
+    adamw.step()
+    adamw.zero_grad(set_to_none=True)
+    seconds = time.monotonic() - started
+    tokens = next(iter(counts.values()))
+    line: Line = {"step": step + 1, "loss": total, **losses, "rate": share * options.learning_rate}
+    norms = {"gradient": float(lengths[0]), "scale_gradient": float(lengths[1])}
+    return {**line, **norms, "per_second": round(tokens / seconds, 1)}
+
+
+def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
+    """The loss of a micro-batch as its part of the step's."""
+    weights = this.objective.weights
+    parts = [weights[name] / max(1, counts[name]) * total for name, total in totals.items()]
+    return torch.stack(parts).sum()
+
+
+def _totals(this: Training, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    device = next(iter(this.learned.all.values())).device.type
+    bfloat16 = torch.autocast(device, torch.bfloat16) if this.options.precision == "bfloat16" else nullcontext()
+    with torch.enable_grad(), bfloat16:
+        return this.objective(batch)
+
+
+def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm) -> dict[str, float]:
+    """The mean of each loss over what it counts, on all ranks."""
+    together = comm.gather_objects(dict(sums))
+    return {name: math.fsum(each[name] for each in together) / max(1, count) for name, count in counts.items()}
+
+
+@torch.no_grad()
+def measured(this: Training, rows: Rows, step: int) -> Line:
+    """The losses on samples that are not trained on."""
+    sums, counts = dict.fromkeys(this.objective.weights, 0.0), dict.fromkeys(this.objective.weights, 0)
+    indices = range(len(rows))
+    for name, count in this.objective.counts(rows.take(indices)).items():
+        counts[name] = count
+    for part, counting in micro_batches(indices, this.micro, this.comm):
+        for name, total in this.objective(rows.take(part)).items():
+            sums[name] += float(total) * counting
+    return {"step": step, **_over_ranks(sums, counts, this.comm)}

@@ -1,0 +1,101 @@
+"""AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over weights and scales, its rates, and the length of gradients.
+
+Weights may be FSDP's shards. Scales, and what else an objective learns, are whole on every rank: their gradients are
+summed over the ranks here, as FSDP does it with those of the weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compress.comm import Comm
+from compress.train.options import TrainingOptions
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Parameters by what they are, with names that a checkpoint knows them by."""
+
+    weights: dict[str, nn.Parameter]
+    scales: dict[str, nn.Parameter]
+
+    @property
+    def all(self) -> dict[str, nn.Parameter]:
+        return {**self.weights, **self.scales}
+
+
+def optimizer(learned: Learned, options: TrainingOptions) -> torch.optim.AdamW:
+    """Matrices decay, what has one dimension does not; scales have their own rate. Rates are set at every step."""
+    matrices = [p for p in learned.weights.values() if p.ndim > 1]
+    vectors = [p for p in learned.weights.values() if p.ndim <= 1]
+    groups = [
+        {"params": params, "weight_decay": decay, "rate": rate}
+        for params, decay, rate in (
+            (matrices, options.weight_decay, options.learning_rate),
+            (vectors, 0.0, options.learning_rate),
+            (list(learned.scales.values()), 0.0, options.scale_rate),
+        )
+        if params
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS)
+
+
+def share_of_rate(step: int, options: TrainingOptions) -> float:
+    """By what the rates are multiplied at a step, counted from 0: up from nothing in the first ones, then down."""
+    rising = round(options.warmup * options.steps)
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    if options.schedule == "constant":
+        return 1.0
+    gone = (step - rising) / max(1, options.steps - rising)
+    return 1 - gone if options.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
+
+
+def set_rates(adamw: torch.optim.AdamW, step: int, options: TrainingOptions) -> float:
+    """Set the rates of a step; returns their share."""
+    share = share_of_rate(step, options)
+    for group in adamw.param_groups:
+        group["lr"] = group["rate"] * share
+    return share
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
+    """Gradients of parameters that are whole on every rank, summed over the ranks; zeros where a rank has none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if not comm.active or not parameters:
+        return
+    for dtype in {p.dtype for p in parameters}:
+        some = [p.grad for p in parameters if p.dtype == dtype and p.grad is not None]
+        together = comm.all_reduce(torch.cat([g.flatten() for g in some]))
+        for gradient, total in zip(some, together.split([g.numel() for g in some]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def clip(parameters: Sequence[nn.Parameter], longest: float, comm: Comm) -> Tensor:
+    """Shorten gradients, of shards and whole ones, that are longer than that together; returns how long they were."""
+    if not parameters:
+        return torch.zeros((), dtype=torch.float64)
+    squares = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        squares[isinstance(gradient, DTensor)] += local.double().square().sum().cpu()
+    length = (squares[0] + _summed(squares[1], gradients, comm)).sqrt()
+    factor = (longest / (length + 1e-6)).clamp(max=1.0)
+    if factor < 1:
+        for gradient in gradients:
+            gradient.mul_(float(factor))
+    return length
+
+
+def _summed(square: Tensor, gradients: Sequence[Tensor], comm: Comm) -> Tensor:
+    device = gradients[0].device if gradients else square.device
+    return comm.all_reduce(square.to(device)).cpu()

@@ -1,0 +1,134 @@
+"""Training inside a run: what comes out is what training saw; it can be stopped; it undoes itself."""
+
+import copy
+import json
+
+import pytest
+import torch
+from checkpoints import same
+from combinations import every
+from commands import fast_gptq
+from models import build, tokens
+from torch import nn
+
+import compress
+from compress.errors import CompressError
+from compress.passes.train import Train
+from compress.progress import Silent
+
+TWO_BITS = fast_gptq(scheme="w2a16", group_size=16)
+DATA = {"calibration": tokens(8), "training": tokens(32, seed=4), "batch_size": 4}
+SLOW = {"steps": 6, "rows": 16, "learning_rate": 1e-4, "held_out": 0.25}
+FEW = {"steps": 6, "rows": 16, "learning_rate": 2e-3, "held_out": 0.25}
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(4, seed=9)).logits.float()
+
+
+def strong(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A random Llama whose layers have something to say."""
+    model = build("llama", dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.ndim > 1 else 1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("training")
+    strong().save_pretrained(folder / "model")
+    strong(torch.bfloat16).save_pretrained(folder / "narrow")
+    return folder
+
+
+def losses(result) -> list[float]:
+    (history,) = result.record.training
+    return [line["logits"] for line in history["held_out"]]
+
+
+SCHEMES = [
+    [TWO_BITS, Train(**FEW)],
+    [fast_gptq(scheme="w4a16", group_size=16, grid="asymmetric"), Train(**SLOW, task=0.1, features=0.1)],
+    [compress.RTN(scheme="w8a8", activations="static", outputs="static"), Train(**FEW, trains="scales")],
+    [compress.SparseGPT(pattern="2:4"), Train(**FEW), fast_gptq(scheme="w3a16", group_size=16)],
+    [compress.Ternary(group_size=16), Train(**FEW, divergence="jensen-shannon", temperature=2.0, checkpointing=True)],
+]
+
+
+@every("passes", SCHEMES)
+def test_a_trained_checkpoint_computes_what_training_saw(folder, tmp_path_factory, passes):
+    output = tmp_path_factory.mktemp("out") / "out"
+    result = compress.quantize(folder / "model", passes, output=output, verify=passes is SCHEMES[0], **DATA)
+    if passes[0].rounds_inputs:
+        torch.testing.assert_close(logits(compress.load(output)), logits(result.model), rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(logits(compress.load(output, dequantize=True)), logits(result.model))
+    before, after = losses(result)
+    assert after < before or before < 1e-3  # nothing is to be gained of 8 bits
+    record = json.loads((output / "compress.json").read_text())
+    assert {layer["method"] for layer in record["layers"]} == {p.name for p in passes}
+    assert len(record["training"][0]["steps"]) == FEW["steps"]
+
+
+def test_pruned_weights_stay_zero_through_training_and_rounding():
+    passes = [compress.SparseGPT(pattern="2:4"), Train(**FEW), fast_gptq(scheme="w4a16", group_size=16)]
+    model = compress.quantize(strong(), passes, **DATA).model
+    plain = compress.quantize(strong(), passes[:1], **DATA).model
+    for name, p in model.named_parameters():
+        if "proj" in name:
+            assert not p[plain.get_parameter(name) == 0].any()
+            assert (p != 0).double().mean() > 0.3
+
+
+def test_a_model_of_16_bits_is_trained_in_32_and_stays_one_of_16(folder, tmp_path):
+    output = tmp_path / "out"
+    result = compress.quantize(folder / "narrow", [TWO_BITS, Train(**FEW)], output=output, verify=False, **DATA)
+    before, after = losses(result)
+    assert after < before or before < 1e-3  # nothing is to be gained of 8 bits
+    loaded = compress.load(output, dequantize=True)
+    for model in (result.model, loaded):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(loaded), logits(result.model))
+
+
+class StopAfter(Silent):
+    """Interrupts a run after a step of training, or after a block that is finished later."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def step(self, done: int, total: int, what: str) -> None:
+        if what.startswith(self.what):
+            self.what = "nothing"
+            raise KeyboardInterrupt
+
+
+@every("stops", [["step 3"], ["step 5", "model.layers.0"]])
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(folder, tmp_path_factory, stops):
+    place = tmp_path_factory.mktemp("out")
+    passes = [TWO_BITS, Train(**FEW, save_every=2)]
+    common = {"verify": False, **DATA}
+    compress.quantize(folder / "model", passes, output=place / "whole", **common)
+    for i, stop in enumerate(stops):
+        reporter = StopAfter(stop)
+        with pytest.raises(KeyboardInterrupt):
+            compress.quantize(folder / "model", passes, output=place / "out", resume=i > 0, reporter=reporter, **common)
+    assert (place / "out.partial").exists()
+    result = compress.quantize(folder / "model", passes, output=place / "out", resume=True, **common)
+    same(place / "whole", place / "out")
+    assert result.record.training[0]["resumed"] in (2, 4, 6)
+    assert not (place / "out.partial").exists()
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    model = strong()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CompressError, match=r"the loss of step . is .*; give a lower learning_rate"):
+        compress.quantize(model, [TWO_BITS, Train(**{**FEW, "learning_rate": 1e30, "clip_norm": 1e30})], **DATA)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in strong().modules()}
+    assert all(p.requires_grad for p in model.parameters())

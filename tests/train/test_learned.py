@@ -1,0 +1,105 @@
+"""Rounding with a gradient: the grid's own values, and the gradient that LSQ and LSQ+ state."""
+
+import pytest
+import torch
+from combinations import every
+
+from compress.train.learned import gradient_scale, rounded, whole
+from compress.weights.grid import Grid, decode, encode, fit, stored_scale
+
+GRIDS = [
+    Grid(bits=2, granularity="group", group_size=8, signed_scale=True),
+    Grid(bits=3, granularity="group", group_size=8),
+    Grid(bits=4, granularity="group", group_size=8, symmetric=False),
+    Grid(bits=2, granularity="group", group_size=8, narrow=True),
+    Grid(bits=8, granularity="channel", type="float"),
+    Grid(bits=1, granularity="group", group_size=8, type="sign"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def numbers(grid: Grid, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [5, 3, 8] of which some is out of range, scale and zero point [5, 3, 1], in float64."""
+    x = torch.randn(5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    scale, zero = fit(x, grid, torch.float64)
+    return x, 0.7 * scale.unsqueeze(-1), zero.unsqueeze(-1)
+
+
+@every(["grid", "dtype"], [(grid, dtype) for grid in GRIDS for dtype in DTYPES])
+def test_values_are_those_of_the_grid(grid, dtype):
+    x, scale, zero = (t.float() for t in numbers(grid))
+    scale = stored_scale(scale, grid, dtype)
+    expected = decode(encode(x, scale, zero, grid), scale, zero, dtype)
+    assert torch.equal(rounded(x.requires_grad_(), scale, zero, grid, dtype), expected)
+    with torch.no_grad():
+        assert torch.equal(rounded(x, scale, zero, grid, dtype), expected)
+
+
+@every("grid", GRIDS)
+def test_the_gradient_is_that_of_the_paper_number_by_number(grid):
+    x, scale, zero = (t.requires_grad_() for t in numbers(grid))
+    y = rounded(x, scale, zero, grid, torch.float64)
+    slope = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(y, (x, scale, zero), slope)
+    x, scale, zero = (t.detach() for t in (x, scale, zero))
+    of_x, of_scale, of_zero = (torch.zeros_like(t) for t in (x, scale, zero))
+    low, high = grid.qmin, grid.qmax
+    some_outside = False
+    for i, j, k in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
+        s, z, g = float(scale[i, j]), float(zero[i, j]), float(slope[i, j, k])
+        v = float(x[i, j, k]) / s
+        q = float(encode(x[i, j, k], scale[i, j, 0], zero[i, j, 0], grid))
+        if grid.signs:
+            of_x[i, j, k] = g * (abs(v) <= 1)
+            of_scale[i, j] += g * q
+        elif low <= v + z <= high:
+            of_x[i, j, k] = g
+            of_scale[i, j] += g * (q - z - v)  # LSQ, equation 3: round(v) - v
+        else:
+            some_outside = True
+            of_scale[i, j] += g * (q - z)  # -Q_N or Q_P
+            of_zero[i, j] += g * -s
+    assert some_outside or grid.signs
+    for mine, theirs in zip(found, (of_x, of_scale, of_zero), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@every("grid", [grid for grid in GRIDS if not grid.signs])
+def test_the_gradient_is_that_of_the_function_whose_rounding_errors_are_constants(grid):
+    x, scale, zero = (t.requires_grad_() for t in numbers(grid))
+    with torch.no_grad():
+        place = x / scale + zero
+        error = encode(place.clamp(grid.qmin, grid.qmax), torch.ones_like(place), torch.zeros_like(place), grid) - (
+            place.clamp(grid.qmin, grid.qmax)
+        )
+
+    def smooth(x, scale, zero):
+        return ((x / scale + zero).clamp(grid.qmin, grid.qmax) + error - zero) * scale
+
+    assert torch.autograd.gradcheck(smooth, (x, scale, zero), eps=1e-8, atol=1e-3)
+    slope = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mine = torch.autograd.grad(rounded(x, scale, zero, grid, torch.float64), (x, scale, zero), slope)
+    theirs = torch.autograd.grad(smooth(x, scale, zero), (x, scale, zero), slope)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_number_on_the_last_code_still_moves():
+    grid = Grid(bits=2, granularity="channel")
+    x = torch.tensor([[-2.0, 1.0, 1.5, -2.6]], requires_grad=True)
+    rounded(x, torch.ones(1, 1), torch.zeros(1, 1), grid, torch.float32).sum().backward()
+    assert x.grad.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+
+
+def test_a_learned_zero_point_is_whole_and_has_the_gradient_of_the_identity():
+    grid = Grid(bits=4, symmetric=False)
+    z = torch.tensor([-9.4, -0.5, 0.6, 7.7], requires_grad=True)
+    found = whole(z, grid)
+    found.sum().backward()
+    assert found.tolist() == [-8, 0, 1, 7]
+    assert z.grad.tolist() == [1, 1, 1, 1]
+
+
+def test_the_scale_of_a_gradient_is_that_of_the_paper():
+    assert gradient_scale(64, Grid(bits=4)) == pytest.approx(1 / (64 * 7) ** 0.5)
+    assert gradient_scale(64, Grid(bits=1, type="sign")) == 1 / 8
