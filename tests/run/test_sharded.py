@@ -105,7 +105,7 @@ def test_masks_are_those_of_one_process_on_two_and_on_three_ranks(folder, two, n
     alone, *others = (read_tensors(find_source(str(folder / f"{name}-{ranks}"))) for ranks in (1, 2, 3))
     zeros = {tensor: value == 0 for tensor, value in alone.items() if tensor.endswith("proj.weight")}
     assert len(zeros) == 14
-    assert len({float(zero.double().mean()) for zero in zeros.values()}) > 5
+    assert len({float(zero.double().mean()) for zero in zeros.values()}) > 3
     for found in others:
         for tensor, zero in zeros.items():
             assert torch.equal(found[tensor] == 0, zero), tensor
