@@ -27,6 +27,7 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels import reference
+from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
 from compress.kernels.tuning.choose import choose, device_of
@@ -38,9 +39,6 @@ Path = Literal["triton", "dequantize", "cpu", "reference"]
 MAX_INT8_COLUMNS = 2**16
 OLDEST_CAPABILITY = (8, 0)
 HALF = (torch.float16, torch.bfloat16)
-# What unpacking a block of rows may take, counted at so many bytes per weight: int32 codes and values beside them.
-UNPACKED_BYTES = 16 * 2**20
-BYTES_PER_WEIGHT = 8
 
 
 @cache
@@ -117,28 +115,17 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _row_blocks(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
+def _parts(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
     """The weight in blocks of rows that unpack into bounded memory."""
-    most = max(1, UNPACKED_BYTES // (BYTES_PER_WEIGHT * columns))
-    for start in range(0, len(weight.words), most):
-        rows = slice(start, start + most)
+    for rows in row_blocks(len(weight.words), columns):
         zero = None if weight.zero is None else weight.zero[:, rows]
         yield rows, weight._replace(words=weight.words[rows], scale=weight.scale[:, rows], zero=zero)
 
 
 def _unpacked_product(x_MK: Tensor, weight: Planar, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias by dense products: torch's own where dtypes allow it on a CPU, else the reference's."""
-    out_MN = x_MK.new_empty(len(x_MK), len(weight.words))
-    own = x_MK.device.type == "cpu" and weight.scale.dtype == x_MK.dtype
-    for rows, part in _row_blocks(weight, x_MK.shape[1]):
-        dense_NK = planar_weight(part, x_MK.shape[1])
-        added = None if bias is None else bias[rows]
-        if own:
-            added = None if added is None else added.to(x_MK.dtype)
-            out_MN[:, rows] = torch.nn.functional.linear(x_MK, dense_NK, added)
-        else:
-            out_MN[:, rows] = reference.linear(x_MK, dense_NK, added)
-    return out_MN
+    """x weight^T + bias by dense products."""
+    blocks = ((rows, planar_weight(part, x_MK.shape[1])) for rows, part in _parts(weight, x_MK.shape[1]))
+    return product_of_blocks(x_MK, blocks, len(weight.words), bias)
 
 
 def _check_words(x: Tensor, words: Tensor, bits: int) -> None:
@@ -213,7 +200,7 @@ def weight_only_gradient(
         sums_MK = torch.zeros(
             len(grad_MN), columns, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device
         )
-        for rows, part in _row_blocks(weight, columns):
+        for rows, part in _parts(weight, columns):
             sums_MK += grad_MN[:, rows] @ planar_weight(part, columns).to(grad.dtype)
         out_MK = sums_MK.to(grad.dtype)
     else:
@@ -276,7 +263,7 @@ def int8_activation_linear(
         out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group)
     else:
         out_MN = x_MK.new_empty(len(x_MK), len(words))
-        for rows, part in _row_blocks(weight, x_MK.shape[1]):
+        for rows, part in _parts(weight, x_MK.shape[1]):
             middle = torch.full_like(part.scale, 2 ** (bits - 1)) if part.zero is None else part.zero
             codes_NK = unpack_planar(part.words, bits, x_MK.shape[1])
             added = None if bias is None else bias[rows]

@@ -11,14 +11,15 @@ disk, and that of every 2:4 weight that no fused kernel reads: 16-bit numbers (9
 of more than 4 bits (5 instead of 8). A product makes a block of rows dense at a time, by torch, on every device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels import ops, reference
+from compress.kernels import reference
+from compress.kernels.blocks import gradient_of_blocks, product_of_blocks, row_blocks
 from compress.kernels.ops import _rows
 from compress.kernels.pack import pack_rows, words_of
 from compress.kernels.pack24 import KEPT, QUAD, check_kept
@@ -87,12 +88,6 @@ def pairs_weight(weight: Pairs) -> Tensor:
     return spread(held, unpack_positions(weight.position, columns))
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Blocks of rows that unpack into bounded memory."""
-    step = max(1, ops.UNPACKED_BYTES // (ops.BYTES_PER_WEIGHT * columns))
-    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
-
-
 def dense_blocks(weight: Pairs) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their values) of a weight."""
     for rows in row_blocks(len(weight.held), weight.held.shape[1] * QUAD // KEPT):
@@ -103,29 +98,6 @@ def dense_blocks(weight: Pairs) -> Iterator[tuple[slice, Tensor]]:
                 weight._replace(held=weight.held[rows], position=weight.position[rows], scale=scale, zero=zero)
             ),
         )
-
-
-def product_of_blocks(x_MK: Tensor, blocks: Iterable[tuple[slice, Tensor]], N: int, bias: Tensor | None) -> Tensor:
-    """[M, N] x weight^T + bias: torch's own product of each block where dtypes allow it on a CPU, else the
-    reference's."""
-    out_MN = x_MK.new_empty(len(x_MK), N)
-    for rows, dense_NK in blocks:
-        added = None if bias is None else bias[rows]
-        if x_MK.device.type == "cpu" and dense_NK.dtype == x_MK.dtype:
-            added = None if added is None else added.to(x_MK.dtype)
-            out_MN[:, rows] = torch.nn.functional.linear(x_MK, dense_NK, added)
-        else:
-            out_MN[:, rows] = reference.linear(x_MK, dense_NK, added)
-    return out_MN
-
-
-def gradient_of_blocks(grad: Tensor, blocks: Iterable[tuple[slice, Tensor]], columns: int) -> Tensor:
-    """[..., K] grad weight, summed in fp32 (fp64 for fp64), in the dtype of grad [..., N]."""
-    work = torch.promote_types(grad.dtype, torch.float32)
-    sums = grad.new_zeros((*grad.shape[:-1], columns), dtype=work)
-    for rows, dense_NK in blocks:
-        sums = sums + grad[..., rows].to(work) @ dense_NK.to(work)
-    return sums.to(grad.dtype)
 
 
 @torch.library.custom_op("compress::pairs24_linear", mutates_args=())

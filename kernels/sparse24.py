@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.blocks import gradient_of_blocks, product_of_blocks, row_blocks
 from compress.kernels.ops import HALF, _rows, _why_not_triton
 from compress.kernels.pack import PLANE
 from compress.kernels.pack24 import QUAD, Sparse24, blocks_of, quad_planar, sparse24_weight
-from compress.kernels.pairs24 import gradient_of_blocks, product_of_blocks, row_blocks
 
 
 def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, reference
+from compress.kernels import reference
+from compress.kernels.blocks import gradient_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.entries import Entries
 from compress.kernels.ops import HALF, _check_words, _like_product, _rows, _why_not_triton
@@ -44,11 +45,8 @@ def why_not_tiles(x: Tensor, weight: TileWords) -> list[str]:
 
 def _blocks(weight: TileWords, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their values) of a weight, tiles of rows that unpack into bounded memory."""
-    most = ops.UNPACKED_BYTES // (ops.BYTES_PER_WEIGHT * columns)
-    step = max(1, most // weight.tile_rows) * weight.tile_rows
-    for first in range(0, len(weight.words), step):
-        last = min(first + step, len(weight.words))
-        yield slice(first, last), tile_weight(tile_block(weight, first, last), columns)
+    for rows in row_blocks(len(weight.words), columns, weight.tile_rows):
+        yield rows, tile_weight(tile_block(weight, rows.start, rows.stop), columns)
 
 
 @torch.library.custom_op("compress::tiles_linear", mutates_args=())
@@ -141,11 +139,7 @@ def tiles_gradient(
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `tiles_linear` without entries."""
     weight, grad_MN = TileWords(words, levels, ranges, bits, group_size, tile_rows), _rows(grad)
     if why_not_dequantize_tiles(grad.new_empty(0, columns), weight):
-        work = torch.promote_types(grad.dtype, torch.float32)
-        sums_MK = torch.zeros(len(grad_MN), columns, dtype=work, device=grad.device)
-        for rows, dense_NK in _blocks(weight, columns):
-            sums_MK += grad_MN[:, rows].to(work) @ dense_NK.to(work)
-        out_MK = sums_MK.to(grad.dtype)
+        out_MK = gradient_of_blocks(grad_MN, _blocks(weight, columns), columns)
     else:
         from compress.kernels.triton import tile_gemm
 

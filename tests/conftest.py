@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,12 +22,15 @@ from compress.runtime.loading import transformers_alone
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quiet_libraries() -> None:
+def _quiet_libraries() -> Iterator[None]:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # tiny matrices: threads cost more than they bring
+    gc.freeze()  # what the libraries hold is no garbage before the end: no collection looks at it
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

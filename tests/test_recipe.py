@@ -8,6 +8,7 @@ from typing import ClassVar, get_args
 
 import pytest
 import yaml
+from combinations import every
 
 from compress import GPTQ, RTN, but, only
 from compress.errors import InputError
@@ -132,14 +133,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "option", "default"), OPTIONS, ids=lambda v: str(v))
+@every(("name", "option", "default"), OPTIONS)
 def test_every_option_refuses_values_of_another_type(name: str, option: str, default: object) -> None:
     for value in WRONG[type(default)]:
         with pytest.raises(InputError, match=f"option {option} of {name} is .*; it must be .*, like {default!r}"):
             make_pass(name, {option: value})
 
 
-@pytest.mark.parametrize(("name", "option", "default"), OPTIONS, ids=lambda v: str(v))
+@every(("name", "option", "default"), OPTIONS)
 def test_every_option_is_read_from_a_word_as_from_yaml(name: str, option: str, default: object) -> None:
     assert make_pass(name, {option: str(default)}) == make_pass(name, {option: default}) == pass_class(name)()
 
@@ -168,17 +169,13 @@ def test_every_grid_is_allowed_and_means_something_else() -> None:
     assert len({make_pass("rtn", {"grid": name}).weight_grid() for name in get_args(GridName)}) == 4
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("1e-3", 1e-3), ("0.05", 0.05), ("1", 1.0), ("5E-1", 0.5), (1, 1.0), (0.5, 0.5)]
-)
+@every(("word", "value"), [("1e-3", 1e-3), ("0.05", 0.05), ("1", 1.0), ("5E-1", 0.5), (1, 1.0), (0.5, 0.5)])
 def test_numbers_are_read_as_people_write_them(word: object, value: float) -> None:
     damp = make_pass("gptq", {"damp": word}).damp
     assert (damp, type(damp)) == (value, float)
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("true", True), ("False", False), ("yes", True), ("off", False), (True, True)]
-)
+@every(("word", "value"), [("true", True), ("False", False), ("yes", True), ("off", False), (True, True)])
 def test_truth_values_are_read_as_people_write_them(word: object, value: bool) -> None:
     assert make_pass("gptq", {"clip": word}).clip is value
 
@@ -203,8 +200,8 @@ def test_a_recipe_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
         load_recipe(path)
 
 
-@pytest.mark.parametrize("key", ["only", "but"])
-@pytest.mark.parametrize("patterns", ["*.mlp.*", [], [1], None, {"a": 1}])
+@every("key", ["only", "but"])
+@every("patterns", ["*.mlp.*", [], [1], None, {"a": 1}])
 def test_filters_are_lists_of_patterns(key: str, patterns: object) -> None:
     with pytest.raises(InputError, match=f"step 1: `{key}` must be a list of layer patterns"):
         parse_recipe({"passes": [{"rtn": {}, key: patterns}]}, "recipe")

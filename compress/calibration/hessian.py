@@ -1,15 +1,25 @@
 """The second moments of what a layer multiplies, summed over tokens and ranks."""
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from compress.comm import Comm
+from compress.errors import InputError
 
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
 # statistics entirely does better than rounding on other text; with a quarter of that it may not.
 FEW = 2
+Precision = Literal["float32", "float64"]
+
+
+def precision(statistics: str) -> torch.dtype:
+    """The dtype in which an option `statistics` wants sums to be kept; raises InputError where it is another."""
+    if statistics not in get_args(Precision):
+        raise InputError(f"statistics {statistics!r}; allowed: {', '.join(get_args(Precision))}")
+    return torch.float64 if statistics == "float64" else torch.float32
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,11 @@ class HessianResult:
     shrinkage: float = 0.0
     few: bool = False
     halves: tuple["HessianResult", ...] = ()
+
+    @property
+    def noise(self) -> float:
+        """Of what is off the diagonal of the Hessian, as a ridge regression counts it."""
+        return len(self.hessian) / max(self.tokens, 1)
 
     def shrunk(self) -> "HessianResult":
         """With the expected noise taken off the Hessian: the part `shrinkage` of all elements off its diagonal."""

@@ -16,6 +16,7 @@ from compress.cli.methods import methods, recipes
 from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.terminal import visible
+from compress.cli.train import distill, qat
 
 
 class Commands(click.Group):
@@ -47,6 +48,8 @@ def cli() -> None:
     compress demo                                              see it work on the built-in model
     compress quantize MODEL --method gptq --calibration TEXT --output OUT
     compress prune MODEL --method sparsegpt --pattern 2:4 --calibration TEXT --output OUT
+    compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
+    compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
     compress evaluate OUT --reference MODEL --text TEXT
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
@@ -57,7 +60,21 @@ def cli() -> None:
     """
 
 
-for command in (quantize, prune, evaluate, inspect, generate, verify, export, methods, recipes, bench, demo):
+for command in (
+    quantize,
+    prune,
+    qat,
+    distill,
+    evaluate,
+    inspect,
+    generate,
+    verify,
+    export,
+    methods,
+    recipes,
+    bench,
+    demo,
+):
     cli.add_command(command)
 
 

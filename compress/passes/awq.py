@@ -20,15 +20,14 @@ Departs from the authors' code:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
 from compress.calibration.stats import ChannelMean, StatisticFactory
 from compress.comm import Comm
-from compress.errors import InputError
 from compress.model.folds import spread_scales
 from compress.passes.outliers import set_apart
 from compress.passes.quantize import FoldThenRound
@@ -55,21 +54,20 @@ class AWQ(FoldThenRound):
     clip: bool = True
     """Try for each row the range of least error, too, and keep what serves its outputs better."""
 
-    statistics: Literal["float32", "float64"] = "float32"
+    statistics: Precision = "float32"
     """The dtype in which the Hessian and the means are summed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.statistics not in ("float32", "float64"):
-            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        precision(self.statistics)
 
     def _hessian(self) -> StatisticFactory:
-        return partial(Hessian, dtype=torch.float64 if self.statistics == "float64" else torch.float32)
+        return partial(Hessian, dtype=precision(self.statistics))
 
     @property
     def rewrite_stage(self) -> Rewrite:
-        dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return Rewrite({"hessian": self._hessian(), "mean": partial(ChannelMean, dtype=dtype)}, self.scaling)
+        mean = partial(ChannelMean, dtype=precision(self.statistics))
+        return Rewrite({"hessian": self._hessian(), "mean": mean}, self.scaling)
 
     def scaling(self, site: FoldSite) -> Scaling:
         """By how much to divide each channel of the producer."""

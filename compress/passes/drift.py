@@ -10,10 +10,16 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.comm import Comm
+from compress.errors import InputError
 from compress.passes.solve import quadratic
 from compress.passes.sweep import damped
 
 Correction = tuple[Tensor, Tensor | None]
+
+
+def check_drift(drift: float) -> None:
+    if not 0 <= drift <= 1:
+        raise InputError(f"drift {drift}; allowed: 0 (off) to 1")
 
 
 def drift_correction(statistics: HessianResult, damp: float) -> Correction | None:

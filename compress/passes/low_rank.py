@@ -38,7 +38,7 @@ from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
 from compress.passes.base import Aspect
 from compress.passes.columns import DAMP
-from compress.passes.drift import aimed, drift_correction
+from compress.passes.drift import aimed, check_drift, drift_correction
 from compress.passes.outliers import check_share, dearest
 from compress.passes.rank_budget import RankBudget
 from compress.passes.sites import Site
@@ -82,8 +82,7 @@ class LowRank(RankBudget):
         check_share(self.outliers)
         if self.iterations < 1:
             raise InputError(f"iterations {self.iterations}; allowed: 1 or more")
-        if not 0 <= self.drift <= 1:
-            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
+        check_drift(self.drift)
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         rows, columns = shape
@@ -120,8 +119,7 @@ class LowRank(RankBudget):
         hessian = statistics.hessian.double()
         drift, contrast = (None if t is None else t.double() for t in (statistics.drift, statistics.contrast))
         statistics = replace(statistics, hessian=hessian, drift=drift, contrast=contrast)
-        noise = len(hessian) / max(statistics.tokens, 1) * self.shrink
-        correction = drift_correction(statistics, DAMP + noise) if self.drift else None
+        correction = drift_correction(statistics, DAMP + statistics.noise * self.shrink) if self.drift else None
         decisions = {}
         for name, stored in site.weights.items():
             target, share = stored.double(), 0.0

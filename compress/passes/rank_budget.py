@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
 from compress.errors import InputError
 from compress.passes.allocation import Curve, allocate
 from compress.passes.base import Pass
@@ -49,7 +49,7 @@ class RankBudget(Pass):
     ranks: tuple[tuple[str, int], ...] = ()
     """[layer, rank] pairs: ranks of single layers by their full names, in place of what the other options say."""
 
-    statistics: Literal["float32", "float64"] = "float32"
+    statistics: Precision = "float32"
     """The dtype in which H is summed."""
 
     def __post_init__(self) -> None:
@@ -64,8 +64,7 @@ class RankBudget(Pass):
             raise InputError("ranks name a layer twice; give each once")
         if self.ranks and self.allocate != "uniform":
             raise InputError(f"ranks are given, and allocate={self.allocate} would find others; give one of them")
-        if self.statistics not in ("float32", "float64"):
-            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        precision(self.statistics)
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         """The rank of a layer that has the same part as the others."""
@@ -106,7 +105,7 @@ class RankBudget(Pass):
     @property
     def summed_in(self) -> torch.dtype:
         """The dtype of the statistics."""
-        return torch.float64 if self.statistics == "float64" else torch.float32
+        return precision(self.statistics)
 
     def look(self, site: Site) -> dict[str, Tensor]:
         """{layer: what each rank takes off its loss, as a part of what its output has in squares}. Each rank of the run

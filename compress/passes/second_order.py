@@ -10,12 +10,12 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
 from compress.passes.base import Pass
 from compress.passes.columns import POLISH_DAMP, ActOrder, Ordered, ordered
-from compress.passes.drift import Correction, aimed, drift_correction
+from compress.passes.drift import Correction, aimed, check_drift, drift_correction
 from compress.passes.halves import borne_out
 from compress.passes.outliers import share_of_outliers
 from compress.passes.sites import Site
@@ -73,19 +73,17 @@ class SecondOrder(Pass):
     shrink: bool = True
     """Rely on statistics only as far as the calibration tokens carry."""
 
-    statistics: Literal["float32", "float64"] = "float32"
+    statistics: Precision = "float32"
     """The dtype in which H is summed, and codes are solved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.damp <= 1:
             raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
-        if not 0 <= self.drift <= 1:
-            raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
+        check_drift(self.drift)
         if self.act_order not in get_args(ActOrder):
             raise InputError(f"act_order {self.act_order!r}; allowed: {', '.join(get_args(ActOrder))}")
-        if self.statistics not in ("float32", "float64"):
-            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        precision(self.statistics)
 
     @property
     @abstractmethod
@@ -110,8 +108,8 @@ class SecondOrder(Pass):
         return 1
 
     def needs(self) -> Mapping[str, StatisticFactory]:
-        dtype = torch.float64 if self.statistics == "float64" else torch.float32
-        return {**super().needs(), "hessian": partial(Hessian, dtype=dtype, reference=self.drift > 0)}
+        made = partial(Hessian, dtype=precision(self.statistics), reference=self.drift > 0)
+        return {**super().needs(), "hessian": made}
 
     @property
     def decide_stage(self) -> Decide:
@@ -139,8 +137,8 @@ class SecondOrder(Pass):
         if self.shrink:
             statistics = statistics.shrunk()
         hessian = statistics.hessian
-        # What the part of H off its diagonal that is relied on has in noise, as a ridge regression counts it.
-        noise = len(hessian) / max(statistics.tokens, 1)
+        noise = statistics.noise
+        # Of the part that is relied on.
         share = 1 - statistics.shrinkage if self.shrink else 1.0
         seen = ordered(hessian, self.damp, self.act_order, self.group_length)
         correction = drift_correction(statistics, seen.factor.damp + noise * self.shrink) if self.drift else None

@@ -113,6 +113,8 @@ class SpQR(SecondOrder):
         check_share(self.outliers)
         if self.threshold < 0:
             raise InputError(f"threshold {self.threshold}; allowed: above 0 (0.2 in the paper), or 0 for a share")
+        if self.threshold and self.group_size == 1:
+            raise InputError("threshold compares a weight with the others of its group; give a group_size of 2 or more")
         if self.threshold and self.bits_per_weight:
             raise InputError("threshold and bits_per_weight both say how many outliers there are; give one")
         bare = self.tiles.bits_per_weight(torch.float16)

@@ -152,6 +152,9 @@ class Sharded:
         narrow = next((name for name, p in model.named_parameters() if is_narrow(p)), None)
         if narrow is not None:
             raise InputError(f"{narrow} has 16 bits, and training needs 32: call model.float() before fully_shard")
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # a root that has run keeps its full parameters, which nobody trains
         yield
 
     @staticmethod

@@ -118,9 +118,10 @@ def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers
     inside = {id(p) for module in quantizers.values() for p in module.parameters()}
     latent = {id(layer.parameter) for layer in layers}
     with _requiring(run.model, inside, latent, options):
+        # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
+        weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
         objective = Objective(options, run.model, teacher)
         objective.begin(lessons.rows.take([0]))
-        weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
         scales = {
             f"{name}.{key}": p
             for name, module in quantizers.items()

@@ -35,6 +35,8 @@ class QuantLinear(nn.Module):
     takes_codes: ClassVar[bool] = True
     # Whether its kernels add sparse rows to its weight (`with_entries`).
     adds_entries: ClassVar[bool] = False
+    # The buffers that hold what the kernels read, and the dimension of each that is rows of the layer; None: none is.
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {}
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
@@ -44,6 +46,8 @@ class QuantLinear(nn.Module):
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
+        for name in self.BUFFERS:
+            self.register_buffer(name, None)
 
     @classmethod
     def from_linear(
@@ -92,6 +96,16 @@ class QuantLinear(nn.Module):
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
         raise NotImplementedError
+
+    def hold(self, found: Mapping[str, Tensor | None], rows: slice) -> None:
+        """Keep tensors by the names of buffers: as they are when the layer is new, else in the place of some rows."""
+        new = all(getattr(self, name) is None for name in self.BUFFERS)
+        for name, tensor in found.items():
+            buffer, along = getattr(self, name), self.BUFFERS[name]
+            if new:
+                setattr(self, name, None if tensor is None else tensor.contiguous())
+            elif buffer is not None and tensor is not None:
+                buffer[... if along is None else (slice(None),) * along + (rows,)] = tensor
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         """Inverse of `fill`."""
@@ -179,9 +193,8 @@ class QuantLinear(nn.Module):
         shape = (rows.stop - rows.start, self.in_features)
         wanted = self.scheme.parts(*shape)
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        needed = {name for name, part in wanted.items() if not part.optional} | (
-            {"bias"} if self.bias is not None else set()
-        )
+        own: set[str] = set() if self.bias is None else {"bias"}
+        needed = own | {name for name, part in wanted.items() if not part.optional}
         missing = sorted(needed - set(given))
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]

@@ -7,7 +7,7 @@ both is the checkpoint's.
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +97,11 @@ class QuantEmbedding(nn.Embedding):
 class TiedLinear(PackedLinear):
     """An output head on the codes of an embedding, of which there is one copy."""
 
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {}  # the table's
+
     def __init__(self, table: PackedLinear, bias: Tensor | None) -> None:
         QuantLinear.__init__(self, table.scheme, table.in_features, table.out_features, bias)
-        self.container, self.input_group = table.container, table.input_group
+        self.input_group = table.input_group
         self.table = table
 
     @property

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +23,12 @@ from compress.kernels.pack import (
 )
 from compress.kernels.routes import Route, planar_route
 from compress.kernels.sparse import weight_only_sparse_linear
-from compress.runtime.base import QuantLinear
+from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
 from compress.weights.scheme import NARROW, WIDE, Scheme
 
 
-class PackedLinear(QuantLinear):
+class PackedLinear(WordLinear):
     """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`), stored packed or as rows of int8; the input as it
     is, or int8 per token.
 
@@ -36,16 +37,14 @@ class PackedLinear(QuantLinear):
     """
 
     adds_entries = True
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": 0, "scale": 1, "zero": 1}
     words: Tensor
     scale: Tensor
     zero: Tensor | None
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
-        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
         self.input_group = None if scheme.inputs is None else -1
-        for name in ("words", "scale", "zero"):
-            self.register_buffer(name, None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,19 +52,17 @@ class PackedLinear(QuantLinear):
 
     @property
     def planar(self) -> Planar:
-        return Planar(self.words, self.scale, self.zero, self.scheme.weights.group_size or -1, self.container)
+        return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._own(x)
-        group = self.scheme.weights.group_size or -1
-        weight = (self.words, self.scale, self.zero, self.bias, self.container, group)
+        weight = (self.words, self.scale, self.zero, self.bias, self.container, self.group_size)
         if self.input_group is None:
             return ops.weight_only_linear(x, *weight)
         return ops.int8_activation_linear(x, *weight, self.input_group)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        group = self.scheme.weights.group_size or -1
-        weight = (self.words, self.scale, self.zero, bias, self.container, group)
+        weight = (self.words, self.scale, self.zero, bias, self.container, self.group_size)
         return weight_only_sparse_linear(x, *weight, *entries)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
@@ -85,16 +82,8 @@ class PackedLinear(QuantLinear):
         return planar_weight(self.planar, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        scale_GN = parts["weight_scale"].t().contiguous()
         words, zero_GN = self.laid_out(parts, rows.stop - rows.start)
-        if self.words is None:
-            self.words, self.scale, self.zero = words, scale_GN, zero_GN
-            return
-        self.words[rows] = words
-        self.scale[:, rows] = scale_GN
-        if zero_GN is not None:
-            assert self.zero is not None
-            self.zero[:, rows] = zero_GN
+        self.hold({"words": words, "scale": parts["weight_scale"].t(), "zero": zero_GN}, rows)
 
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
         """Planar words and zero points [G, N], of what is stored of so many rows."""
@@ -104,12 +93,7 @@ class PackedLinear(QuantLinear):
             words = pack_planar(_from_signed(parts["weight"]), bits)
             return words, None if given_GN is None else _from_signed(given_GN)
         words = planar_from_rows(parts["weight_packed"], bits, self.in_features, self.container)
-        return words, None if given_GN is None else unpack_rows(given_GN, bits, rows, signed=False) + self._lift
-
-    @property
-    def _lift(self) -> int:
-        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
-        return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
+        return words, None if given_GN is None else unpack_rows(given_GN, bits, rows, signed=False) + self.lift
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         words = self.words[rows]
@@ -129,7 +113,7 @@ class PackedLinear(QuantLinear):
             return parts
         parts["weight_packed"] = rows_from_planar(words, bits, self.in_features, self.container)
         if zero_GN is not None:
-            parts["weight_zero_point"] = pack_rows(zero_GN - self._lift, bits, signed=False).t().contiguous()
+            parts["weight_zero_point"] = pack_rows(zero_GN - self.lift, bits, signed=False).t().contiguous()
         return parts
 
 

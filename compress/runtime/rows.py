@@ -1,7 +1,7 @@
 """Layers on rows of int8 or float8, beside inputs that are rounded alike."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,14 +25,19 @@ class RowLinear(QuantLinear):
     output_scale: Tensor | None
     output_zero: Tensor | None
     rounds_inputs = True
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {
+        "codes": 0,
+        "weight_scale": 0,
+        "input_scale": None,
+        "output_scale": 0,
+        "output_zero": 0,
+    }
     # fp32, whatever the model is converted to: the epilogue multiplies in it.
     SCALES = ("weight_scale", "input_scale", "output_scale")
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self._dtype = torch.float32
-        for name in ("codes", "weight_scale", "input_scale", "output_scale", "output_zero"):
-            self.register_buffer(name, None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,18 +81,9 @@ class RowLinear(QuantLinear):
         }
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        found = self.found(parts, rows)
         if self.codes is None:
             self._dtype = parts["weight_scale"].dtype
-            for name, tensor in found.items():
-                setattr(self, name, None if tensor is None else tensor.contiguous())
-            return
-        for name, tensor in found.items():
-            target = getattr(self, name)
-            if tensor is not None and target is not None:
-                target[rows if len(target) == self.out_features and not name.startswith("input") else slice(None)] = (
-                    tensor
-                )
+        self.hold(self.found(parts, rows), rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         scale = self.weight_scale[rows].to(self.dtype)
@@ -115,13 +111,9 @@ class RowLinear(QuantLinear):
 class Int8Linear(RowLinear):
     """int8 rows and an int8 input, which may have a zero point."""
 
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {**RowLinear.BUFFERS, "row_sum": 0, "input_zero": None}
     row_sum: Tensor
     input_zero: Tensor | None
-
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        for name in ("row_sum", "input_zero"):
-            self.register_buffer(name, None)
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:

@@ -1,6 +1,7 @@
 """Layers on sparse rows: a weight that is entries and nothing else, and what codes add to their own product."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,14 +18,10 @@ class SparseLinear(QuantLinear):
     """Compressed sparse rows as they are stored; a layer of its own, or a summand whose entries another one adds."""
 
     stackable = False
+    BUFFERS: ClassVar[Mapping[str, int | None]] = dict.fromkeys(Entries._fields)
     row_start: Tensor
     column: Tensor
     value: Tensor
-
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        for name in Entries._fields:
-            self.register_buffer(name, None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,13 +43,8 @@ class SparseLinear(QuantLinear):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         assert rows == self.whole(), "sparse rows are not filled by rows"
-        given = {"row_start": starts_of(parts["row_count"]), "column": parts["column"], "value": parts["value"]}
-        for name, tensor in given.items():
-            held = getattr(self, name)
-            if held is None:
-                setattr(self, name, tensor)
-            else:
-                held.copy_(tensor)
+        starts = starts_of(parts["row_count"])
+        self.hold({"row_start": starts, "column": parts["column"], "value": parts["value"]}, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "sparse rows are not read by rows"

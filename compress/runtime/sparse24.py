@@ -21,6 +21,7 @@ from compress.kernels.pairs24 import (
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.kernels.sparse24 import sparse24_linear
 from compress.runtime.base import QuantLinear
+from compress.runtime.words import WordLinear
 from compress.weights.scheme import NARROW, WIDE, Scheme
 from compress.weights.sparse24 import half
 
@@ -29,13 +30,9 @@ class Sparse24Linear(QuantLinear):
     """Numbers, two of four of which are kept, as they are stored."""
 
     takes_codes: ClassVar[bool] = False
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"value": 0, "position": 0}
     value: Tensor
     position: Tensor
-
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        for name in ("value", "position"):
-            self.register_buffer(name, None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,12 +53,7 @@ class Sparse24Linear(QuantLinear):
         return pairs_weight(self.pairs)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        for name in ("value", "position"):
-            held = getattr(self, name)
-            if held is None:
-                setattr(self, name, parts[name])
-            else:
-                held[rows] = parts[name]
+        self.hold({name: parts[name] for name in self.BUFFERS}, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         value, position = self.value[rows], self.position[rows]
@@ -69,34 +61,20 @@ class Sparse24Linear(QuantLinear):
         return {"value": value, "position": position, "weight_shape": shape}
 
 
-class PackedSparse24Linear(QuantLinear):
+class PackedSparse24Linear(WordLinear):
     """Codes, two of four of which are kept: of 2 to 4 bits in the words of `kernels.pack24`, 3 bits a weight, of 5 to 8
     bits as pairs of bytes, 5 bits a weight. What a quad keeps is two in either, so that what was stored comes back."""
 
     takes_codes: ClassVar[bool] = False
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"codes": 0, "kept": 0, "scale": 1, "zero": 1}
     codes: Tensor
     kept: Tensor
     scale: Tensor
     zero: Tensor | None
 
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
-        for name in ("codes", "kept", "scale", "zero"):
-            self.register_buffer(name, None)
-
     @property
     def dtype(self) -> torch.dtype:
         return self.scale.dtype
-
-    @property
-    def group_size(self) -> int:
-        return self.scheme.weights.group_size or -1
-
-    @property
-    def _lift(self) -> int:
-        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
-        return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
 
     def forward(self, x: Tensor) -> Tensor:
         product = sparse24_linear if self.container == NARROW else pairs24_linear
@@ -118,24 +96,17 @@ class PackedSparse24Linear(QuantLinear):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         count = rows.stop - rows.start
-        found = {"scale": parts["weight_scale"].t().contiguous(), "zero": self._zero(parts, count)}
         step = max(1, CHUNK // self.in_features)
         blocks = [self._laid_out(parts, slice(first, first + step)) for first in range(0, count, step)]
-        found |= {
-            name: torch.cat(each) for name, each in zip(("codes", "kept"), zip(*blocks, strict=True), strict=True)
-        }
-        for name, tensor in found.items():
-            held = getattr(self, name)
-            if held is None:
-                setattr(self, name, tensor)
-            elif tensor is not None:
-                held[(slice(None), rows) if name in ("scale", "zero") else rows] = tensor
+        codes, kept = (torch.cat(each) for each in zip(*blocks, strict=True))
+        found = {"codes": codes, "kept": kept, "scale": parts["weight_scale"].t(), "zero": self._zero(parts, count)}
+        self.hold(found, rows)
 
     def _zero(self, parts: Mapping[str, Tensor], rows: int) -> Tensor | None:
         """uint8 [G, N]; None where the kernel takes the middle."""
         grid = self.scheme.weights
         if not grid.symmetric:
-            return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows, signed=False) + self._lift
+            return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows, signed=False) + self.lift
         if self.container == NARROW:
             return None
         groups = parts["weight_scale"].t()
@@ -144,7 +115,7 @@ class PackedSparse24Linear(QuantLinear):
     def _laid_out(self, parts: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
         """(codes, kept) of some rows."""
         bits, position = self.scheme.weights.bits, parts["position"][rows]
-        codes = unpack_rows(parts["weight_packed"][rows], bits, half(self.in_features), signed=False) + self._lift
+        codes = unpack_rows(parts["weight_packed"][rows], bits, half(self.in_features), signed=False) + self.lift
         if self.container == WIDE:
             return codes, position
         at = unpack_positions(position, self.in_features)
@@ -156,7 +127,7 @@ class PackedSparse24Linear(QuantLinear):
         parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
         if not self.scheme.weights.symmetric:
             assert self.zero is not None
-            zero_GN = self.zero[:, rows] - self._lift
+            zero_GN = self.zero[:, rows] - self.lift
             parts["weight_zero_point"] = pack_rows(zero_GN, bits, signed=False).t().contiguous()
         step = max(1, CHUNK // self.in_features)
         blocks = [
@@ -172,4 +143,4 @@ class PackedSparse24Linear(QuantLinear):
             dense, mask = unpack24(codes, kept, self.in_features)
             position = positions_of(mask)
             codes, kept = take(dense, position), pack_positions(position)
-        return pack_rows(codes - self._lift, self.scheme.weights.bits, signed=False), kept
+        return pack_rows(codes - self.lift, self.scheme.weights.bits, signed=False), kept

@@ -1,7 +1,7 @@
 """Layers on codes whose scales and zero points are codes themselves (SpQR)."""
 
 from collections.abc import Mapping
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,14 +22,10 @@ class TilesLinear(QuantLinear):
 
     stackable = False
     adds_entries = True
+    BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "levels": None, "ranges": None}
     words: Tensor
     levels: Tensor
     ranges: Tensor
-
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        for name in ("words", "levels", "ranges"):
-            self.register_buffer(name, None)
 
     @property
     def format(self) -> Tiles:
@@ -77,14 +73,9 @@ class TilesLinear(QuantLinear):
                 parts["weight_packed"], format_.bits, self.in_features, self.container, centred=False
             ),
             "levels": pack_levels(scale_NG, zero_NG, max(format_.scale_bits, format_.zero_bits)),
-            "ranges": parts["ranges"].transpose(1, 2).contiguous(),
+            "ranges": parts["ranges"].transpose(1, 2),
         }
-        for name, tensor in found.items():
-            held = getattr(self, name)
-            if held is None:
-                setattr(self, name, tensor)
-            else:
-                held.copy_(tensor)
+        self.hold(found, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "tiles are not read by rows"

@@ -6,14 +6,15 @@ The values are those of `weights.grid`, to the bit: what training sees is what i
 for the identity (straight-through, Bengio et al. 2013), and is LSQ's (Esser et al. 2020, arXiv 1902.08153, equations 2,
 3 and 5) and LSQ+'s (Bhalgat et al. 2020, arXiv 2004.09576, equations 5 to 7), with v = x / s + z:
 
-                    dy/dx      dy/ds             dy/dz
-    qmin <= v <= qmax  1       round(v) - v      0
-    beyond             0       q - z             -s
+                                    dy/dx      dy/ds             dy/dz
+    qmin - 1/2 <= v <= qmax + 1/2   1          round(v) - v      0
+    beyond                          0          q - z             -s
 
-LSQ takes the bounds themselves for beyond; here they are inside, as numbers that start on the grid (the solution of
-another method) would not move otherwise. LSQ+ learns the offset -z s of a range; here z is learned, in codes.
+LSQ+ learns the offset -z s of a range; here z is learned, in codes.
 
-Departs from the paper: nothing is multiplied by 1 / sqrt(N qmax), the gradient scale of its section 2.2, in here: it
+Departs from the papers: what lies up to half a step beyond the last code is not beyond: it is rounded like any other
+number. In LSQ not even the last code itself is inside, so that half the numbers of a solution in 2 bits, which lie on
+codes, would not move. Nothing is multiplied by 1 / sqrt(N qmax), the gradient scale of its section 2.2, in here: it
 is `gradient_scale`, for those who optimize with SGD. Adam divides by the size of a gradient.
 """
 
@@ -23,6 +24,8 @@ import torch
 from torch import Tensor
 
 from compress.weights.grid import Grid, decode, encode, straight_through
+
+HALF_STEP = 0.5
 
 
 def gradient_scale(members: int, grid: Grid) -> float:
@@ -59,7 +62,7 @@ class _Rounded(torch.autograd.Function):
             of_scale = codes  # y = s sign(x): there is nothing between the codes
         else:
             place = steps + zero_point
-            inside = (place >= grid.qmin) & (place <= grid.qmax)
+            inside = (place >= grid.qmin - HALF_STEP) & (place <= grid.qmax + HALF_STEP)
             of_scale = torch.where(inside, codes - place, codes - zero_point)
         of_x = of_s = of_z = None
         if ctx.needs_input_grad[0]:

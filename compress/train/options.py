@@ -58,7 +58,7 @@ class TrainingOptions:
     """0 or more: weight of the divergence of logits from the teacher's."""
 
     divergence: Kind = "forward"
-    """forward: KL(teacher, student)."""
+    """Of logits: forward is KL(teacher, student), reverse KL(student, teacher)."""
 
     temperature: float = 1.0
     """above 0: by which both's logits are divided."""
@@ -70,10 +70,10 @@ class TrainingOptions:
     """0 or more: weight of the distance of hidden states from the teacher's."""
 
     distance: Distance = "relative"
-    """Of hidden states."""
+    """By which hidden states are compared, token by token."""
 
     layer_map: Mapped = "uniform"
-    """Which hidden states are compared where the teacher is deeper."""
+    """Which hidden states are compared where the teacher is deeper: all over it, its last, or the last one."""
 
     precision: Precision = "full"
     """bfloat16: products and activations of 16 bits (autocast); weights are trained in float32 in either case."""

@@ -91,11 +91,15 @@ class Packed(CodesFormat):
         return tensors
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
-        bits, zero_point = self.grid.bits, None
-        if not self.grid.symmetric:
-            zero_point = unpack_rows(parts["weight_zero_point"].t().contiguous(), bits, rows).t().contiguous()
-        codes = unpack_rows(parts["weight_packed"], bits, columns)
-        return self.term(Quantized(codes, parts["weight_scale"], zero_point, self.grid))
+        codes = unpack_rows(parts["weight_packed"], self.grid.bits, columns)
+        return self.term(Quantized(codes, parts["weight_scale"], packed_zeros(parts, self.grid, rows), self.grid))
+
+
+def packed_zeros(parts: Mapping[str, Tensor], grid: Grid, rows: int) -> Tensor | None:
+    """[N, G] the zero points, which are packed along the rows; None of a symmetric grid."""
+    if grid.symmetric:
+        return None
+    return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows).t().contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)

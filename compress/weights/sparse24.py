@@ -25,7 +25,7 @@ from compress.errors import CheckpointError, InputError
 from compress.kernels.pack import pack_rows, unpack_rows, words_of
 from compress.kernels.pack24 import KEPT, QUAD
 from compress.kernels.pairs24 import pack_positions, position_words, positions_of, spread, take, unpack_positions
-from compress.weights.codes import Codes, CodesFormat, Packed
+from compress.weights.codes import Codes, CodesFormat, Packed, packed_zeros
 from compress.weights.dense import Dense
 from compress.weights.grid import Grid, Quantized
 from compress.weights.terms import FLOATS, Format, Part, Summand, Term
@@ -122,10 +122,7 @@ class PackedSparse24(CodesFormat):
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
         position = unpack_positions(parts["position"], columns)
         kept = unpack_rows(parts["weight_packed"], self.grid.bits, half(columns))
-        zero_point = None
-        if not self.grid.symmetric:
-            words = parts["weight_zero_point"].t().contiguous()
-            zero_point = unpack_rows(words, self.grid.bits, rows).t().contiguous()
+        zero_point = packed_zeros(parts, self.grid, rows)
         codes = kept.new_zeros(rows, columns)
         found = Quantized(codes, parts["weight_scale"], zero_point, self.grid)
         return self.term(Quantized(spread(kept, position, zeros_of(found)), found.scale, zero_point, self.grid))

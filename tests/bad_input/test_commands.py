@@ -243,6 +243,10 @@ OPTIONS: dict[str, Case] = {
     "spqr with 9-bit scales": (lambda d: d.spqr("--set", "scale_bits=9"), ("scale_bits 9", "1 to 8")),
     "spqr in tiles of no row": (lambda d: d.spqr("--set", "tile_rows=0"), ("tile_rows 0", "1 or more")),
     "spqr by a threshold below 0": (lambda d: d.spqr("--set", "threshold=-1"), ("threshold -1.0", "above 0")),
+    "spqr by a threshold in groups of one": (
+        lambda d: d.spqr("--set", "threshold=0.2", "--group-size", 1),
+        ("threshold compares a weight with the others of its group", "2 or more"),
+    ),
     "spqr in groups that do not divide": (
         lambda d: d.spqr("--group-size", 24),
         ("group size 24 does not divide the 64 inputs of model.layers.0", "sizes that work"),

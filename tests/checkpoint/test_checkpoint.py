@@ -159,7 +159,7 @@ def test_what_was_not_compressed_is_unchanged_and_companions_come_along(llama, t
 
 
 def test_the_record_says_what_ran(llama, tmp_path):
-    p = compress.GPTQ(scheme="w3a16", group_size=16)
+    p = compress.GPTQ(scheme="w3a16", group_size=16, **DRIFT_GPTQ)
     compress.quantize(llama, p, calibration=tokens(), output=tmp_path / "out", ignore=["*.down_proj"], verify=False)
     record = json.loads((tmp_path / "out/compress.json").read_text())
     (step,) = record["identity"]["recipe"]["passes"]

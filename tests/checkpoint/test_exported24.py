@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import StopAfterOne, command, last_line, make_llama, save
+from commands import StopAfterOne, command, fast_gptq, last_line, make_llama, save
 from halved import TwoOfFour
 from pruning import Largest
 from safetensors.torch import load_file, save_file
@@ -24,12 +24,12 @@ LAYERS = 14
 # What is run -> the passes, and the layer that computes on what an export makes of it.
 RUNS = {
     "numbers": ([TwoOfFour()], Sparse24Linear),
-    "4 bits": ([TwoOfFour(), compress.GPTQ(scheme="w4a16", group_size=32)], PackedSparse24Linear),
+    "4 bits": ([TwoOfFour(), fast_gptq(scheme="w4a16", group_size=32)], PackedSparse24Linear),
     "8 bits, asymmetric": (
-        [TwoOfFour(), compress.GPTQ(scheme="w8a16", group_size=32, grid="asymmetric")],
+        [TwoOfFour(), fast_gptq(scheme="w8a16", group_size=32, grid="asymmetric")],
         PackedSparse24Linear,
     ),
-    "static int8 inputs": ([TwoOfFour(), compress.GPTQ(scheme="w8a8", activations="static")], SumLinear),
+    "static int8 inputs": ([TwoOfFour(), fast_gptq(scheme="w8a8", activations="static")], SumLinear),
 }
 
 

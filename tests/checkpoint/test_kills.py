@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import make_llama, save
+from commands import fast_gptq, make_llama, save
 from places import SUPPORT
 
 import compress
@@ -22,10 +22,10 @@ HERE = [str(SUPPORT), str(Path(__file__).parent)]
 KILLS = 10  # of each recipe
 RECIPES: dict[str, Callable[[], Sequence[compress.Pass]]] = {
     "rtn": lambda: [compress.RTN(group_size=32)],
-    "gptq": lambda: [compress.GPTQ(group_size=32)],
-    "awq + gptq": lambda: [compress.AWQ(rounding="none", group_size=32), compress.GPTQ(group_size=32)],
+    "gptq": lambda: [fast_gptq(group_size=32)],
+    "awq + gptq": lambda: [compress.AWQ(rounding="none", group_size=32), fast_gptq(group_size=32)],
     "embeddings": lambda: [compress.RTN(group_size=32), compress.Embeddings()],
-    "caches": lambda: [compress.GPTQ(group_size=32), compress.KVCache(granularity="tensor")],
+    "caches": lambda: [fast_gptq(group_size=32), compress.KVCache(granularity="tensor")],
 }
 # Small weight files: a run can be killed between two of them, too. It ends itself at the given number of things that it
 # asks of the file system about its output, or is ended from outside.

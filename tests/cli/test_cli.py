@@ -355,6 +355,7 @@ def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
 
 def test_a_built_in_recipe_runs_by_its_name_and_with_another_group_size(desk: Desk) -> None:
     words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens, "--no-verify"]
+    words += ["--samples", 2]
     named = command(*words, "--output", desk.here / "named")
     assert named.code == 0, named
     other = command(*words, "--group-size", 16, "--output", desk.here / "other")
@@ -611,6 +612,7 @@ def test_several_processes_without_fsdp_are_refused(desk: Desk, monkeypatch: pyt
     assert not desk.output.exists()
 
 
+@pytest.mark.slow  # by default, `run/test_real_models.py` holds the method to it, in Python
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the trained models beside the project")
 def test_a_trained_model_loses_less_by_gptq_than_by_rounding(tmp_path: Path) -> None:
     model, tokens = SHARED / "models" / "babyllama-105", SHARED / "tokens"

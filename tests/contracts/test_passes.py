@@ -3,11 +3,12 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, replace
+from functools import cache
 from threading import Barrier
 
 import pytest
 import torch
-from combinations import each
+from combinations import each, every
 from thread_ranks import TwoRanks
 from torch import Tensor
 
@@ -60,7 +61,8 @@ LAYOUTS = [
     {"scheme": "w8a16", "group_size": 96, "grid": "narrow"},
 ]
 COLUMNS, TOKENS = 96, 400
-HEIGHTS = {"model.layers.0.self_attn.q_proj": 40, "model.layers.0.self_attn.k_proj": 8}
+# An odd number of rows in all, and the border between two ranks inside a layer.
+HEIGHTS = {"model.layers.0.self_attn.q_proj": 37, "model.layers.0.self_attn.k_proj": 8}
 SCALE_DTYPES = dict(zip(HEIGHTS, (torch.bfloat16, torch.float16), strict=True))
 
 
@@ -71,10 +73,10 @@ def describe(value) -> str:
 
 
 ON_GRIDS = [one for one in PASSES if isinstance(one, WeightFormat)]
-every_pass = pytest.mark.parametrize("one", PASSES, ids=describe)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=describe)
-every_pass_on_a_grid = pytest.mark.parametrize("one", ON_GRIDS, ids=describe)
-every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), each(PASSES, LAYOUTS), ids=describe)
+ON_LAYOUTS = each(PASSES, LAYOUTS)
+every_layout = every("layout", LAYOUTS)
+every_pass_on_a_grid = every("one", ON_GRIDS)
+every_pass_on_a_layout = pytest.mark.parametrize(("one", "layout"), ON_LAYOUTS, ids=describe)
 
 
 def laid_out(one: Pass, layout: dict) -> Pass:
@@ -116,6 +118,13 @@ def make_site(one: Pass, weights: dict[str, Tensor], x: Tensor) -> Site:
     return Site(weights, stats, {name: SCALE_DTYPES[name] for name in weights}, Comm())
 
 
+@cache
+def decided(one: Pass) -> tuple[Site, dict[str, Decision]]:
+    """A site and what a pass decides of it, for all tests that ask: neither is to be changed."""
+    site = make_site(one, make_weights(), make_inputs())
+    return site, one.apply(site)
+
+
 def same(a, b) -> bool:
     ours, theirs = parts_of(a), parts_of(b)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -129,11 +138,10 @@ def finite(decision: Decision) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in decision.parts().values() if t.is_floating_point())
 
 
-@pytest.mark.parametrize(("one", "layout"), each(ON_GRIDS, LAYOUTS), ids=describe)
+@every(("one", "layout"), [(one, layout) for one, layout in ON_LAYOUTS if one in ON_GRIDS])
 def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, layout):
     one = laid_out(one, layout)
-    weights = make_weights()
-    decisions = one.apply(make_site(one, weights, make_inputs()))
+    weights, (_, decisions) = make_weights(), decided(laid_out(one, layout))
     assert set(decisions) == set(weights)
     for name, weight in weights.items():
         quantized, grid = codes_of(decisions[name]), codes_of(decisions[name]).grid
@@ -156,20 +164,18 @@ def test_decisions_have_the_shapes_and_dtypes_of_the_layer_and_its_grid(one, lay
 @every_pass_on_a_layout
 def test_two_calls_decide_the_same_and_leave_their_inputs_alone(one, layout):
     one = laid_out(one, layout)
-    weights = make_weights()
-    site = make_site(one, weights, make_inputs())
-    first, second = one.apply(site), one.apply(site)
-    fresh = one.apply(make_site(one, make_weights(), make_inputs()))
+    site, first = decided(one)
+    second = one.apply(site)
     for name, before in make_weights().items():
-        assert torch.equal(weights[name], before)
+        assert torch.equal(site.weights[name], before)
         assert same(first[name].weight, second[name].weight)
-        assert same(first[name].weight, fresh[name].weight)
         assert first[name].figures == second[name].figures
 
 
 # A range searched without calibration serves the weights, not the outputs.
-@pytest.mark.parametrize(
-    ("one", "layout"), each([one for one in ON_GRIDS if one.needs() or not one.clip], LAYOUTS), ids=describe
+@every(
+    ("one", "layout"),
+    [(one, layout) for one, layout in ON_LAYOUTS if one in ON_GRIDS and (one.needs() or not one.clip)],
 )
 def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
     one = laid_out(one, layout)
@@ -177,7 +183,7 @@ def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
     hessian = x.t() @ x / len(x)
     # A bound that is not met by rounding, for the passes that know the inputs.
     share = 0.75 if one.needs() and one.stage(Rewrite) is None else 1.0
-    for name, decision in one.apply(make_site(one, weights, x)).items():
+    for name, decision in decided(one)[1].items():
         weight = weights[name].double()
         nearest = quantize(weights[name], one.weight_grid().with_range("minmax"), SCALE_DTYPES[name])
         loss, nearest_loss = (
@@ -190,28 +196,25 @@ def test_output_error_is_at_most_that_of_round_to_nearest(one, layout):
 @every_pass_on_a_layout
 def test_a_layer_is_decided_alone_as_with_its_neighbours(one, layout):
     one = laid_out(one, layout)
-    weights, x = make_weights(), make_inputs()
-    together = one.apply(make_site(one, weights, x))
-    for name, weight in weights.items():
-        assert same(one.apply(make_site(one, {name: weight}, x))[name].weight, together[name].weight)
+    site, together = decided(one)
+    for name, weight in site.weights.items():
+        assert same(one.apply(replace(site, weights={name: weight}))[name].weight, together[name].weight)
 
 
 @every_pass_on_a_layout
 def test_two_ranks_decide_what_one_decides(one, layout):
     one = laid_out(one, layout)
-    weights, x = make_weights(), make_inputs()
-    # An odd number of rows in all, and the border between the ranks inside a layer.
-    weights[next(iter(weights))] = weights[next(iter(weights))][:-3]
-    site, desk, barrier = make_site(one, weights, x), [None, None], Barrier(2)
+    site, expected = decided(one)
+    desk, barrier = [None, None], Barrier(2)
     with ThreadPoolExecutor(2) as threads:
         work = [threads.submit(one.apply, replace(site, comm=TwoRanks(rank, desk, barrier))) for rank in (0, 1)]
         ranks = [each.result() for each in work]
-    for name, alone in one.apply(site).items():
+    for name, alone in expected.items():
         for decisions in ranks:
             assert same(decisions[name].weight, alone.weight)
             for key, figure in decisions[name].figures.items():
-                expected = alone.figures[key]
-                assert figure == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-9)), key
+                other = alone.figures[key]
+                assert figure == (other if isinstance(other, str) else pytest.approx(other, rel=1e-9)), key
 
 
 @every_pass_on_a_layout
@@ -243,15 +246,14 @@ def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
         assert torch.isfinite(codes_of(decision).scale).all()
 
 
-@every_pass
-def test_figures_are_plain_numbers_or_words(one):
-    one = laid_out(one, {"group_size": 32})
-    for decision in one.apply(make_site(one, make_weights(), make_inputs())).values():
+@every(("one", "layout"), ON_LAYOUTS)
+def test_figures_are_plain_numbers_or_words(one, layout):
+    for decision in decided(laid_out(one, layout))[1].values():
         assert decision.figures
         assert all(type(figure) in (float, int, str) for figure in decision.figures.values())
 
 
-@every_pass
+@every("one", PASSES)
 def test_configuration_is_frozen(one):
     with pytest.raises(FrozenInstanceError):
         one.scheme = "w2a16"
@@ -276,7 +278,7 @@ def test_check_refuses_group_sizes_that_do_not_divide(one):
 NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.11.mlp.up_proj", "lm_head"]
 
 
-@pytest.mark.parametrize(
+@every(
     ("patterns", "matching"),
     [
         (["*.mlp.*"], [1, 2]),
@@ -289,7 +291,7 @@ NAMES = ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "mod
         ([], []),
     ],
 )
-@every_pass
+@every("one", PASSES)
 def test_only_and_but_select_layers_by_full_name(one, patterns, matching):
     chosen = [NAMES[i] for i in matching]
     assert [name for name in NAMES if one.wants(name)] == NAMES
@@ -297,26 +299,25 @@ def test_only_and_but_select_layers_by_full_name(one, patterns, matching):
     assert [name for name in NAMES if but(one, *patterns).wants(name)] == [n for n in NAMES if n not in chosen]
 
 
-@every_pass
+@every("one", PASSES)
 def test_combinators_nest_as_conditions_that_all_hold(one):
     nested = but(only(one, "*.mlp.*"), "*.down_proj")
     assert [name for name in NAMES if nested.wants(name)] == ["model.layers.11.mlp.up_proj"]
     assert [name for name in NAMES if only(but(one, "lm_head"), "lm_head").wants(name)] == []
 
 
-@pytest.mark.parametrize("combine", [only, but])
-@every_pass
-def test_combinators_are_their_inner_pass_in_everything_else(one, combine):
-    one = laid_out(one, {"group_size": 32})
-    combined = combine(one, "*.mlp.*")
-    assert (combined.reads, combined.writes) == (one.reads, one.writes) == ("dense weight", "quantized weight")
-    assert combined.stage(Decide).reference == one.stage(Decide).reference
-    assert set(combined.needs()) == set(one.needs())
-    if isinstance(one, WeightFormat):
-        with pytest.raises(InputError, match="does not divide"):
-            combined.check({"a": (4, 40)})
-    site = make_site(one, make_weights(), make_inputs())
-    expected, decisions = one.apply(site), combined.apply(site)
+@every_pass_on_a_layout
+def test_combinators_are_their_inner_pass_in_everything_else(one, layout):
+    one = laid_out(one, layout)
+    site, expected = decided(one)
+    for combined in (only(one, "*.mlp.*"), but(one, "*.mlp.*"), both := but(only(one, "*.mlp.*"), "*.down_proj")):
+        assert (combined.reads, combined.writes) == (one.reads, one.writes) == ("dense weight", "quantized weight")
+        assert combined.stage(Decide).reference == one.stage(Decide).reference
+        assert set(combined.needs()) == set(one.needs())
+        if isinstance(one, WeightFormat) and one.group_size > 0:
+            with pytest.raises(InputError, match="does not divide"):
+                combined.check({"a": (4, 40)})
+    decisions = both.apply(site)
     assert set(decisions) == set(expected)
     assert all(same(decisions[name].weight, expected[name].weight) for name in expected)
 

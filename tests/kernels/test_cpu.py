@@ -11,7 +11,7 @@ import torch
 from combinations import every
 
 from compress.errors import InputError
-from compress.kernels import ops, pack, reference
+from compress.kernels import blocks, ops, pack, reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 
@@ -212,7 +212,7 @@ def test_without_kernels_torch_gives_the_same_numbers(fresh):
     expected = results()
     cpu._loaded.cache_clear()
     fresh.setenv("COMPRESS_CPU_KERNELS", "0")
-    fresh.setattr(ops, "UNPACKED_BYTES", ops.BYTES_PER_WEIGHT * 256 * 7)  # seven rows at a time
+    fresh.setattr(blocks, "UNPACKED_BYTES", blocks.BYTES_PER_WEIGHT * 256 * 7)  # seven rows at a time
     assert cpu.why_not() == ("COMPRESS_CPU_KERNELS=0 turns the compiled CPU kernels off",)
     assert cpu_gemm.cpu_route("weight_only", 1, 64, 64) == "torch"
     for one, other in zip(results(), expected, strict=True):

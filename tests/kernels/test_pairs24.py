@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import InputError
-from compress.kernels import ops, pairs24, reference
+from compress.kernels import blocks, pairs24, reference
 from compress.kernels.pack import pack_rows, unpack_rows
 
 
@@ -69,8 +69,8 @@ def test_operator_is_the_reference(codes, dtype, monkeypatch):
     x = given[0].double().view(6, -1)
     truth = x @ dense.double().t() + given[5].double()
     allowed = reference.tolerance(x, dense.double(), truth, dtype)
-    monkeypatch.setattr(ops, "UNPACKED_BYTES", 8 * ops.BYTES_PER_WEIGHT * 192)
-    assert len(list(pairs24.row_blocks(40, 192))) == 5
+    monkeypatch.setattr(blocks, "UNPACKED_BYTES", 8 * blocks.BYTES_PER_WEIGHT * 192)
+    assert len(list(blocks.row_blocks(40, 192))) == 5
     out = pairs24.pairs24_linear(*given)
     assert (out.dtype, out.shape) == (dtype, (2, 3, 40))
     assert ((out.double().view(6, 40) - truth).abs() <= allowed).all()

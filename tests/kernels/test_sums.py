@@ -6,7 +6,7 @@ from combinations import every
 from sums import entries_of, error, planar_of, tiles_of
 
 from compress.errors import InputError
-from compress.kernels import pack, pack_tiles, reference, sparse, tiles
+from compress.kernels import blocks, pack, pack_tiles, reference, sparse, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 
@@ -62,7 +62,7 @@ def test_without_compiled_kernels_torch_gives_the_same(kind, off):
 
 
 def test_groups_that_no_kernel_takes_are_unpacked(monkeypatch):
-    monkeypatch.setattr(tiles.ops, "UNPACKED_BYTES", tiles.ops.BYTES_PER_WEIGHT * K * 7)  # two tiles of three rows
+    monkeypatch.setattr(blocks, "UNPACKED_BYTES", blocks.BYTES_PER_WEIGHT * K * 7)  # two tiles of three rows
     weight, x = tiles_of(N, K, 5, 24, 3, 4, torch.float32), torch.randn(5, K)
     out = tiles.tiles_linear(x, *weight[:3], None, *weight[3:], None, None, None)
     values = pack_tiles.tile_weight(weight, K).double()

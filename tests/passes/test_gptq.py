@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from combinations import pairs
+from combinations import each, every, pairs
 from published import (
     DAMP,
     GOLDEN_SETTINGS,
@@ -48,19 +48,18 @@ def solve(
 WIDTHS = {16: 176, 32: 64, 128: 384, -1: 200}
 
 
-@pytest.mark.parametrize("group_size", WIDTHS)
-@pytest.mark.parametrize("name", GRIDS)
-def test_codes_are_those_of_the_published_algorithm(name, group_size):
+@every(
+    ("name", "group_size", "bits", "act_order"), pairs([*GRIDS], [*WIDTHS], [2, 3, 4, 8], ["none", "static", "group"])
+)
+def test_codes_are_those_of_the_published_algorithm(name, group_size, bits, act_order):
     weight, x = realistic_layer(6, WIDTHS[group_size], seed=group_size + 1)
     hessian = mean_square(x)
-    for bits, act_order in product((2, 3, 4, 8), ("none", "static", "group")):
-        quantized, _ = solve(weight, hessian, make_grid(name, bits, group_size), act_order)
-        expected = published_gptq(weight, hessian, name, bits, group_size, act_order)
-        assert_same_decisions(quantized, expected, bits)
+    quantized, _ = solve(weight, hessian, make_grid(name, bits, group_size), act_order)
+    expected = published_gptq(weight, hessian, name, bits, group_size, act_order)
+    assert_same_decisions(quantized, expected, bits)
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", GRIDS)
+@every(("name", "stored"), each([*GRIDS], [torch.float16, torch.bfloat16]))
 def test_codes_are_those_of_the_published_algorithm_with_16_bit_scales(name, stored):
     weight, x = realistic_layer(6, 192, seed=3)
     hessian = mean_square(x)
@@ -70,8 +69,7 @@ def test_codes_are_those_of_the_published_algorithm_with_16_bit_scales(name, sto
         assert_same_decisions(quantized, published_gptq(weight, hessian, name, bits, 32, stored=stored), bits)
 
 
-@pytest.mark.parametrize("act_order", ["none", "static", "group"])
-@pytest.mark.parametrize("name", GRIDS)
+@every(("name", "act_order"), each([*GRIDS], ["none", "static", "group"]))
 def test_codes_are_those_of_the_published_algorithm_with_searched_ranges(name, act_order):
     weight, x = realistic_layer(6, 160, seed=4)
     hessian = mean_square(x)
@@ -103,23 +101,29 @@ STEPS = [((0, 0), (1, 0)), ((0, 0), (0, 1)), ((1, 0), (1, 1)), ((1, 1), (2, 1)),
 POLISHING = sorted({polish for step in STEPS for polish in step})
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "stored"), pairs([*GRIDS], [2, 3, 4, 8], [torch.float32, torch.bfloat16, torch.float16]), ids=str
+@every(
+    ("name", "bits", "stored", "groups"),
+    pairs(
+        [*GRIDS],
+        [2, 3, 4, 8],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [(16, "none"), (48, "group"), (-1, "static")],
+    ),
 )
-def test_refit_and_descent_never_raise_the_loss_of_a_row(name, bits, stored):
-    for seed, (group_size, act_order) in enumerate([(16, "none"), (48, "group"), (-1, "static")]):
-        weight, x = realistic_layer(8, 144, seed)
-        hessian = mean_square(x)
-        exact = damped(hessian, POLISH_DAMP)
-        grid, losses = make_grid(name, bits, group_size), {}
-        for refit, sweeps in POLISHING:
-            quantized, reported = solve(weight, hessian, grid, act_order, stored, refit=refit, sweeps=sweeps)
-            losses[refit, sweeps] = row_losses(weight - quantized.dequantize(torch.float64), exact)
-            if (refit, sweeps) != (0, 0):
-                assert torch.allclose(reported, losses[refit, sweeps], rtol=1e-8, atol=0)
-        for before, after in STEPS:
-            assert torch.all(losses[after] <= losses[before] * (1 + 1e-9)), (group_size, before, after)
-        assert losses[2, 2].sum() < losses[0, 0].sum()
+def test_refit_and_descent_never_raise_the_loss_of_a_row(name, bits, stored, groups):
+    group_size, act_order = groups
+    weight, x = realistic_layer(8, 144, seed=bits)
+    hessian = mean_square(x)
+    exact = damped(hessian, POLISH_DAMP)
+    grid, losses = make_grid(name, bits, group_size), {}
+    for refit, sweeps in POLISHING:
+        quantized, reported = solve(weight, hessian, grid, act_order, stored, refit=refit, sweeps=sweeps)
+        losses[refit, sweeps] = row_losses(weight - quantized.dequantize(torch.float64), exact)
+        if (refit, sweeps) != (0, 0):
+            assert torch.allclose(reported, losses[refit, sweeps], rtol=1e-8, atol=0)
+    for before, after in STEPS:
+        assert torch.all(losses[after] <= losses[before] * (1 + 1e-9)), (before, after)
+    assert losses[2, 2].sum() < losses[0, 0].sum()
 
 
 def test_loss_without_polishing_is_that_of_the_damped_hessian():
@@ -167,18 +171,16 @@ def test_refit_keeps_the_sign_of_every_scale(name):
     assert not torch.equal(plain.scale, refitted.scale)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", GRIDS)
-def test_loss_is_below_that_of_rounding_to_nearest(name, bits):
-    for seed, group_size in enumerate((16, 64, -1)):
-        weight, x = realistic_layer(32, 192, seed)
-        # Two bits need the searched range: a min-max one has so few codes that the errors carried along saturate, and
-        # the algorithm as published can lose to rounding.
-        hessian, grid = mean_square(x), make_grid(name, bits, group_size, clip=bits == 2)
-        rounded = quantize(weight, grid.with_range("minmax"), torch.float32)
-        nearest = row_losses(weight - rounded.dequantize(torch.float64), hessian).sum()
-        solved = solve(weight, hessian, grid)[0].dequantize(torch.float64)
-        assert row_losses(weight - solved, hessian).sum() < 0.8 * nearest
+@every(("name", "bits", "group_size"), pairs([*GRIDS], [2, 3, 4, 8], [16, 64, -1]))
+def test_loss_is_below_that_of_rounding_to_nearest(name, bits, group_size):
+    weight, x = realistic_layer(32, 192, seed=bits)
+    # Two bits need the searched range: a min-max one has so few codes that the errors carried along saturate, and the
+    # algorithm as published can lose to rounding.
+    hessian, grid = mean_square(x), make_grid(name, bits, group_size, clip=bits == 2)
+    rounded = quantize(weight, grid.with_range("minmax"), torch.float32)
+    nearest = row_losses(weight - rounded.dequantize(torch.float64), hessian).sum()
+    solved = solve(weight, hessian, grid)[0].dequantize(torch.float64)
+    assert row_losses(weight - solved, hessian).sum() < 0.8 * nearest
 
 
 # --- input drift ----------------------------------------------------------------------------------------------------
@@ -255,24 +257,22 @@ def test_a_correction_of_unknown_noise_is_left_out():
     assert_same_quantized(decision.weight, alone.weight)
 
 
-@pytest.mark.parametrize("scheme", ["w3a16", "w4a16", "w8a8"])
-@pytest.mark.parametrize("tokens", [12, 48, 96, 192])
-def test_few_tokens_do_not_make_it_worse_than_rounding(tokens, scheme):
+@every(("tokens", "scheme", "seed"), pairs([12, 48, 96, 192], ["w3a16", "w4a16", "w8a8"], [0, 1, 2]))
+def test_few_tokens_do_not_make_it_worse_than_rounding(tokens, scheme, seed):
     """Output error on new tokens, of inputs that quantizing the layers before has changed, against the original."""
-    for seed in range(3):
-        weight, x, drifted = drifting(96, 2000, seed, rows=64)
-        options = {"scheme": scheme, "group_size": -1 if scheme == "w8a8" else 32, "statistics": "float64"}
-        site = make_site({"a": weight}, drifted[:tokens], x[:tokens], batch=24)
-        wanted, given = x[1000:] @ weight.t(), drifted[1000:]
+    weight, x, drifted = drifting(96, 2000, seed, rows=64)
+    options = {"scheme": scheme, "group_size": -1 if scheme == "w8a8" else 32, "statistics": "float64"}
+    site = make_site({"a": weight}, drifted[:tokens], x[:tokens], batch=24)
+    wanted, given = x[1000:] @ weight.t(), drifted[1000:]
 
-        def error(quantized: Quantized, wanted=wanted, given=given) -> float:
-            return (wanted - given @ quantized.dequantize(torch.float64).t()).square().sum().item()
+    def error(quantized: Quantized) -> float:
+        return (wanted - given @ quantized.dequantize(torch.float64).t()).square().sum().item()
 
-        grid = GPTQ(**options).weight_grid()
-        rounded = min(error(quantize(weight, grid.with_range(choice), torch.bfloat16)) for choice in ("minmax", "mse"))
-        found = {shrink: error(GPTQ(shrink=shrink, **options).apply(site)["a"].weight) for shrink in (True, False)}
-        assert found[True] <= 1.02 * rounded
-        assert found[True] < found[False]
+    grid = GPTQ(**options).weight_grid()
+    rounded = min(error(quantize(weight, grid.with_range(choice), torch.bfloat16)) for choice in ("minmax", "mse"))
+    found = {shrink: error(GPTQ(shrink=shrink, **options).apply(site)["a"].weight) for shrink in (True, False)}
+    assert found[True] <= 1.02 * rounded
+    assert found[True] < found[False]
 
 
 @pytest.mark.parametrize("shrink", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from combinations import each, every
 from commands import PLAIN_GPTQ, StopAfterOne, command, make_llama, save
 from models import tokens
 from torch import nn
@@ -27,11 +28,10 @@ def chain(*widths: int) -> nn.Module:
 
 
 METHODS = [
-    compress.RTN(),
-    compress.GPTQ(),
+    compress.GPTQ(**PLAIN_GPTQ),
     compress.AWQ(),
     compress.SmoothQuant(scheme="w4a8"),
-    compress.only(compress.GPTQ(clip=False), "*"),
+    compress.only(compress.GPTQ(**PLAIN_GPTQ), "*"),
 ]
 # Inputs of the layers -> what they share scales in (None: one scale per output channel), and what the run says.
 SIZES = {
@@ -49,11 +49,11 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("widths", SIZES, ids=str)
-def test_every_model_has_a_group_size_and_the_run_says_which(widths: tuple[int, ...]) -> None:
+@every(("widths", "other"), each(list(SIZES), METHODS))
+def test_every_model_has_a_group_size_and_the_run_says_which(widths: tuple[int, ...], other: Pass) -> None:
     sizes, said = SIZES[widths]
     x = torch.randn(40, widths[0], generator=torch.Generator().manual_seed(1))
-    for method in METHODS[:1] if max(widths) > 1000 else METHODS:
+    for method in (compress.RTN(), other)[: 1 if max(widths) > 1000 else 2]:
         made = compress.quantize(chain(*widths, 8), method, calibration=[{"input": x}]).record
         assert [layer.group_size for layer in made.layers] == sizes, method
         about_groups = [note for note in made.notes if "--group-size" in note]

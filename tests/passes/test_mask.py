@@ -2,11 +2,11 @@
 
 import copy
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
+from combinations import every, pairs
 from models import build, tokens
 from pruning import Largest, largest
 from published import (
@@ -70,20 +70,21 @@ def assert_zero_where_pruned(quantized: Quantized, kept: Tensor) -> None:
     assert torch.all(groups.flatten(1)[~kept] == 0)
 
 
-@pytest.mark.parametrize("name", GRIDS)
-@pytest.mark.parametrize("act_order", ["none", "static", "group"])
-def test_codes_are_those_of_the_loop_over_columns(name, act_order):
+@every(
+    ("name", "act_order", "group_size", "clip", "bits"),
+    pairs([*GRIDS], ["none", "static", "group"], [32, -1], [False, True], [3, 4]),
+)
+def test_codes_are_those_of_the_loop_over_columns(name, act_order, group_size, clip, bits):
     weight, x = realistic_layer(6, 160, seed=21)
     hessian, kept = mean_square(x), largest(weight, 0.6)
     kept[2] = True
-    for group_size, clip, bits in product((32, -1), (False, True), (3, 4)):
-        grid = make_grid(name, bits, group_size, clip)
-        # As it was and with the zeros in it: what is pruned may have any value.
-        for given in (weight, weight * kept):
-            solved = gptq(given, hessian, grid=grid, act_order=act_order, scale_dtype=torch.float32, kept_NK=kept)
-            expected = published_gptq(given, hessian, name, bits, group_size, act_order, clip=clip, kept=kept)
-            assert_same_decisions(solved.weight, expected, bits)
-            assert_zero_where_pruned(solved.weight, kept)
+    grid = make_grid(name, bits, group_size, clip)
+    # As it was and with the zeros in it: what is pruned may have any value.
+    for given in (weight, weight * kept):
+        solved = gptq(given, hessian, grid=grid, act_order=act_order, scale_dtype=torch.float32, kept_NK=kept)
+        expected = published_gptq(given, hessian, name, bits, group_size, act_order, clip=clip, kept=kept)
+        assert_same_decisions(solved.weight, expected, bits)
+        assert_zero_where_pruned(solved.weight, kept)
 
 
 @pytest.mark.parametrize("name", GRIDS)

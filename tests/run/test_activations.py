@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from combinations import each
+from combinations import each, every
 from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import build, tokens
 from safetensors.torch import load_file
@@ -118,19 +118,17 @@ def padded():
     return [{"input_ids": i, "attention_mask": m} for i, m in zip(tokens().split(2), mask.split(2), strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-@pytest.mark.parametrize(
-    "method",
-    [
-        compress.RTN(**OUTPUTS),
-        compress.RTN(**DYNAMIC, outputs="static"),
-        fast_gptq(**ASYMMETRIC_OUTPUTS),
-        compress.AWQ(**OUTPUTS),
-        compress.SmoothQuant(**ASYMMETRIC_OUTPUTS),
-        compress.RTN(scheme="fp8", activations="static", outputs="static"),
-    ],
-    ids=lambda m: f"{m.name}-{m.scheme}-{m.activations}-{m.activation_grid}",
-)
+ROUNDING_OUTPUTS = [
+    compress.RTN(**OUTPUTS),
+    compress.RTN(**DYNAMIC, outputs="static"),
+    fast_gptq(**ASYMMETRIC_OUTPUTS),
+    compress.AWQ(**OUTPUTS),
+    compress.SmoothQuant(**ASYMMETRIC_OUTPUTS),
+    compress.RTN(scheme="fp8", activations="static", outputs="static"),
+]
+
+
+@every(("method", "kind"), each(ROUNDING_OUTPUTS, ["llama", "bert"]))
 def test_ranges_of_outputs_are_those_of_the_compressed_model(method, kind):
     """What each layer returns before it is rounded, when the finished model reads the calibration data again."""
     model, batches = build(kind), padded()

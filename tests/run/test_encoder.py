@@ -52,14 +52,19 @@ def judged(model, tokenizer, pairs):
     return torch.cat([first, second]), 100 * correlation
 
 
+STATIC = {"scheme": "w8a8", "activations": "static"}
+
+
 @pytest.mark.parametrize(
     ("method", "cosine"),
     [
-        (compress.RTN(scheme="w8a8"), 0.99),
         (compress.SmoothQuant(), 0.99),
-        (compress.RTN(scheme="w8a8", activations="static", calibrator="percentile"), 0.98),
-        (compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric"), 0.99),
-        (compress.RTN(scheme="w8a8", activations="static", activation_grid="asymmetric", calibrator="mse"), 0.99),
+        pytest.param(
+            compress.RTN(**STATIC, activation_grid="asymmetric", calibrator="mse"), 0.99, marks=pytest.mark.slow
+        ),
+        pytest.param(compress.RTN(scheme="w8a8"), 0.99, marks=pytest.mark.slow),
+        pytest.param(compress.RTN(**STATIC, calibrator="percentile"), 0.98, marks=pytest.mark.slow),
+        pytest.param(compress.RTN(**STATIC, activation_grid="asymmetric"), 0.99, marks=pytest.mark.slow),
     ],
     ids=lambda m: (
         f"{m.name}-{m.activations}-{m.activation_grid}-{m.calibrator}" if isinstance(m, compress.Pass) else ""
@@ -76,14 +81,14 @@ def test_embeddings_of_an_int8_encoder(minilm, method, cosine):
 
 
 def test_gptq_on_few_sentences_is_closer_than_rounding(minilm):
-    """One block on fewer tokens than its layers have inputs, where a plain least-squares fit is twice as far off."""
+    """The attention of a block on fewer tokens than its layers have inputs, where a plain least-squares fit is off."""
     original, held_out, batches, (before, _) = minilm
-    alone, similarity = ["encoder.layer.[1-5].*", "*.0.output.dense"], {}
+    alone, similarity = ["encoder.layer.[1-5].*", "*.0.output.dense", "*.0.intermediate.dense"], {}
     for method in (compress.RTN(scheme="w8a8"), compress.GPTQ(scheme="w8a8")):
         model = copy.deepcopy(original)
         calibration = batches[:1] if method.calibrated else None
         record = compress.quantize(model, method, calibration=calibration, ignore=alone).record
-        assert len(record.layers) == 5
+        assert len(record.layers) == 4
         assert any("fewer calibration tokens" in note for note in record.notes) == method.calibrated
         after, _ = judged(model, *held_out)
         similarity[method.name] = torch.nn.functional.cosine_similarity(before, after).mean()

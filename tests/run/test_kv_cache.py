@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -470,6 +471,19 @@ def scale_of(name):
     return f"model.layers.0.self_attn.{name}_scale"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint with caches of int8 in ranges of some kind. Not to be changed: copy it."""
+
+    @cache
+    def write(per):
+        out = tmp_path_factory.mktemp("caches") / per
+        compress.quantize(build("llama"), passes("int8", per), calibration=shown(per), output=out, verify=False)
+        return out
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("per", "tensors", "scheme", "message"),
     [
@@ -497,11 +511,8 @@ def scale_of(name):
         ("token", None, {"symmetric": False}, "cannot be read"),
     ],
 )
-def test_damaged_checkpoints_are_refused(per, tensors, scheme, message, tmp_path):
-    out = tmp_path / "out"
-    compress.quantize(
-        save(build("llama"), tmp_path / "in"), passes("int8", per), calibration=shown(per), output=out, verify=False
-    )
+def test_damaged_checkpoints_are_refused(written, copy_of, per, tensors, scheme, message):
+    out = copy_of(written(per))
     held = load_file(out / "model.safetensors")
     (tensors or (lambda t: None))(held)
     save_file(held, out / "model.safetensors", metadata={"format": "pt"})

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from commands import StopAfterOne, command
+from commands import StopAfterOne, command, fast_gptq
 from models import tokens
 from pruning import Largest
 
@@ -45,7 +45,7 @@ def test_pruned_layers_are_written_as_the_numbers_that_they_are(llama: Path, tmp
 
 def test_what_comes_after_it_keeps_its_zeros(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    passes = [Largest(), compress.GPTQ(scheme="w4a16", group_size=32)]
+    passes = [Largest(), fast_gptq(scheme="w4a16", group_size=32)]
     compress.quantize(llama, passes, calibration=tokens(16, 16), output=out, verify=False)
     model = compress.load(out, dequantize=True)
     weight = model.get_submodule("model.layers.1.mlp.down_proj").weight
@@ -112,7 +112,7 @@ def test_the_command_line_writes_a_plain_checkpoint_with_zeros_and_shows_them(
 
 
 def test_sparsegpt_then_gptq_are_stopped_resumed_and_loaded_with_their_zeros(llama: Path, tmp_path: Path) -> None:
-    passes = [compress.SparseGPT(pattern="2:4"), compress.GPTQ(scheme="w4a16", group_size=32)]
+    passes = [compress.SparseGPT(pattern="2:4"), fast_gptq(scheme="w4a16", group_size=32)]
     how = {"calibration": tokens(16, 16), "verify": False}
     whole = compress.quantize(llama, passes, output=tmp_path / "whole", **how)
     assert {(r.method, r.figures["pattern"]) for r in whole.record.layers} == {("sparsegpt", "2:4"), ("gptq", "2:4")}

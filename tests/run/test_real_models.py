@@ -1,23 +1,27 @@
 """The promises of recipes/README.md on real models: each method against rounding, and against what others reach."""
 
+from functools import cache
+
 import pytest
 import torch
 
 import compress
 
 MODELS = [("babyllama-105", 32), ("ts-llama-3.7m", 128)]  # and the group size that divides its widths
-ROWS = 16  # of 255 tokens: enough to tell two methods apart
+ROWS = 8  # of 255 tokens: enough to tell two methods apart
+CALIBRATION = 16
 
 
 def crossed(*values):
-    """Every model and every value by default, in two cases; the two other combinations are slow ones."""
+    """By default the smaller model with the first value; the other combinations are slow ones."""
     return [
-        pytest.param(model, value, marks=[pytest.mark.slow] if i != j else [], id=f"{model[0]}-{value}")
+        pytest.param(model, value, marks=[pytest.mark.slow] if i or j else [], id=f"{model[0]}-{value}")
         for i, model in enumerate(MODELS)
         for j, value in enumerate(values)
     ]
 
 
+@cache
 def figures(folder, name, p, rows=None, reference=False, samples=None):
     """Evaluation of the model after a pass, on its own held-out tokens (the first rows of them)."""
     path = folder / "models" / name
@@ -29,9 +33,8 @@ def figures(folder, name, p, rows=None, reference=False, samples=None):
 
 
 # Perplexity 2.1513 uncompressed; what AutoRound reaches in 200 iterations on the same work is 2.1721 (symmetric).
-@pytest.mark.parametrize(
-    ("grid", "limit"), [("signed-scale", 2.175), pytest.param("asymmetric", 2.172, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "limit"), [("signed-scale", 2.175), ("asymmetric", 2.172)])
 def test_babyllama_at_four_bits_meets_its_goal(real_data, grid, limit):
     found = figures(real_data, "babyllama-105", compress.GPTQ(group_size=32, grid=grid))
     assert found.tokens == 500 * 255
@@ -42,8 +45,8 @@ def test_babyllama_at_four_bits_meets_its_goal(real_data, grid, limit):
 def test_gptq_diverges_less_than_rounding(real_data, model, given):
     (name, group_size), (scheme, share) = model, given
     options = {"scheme": scheme, "group_size": group_size}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True)
-    gptq = figures(real_data, name, compress.GPTQ(**options), rows=ROWS, reference=True, samples=24)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=CALIBRATION)
+    gptq = figures(real_data, name, compress.GPTQ(**options), rows=ROWS, reference=True, samples=CALIBRATION)
     assert gptq.kl_mean < share * rtn.kl_mean
     assert gptq.perplexity < rtn.perplexity
 
@@ -52,8 +55,8 @@ def test_gptq_diverges_less_than_rounding(real_data, model, given):
 def test_awq_diverges_less_than_rounding(real_data, model, scheme):
     name, group_size = model
     options = {"scheme": scheme, "group_size": group_size}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=16)
-    awq = figures(real_data, name, compress.AWQ(**options), rows=ROWS, reference=True, samples=16)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=CALIBRATION)
+    awq = figures(real_data, name, compress.AWQ(**options), rows=ROWS, reference=True, samples=CALIBRATION)
     assert awq.kl_mean < rtn.kl_mean
 
 
@@ -61,8 +64,8 @@ def test_awq_diverges_less_than_rounding(real_data, model, scheme):
 def test_smoothquant_diverges_no_more_than_rounding(real_data, model, activations):
     name, _ = model
     options = {"scheme": "w8a8", "activations": activations}
-    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=16)
-    smooth = figures(real_data, name, compress.SmoothQuant(**options), rows=ROWS, reference=True, samples=16)
+    rtn = figures(real_data, name, compress.RTN(**options), rows=ROWS, reference=True, samples=CALIBRATION)
+    smooth = figures(real_data, name, compress.SmoothQuant(**options), rows=ROWS, reference=True, samples=CALIBRATION)
     assert smooth.kl_mean <= rtn.kl_mean
 
 

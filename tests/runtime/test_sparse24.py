@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from compress.kernels import ops
+from compress.kernels import blocks
 from compress.runtime.fused import FusedLinear
 from compress.runtime.linear import PackedSparse24Linear, QuantLinear, Sparse24Linear, SumLinear, run_of
 from compress.runtime.twin import error, plain
@@ -53,7 +53,7 @@ def layer_of(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Qu
 def test_right_is_allowed_and_slightly_wrong_is_not(name, dtype, M, monkeypatch):
     layer = layer_of(name, dtype)
     assert isinstance(layer, Sparse24Linear if KINDS[name] is None else PackedSparse24Linear)
-    monkeypatch.setattr(ops, "UNPACKED_BYTES", 7 * ops.BYTES_PER_WEIGHT * 192)
+    monkeypatch.setattr(blocks, "UNPACKED_BYTES", 7 * blocks.BYTES_PER_WEIGHT * 192)
     x = torch.randn(M, layer.in_features, generator=torch.Generator().manual_seed(M)).to(dtype)
     out = layer(x)
     assert out.dtype == dtype

@@ -4,10 +4,11 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,14 @@ def command(*arguments: object) -> Outcome:
     finally:
         sys.argv = argv
     return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def in_this_process(words: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of `python -P -m compress ...`, for tests of what is asked for and answered: it takes seconds to
+    import all again."""
+    assert list(words[1:4]) == ["-P", "-m", "compress"], words
+    outcome = command(*words[4:])
+    return subprocess.CompletedProcess(words, outcome.code, outcome.out, outcome.err)
 
 
 def make_llama(seed: int = 0, **changes: object) -> torch.nn.Module:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from commands import DRIFT_GPTQ
+from commands import DRIFT_GPTQ, PLAIN_GPTQ
 from models import build, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -28,13 +28,14 @@ from compress.progress import Silent
 from compress.run.residency import Sharded, shard
 
 EXACT = compress.GPTQ(group_size=16, statistics="float64")
+PLAIN = compress.GPTQ(group_size=16, statistics="float64", **PLAIN_GPTQ)
+FLOAT32 = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64", **DRIFT_GPTQ)
 CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64", **DRIFT_GPTQ)
 EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
 DYNAMIC_CACHES = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache()]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
 FOLDING = {
-    "awq": [compress.AWQ(group_size=16, statistics="float64")],
     "awq-gptq": [
         compress.AWQ(group_size=16, statistics="float64", rounding="none"),
         compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
@@ -46,6 +47,7 @@ FOLDING = {
     "smoothquant": [compress.SmoothQuant(activations="static", calibrator="kl", histograms=True)],
     "outputs": [
         compress.SmoothQuant(
+            alpha=0.5,
             activations="static",
             activation_grid="asymmetric",
             outputs="static",
@@ -65,18 +67,21 @@ FOLDING = {
         )
     ],
 }
+SOME = ("*.[qk]_proj", "*.o_proj", "*.down_proj")  # beside another at its site, alone, and of other widths
 # Sums of terms, their ranks shared out between layers; 8 bits hold no last place of a decomposition.
 SUMS = {
-    "spqr": compress.SpQR(group_size=16, outliers=0.02, sweeps=1, statistics="float64"),
-    "outliers": compress.GPTQ(scheme="w3a16", group_size=16, outliers=0.02, statistics="float64", **DRIFT_GPTQ),
+    "spqr": compress.only(compress.SpQR(group_size=16, outliers=0.02, sweeps=1, statistics="float64"), *SOME),
     "low-rank": compress.LowRank(share=0.5, factor_bits=8, allocate="layer-loss", statistics="float64"),
-    "lqs": compress.LQS(
-        scheme="w2a16",
-        group_size=16,
-        rank=3,
-        factor_bits=8,
-        allocate="layer-loss",
-        **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
+    "lqs": compress.only(
+        compress.LQS(
+            scheme="w2a16",
+            group_size=16,
+            rank=3,
+            factor_bits=8,
+            allocate="layer-loss",
+            **{"outliers": 0.02, "iterations": 1, "statistics": "float64", **DRIFT_GPTQ},
+        ),
+        *SOME,
     ),
 }
 # Masks that ask for more than a layer before they begin: two runs for all of them.
@@ -191,8 +196,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
         found["restored"] = restored(mesh)
-        compress.quantize(folder / "model", EXACT, output=folder / "resumed", resume=True, **common)
-        compress.quantize(folder / "model", compress.GPTQ(group_size=16), output=folder / "float32-2", **common)
+        compress.quantize(folder / "model", FLOAT32, output=folder / "float32-2", **common)
         compress.quantize(folder / "model", FLOAT8, output=folder / "float8-2", **common)
         rtn = compress.RTN(group_size=16, grid="asymmetric")
         for name, passes in FOLDING.items():
@@ -208,7 +212,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         # A model that somebody else sharded, compressed in place, then trained on.
         model = build("llama")
         shard(model, find_stacks(model), mesh)
-        compress.quantize(model, EXACT, calibration=tokens(8), batch_size=2)
+        compress.quantize(model, PLAIN, calibration=tokens(8), batch_size=2)
         found["losses"] = train(model)
         shard(other := build("llama"), find_stacks(other), mesh)
         compress.quantize(other, DYNAMIC_CACHES, output=folder / "caches-2", verify=False)

@@ -1,0 +1,123 @@
+"""`compress qat` and `compress distill`: passes, then training of what they left."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.exits import exits_cleanly
+from compress.cli.quantize import OF_A_METHOD, chosen_options, passes_of
+from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
+
+if TYPE_CHECKING:
+    from compress.passes.base import Pass
+
+OF_TRAINING = ("steps", "rows", "learning_rate", "task")
+OPTIONS = (
+    click.option(
+        "--training",
+        metavar="TEXT",
+        help="What the model is trained on, all of it.  [default: what --calibration says]",
+    ),
+    click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
+    click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
+    click.option("--learning-rate", type=float, help="Of weights, at its highest.  [default: 1e-4]"),
+    click.option("--task", type=float, help="Weight of the next token beside the teacher.  [default: 0]"),
+    click.option(
+        "--train",
+        "training_settings",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Any option of the training, like --train schedule=linear: see `compress methods train`. Repeat for more.",
+    ),
+)
+
+
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of training, in the order in which help lists them."""
+    return reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
+
+
+def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: Any) -> "Pass":
+    """The pass that trains, of the options of a command; takes them out of `options`."""
+    from compress.recipe import make_pass
+
+    chosen = {key: value for key in OF_TRAINING if (value := options.pop(key)) is not None}
+    return make_pass("train", split_settings(settings, {**chosen, **fixed}))
+
+
+@click.command(short_help="Quantize a model and train it so (quantization-aware training).")
+@click.argument("model")
+@click.option("--method", default="gptq", show_default=True, help="How training starts: see `compress methods`.")
+@click.option("--scheme", help="w2a16 ... w8a16, w4a8, w8a8: bits of weights and inputs.  [default: w4a16]")
+@click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 2 is --scheme w2a16.")
+@click.option("--group-size", type=int, help="Inputs that share a scale; -1: one per output.  [default: as quantize]")
+@click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
+@click.option("--activations", help="Of w8a8: dynamic or static.  [default: dynamic]")
+@click.option("--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.")
+@click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
+@training_options
+@setting_option
+@run_options
+@exits_cleanly
+def qat(
+    model: str,
+    method: str,
+    teacher: str | None,
+    training_settings: tuple[str, ...],
+    settings: tuple[str, ...],
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Quantize MODEL, train it with its rounding, and write the checkpoint that training saw.
+
+    \b
+    compress qat demo --scheme w2a16 --group-size 32 --calibration demo --steps 200 --output out
+    compress qat MODEL --scheme w4a8 --calibration TEXT --training TEXT --learning-rate 1e-5 --output out
+    torchrun --nproc-per-node 8 -m compress qat MODEL --training TEXT --calibration TEXT --output out --fsdp
+    """
+    check_processes(fsdp, options["device"])
+    taught: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    if teacher == "none":
+        taught |= {"logits": 0.0}
+        options["task"] = 1.0 if options["task"] is None else options["task"]
+    training = training_pass(options, training_settings, **taught)
+    passes, notes = passes_of(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
+    run("train", model, (*passes, training), f"method {method!r}", notes, fsdp=fsdp, **options)
+
+
+@click.command(short_help="Train a smaller model, or any other, to do what a teacher does.")
+@click.argument("teacher")
+@click.option("--student", metavar="MODEL", help="The model that learns.  [default: a part of the teacher]")
+@click.option("--student-layers", type=int, metavar="N", help="So many blocks of the teacher, those it needs most.")
+@click.option(
+    "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
+)
+@training_options
+@run_options
+@exits_cleanly
+def distill(
+    teacher: str,
+    student: str | None,
+    student_layers: int | None,
+    structure: str | None,
+    training_settings: tuple[str, ...],
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Train a student on what TEACHER says, and write it.
+
+    \b
+    compress distill demo --student-layers 2 --calibration demo --output out
+    compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
+    compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
+    """
+    from compress.cli.students import students_of
+
+    check_processes(fsdp, options["device"])
+    trusted = options["trust_remote_code"]
+    model, passes = students_of(teacher, student, student_layers, structure, trusted)
+    fixed = {} if student is None else {"teacher": teacher}
+    training = training_pass(options, training_settings, **fixed)
+    run("distill", model, (*passes, training), "distill", fsdp=fsdp, **options)

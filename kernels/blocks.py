@@ -1,0 +1,46 @@
+"""Products of weights that are made dense a block of rows at a time, by torch, on every device.
+
+M tokens, N outputs, K inputs. Blocks are (rows, their values [rows, K]).
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from compress.kernels import reference
+
+Blocks = Iterable[tuple[slice, Tensor]]
+
+# What unpacking a block of rows may take, counted at so many bytes per weight: int32 codes and values beside them.
+UNPACKED_BYTES = 16 * 2**20
+BYTES_PER_WEIGHT = 8
+
+
+def row_blocks(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
+    """Blocks of rows that unpack into bounded memory. together: so many rows in a row stay in one block."""
+    step = max(1, UNPACKED_BYTES // (BYTES_PER_WEIGHT * columns) // together) * together
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def product_of_blocks(x_MK: Tensor, blocks: Blocks, N: int, bias: Tensor | None) -> Tensor:
+    """[M, N] x weight^T + bias: torch's own product of each block where dtypes allow it on a CPU, else the
+    reference's."""
+    out_MN = x_MK.new_empty(len(x_MK), N)
+    for rows, dense_NK in blocks:
+        added = None if bias is None else bias[rows]
+        if x_MK.device.type == "cpu" and dense_NK.dtype == x_MK.dtype:
+            added = None if added is None else added.to(x_MK.dtype)
+            out_MN[:, rows] = torch.nn.functional.linear(x_MK, dense_NK, added)
+        else:
+            out_MN[:, rows] = reference.linear(x_MK, dense_NK, added)
+    return out_MN
+
+
+def gradient_of_blocks(grad: Tensor, blocks: Blocks, columns: int) -> Tensor:
+    """[..., K] grad weight, summed in fp32 (fp64 for fp64), in the dtype of grad [..., N]."""
+    work = torch.promote_types(grad.dtype, torch.float32)
+    sums = grad.new_zeros((*grad.shape[:-1], columns), dtype=work)
+    for rows, dense_NK in blocks:
+        sums = sums + grad[..., rows].to(work) @ dense_NK.to(work)
+    return sums.to(grad.dtype)

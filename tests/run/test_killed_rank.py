@@ -1,0 +1,36 @@
+"""A rank that ends in the middle of a run under torchrun."""
+
+import pytest
+import torch
+from checkpoints import same
+from commands import command
+from models import build
+from processes import python
+
+import compress
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
+]
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_resumes(tmp_path):
+    """By the command line, whose processes torchrun stops as soon as it sees one end."""
+    build("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("passes: [{'dying:Dying': {group_size: 16}}]")
+    words = ["quantize", tmp_path / "model", "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "out"]
+    words += ["--no-verify", "--device", "cpu"]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = python(*start, "-m", "compress", *words, "--fsdp")
+    said = [line for line in done.stderr.splitlines() if line.startswith("compress: ")]
+    assert done.returncode == 1
+    assert said == [
+        "compress: rank 1 of 2 has ended in the middle: killed, or by an error of its own; "
+        f"1 finished block is kept in {tmp_path / 'out.partial'}: run again with --resume"
+    ], done.stderr
+    assert "GLHF" not in done.stderr
+    outcome = command(*words, "--resume")
+    assert outcome.code == 0, outcome.err
+    compress.quantize(tmp_path / "model", compress.RTN(group_size=16), output=tmp_path / "whole", verify=False)
+    same(tmp_path / "out", tmp_path / "whole")

@@ -1,0 +1,64 @@
+"""The ranks of the sharded tests of training, two and then three: training_worker.py FOLDER.
+
+Ranks are forked from one process that has imported everything.
+"""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import build, tokens
+
+import compress
+from compress.cli.exits import leave
+from compress.comm import Comm
+from compress.passes.train import Train
+from compress.progress import Silent
+
+# 10 samples a step on three ranks, in micro-batches of 2, leave one of them idle for a while.
+OPTIONS = {"steps": 5, "rows": 10, "learning_rate": 1e-3, "held_out": 0.1, "save_every": 2}
+PASSES = [
+    compress.SparseGPT(pattern="2:4", statistics="float64"),
+    Train(**OPTIONS),
+    compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric"),
+    Train(**OPTIONS, features=0.1, task=0.1),
+]
+DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
+
+
+class StopAfterThree(Silent):
+    """Interrupts a run when the third step of a training is finished."""
+
+    def step(self, done: int, total: int, what: str) -> None:
+        if what.startswith("step 3"):
+            raise KeyboardInterrupt
+
+
+def run(rank: int, world: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    common = {**DATA, "fsdp": True}
+    model = folder / "model"
+    if world == 2:
+        result = compress.quantize(model, PASSES, output=folder / "out-2", **common)
+        (folder / "losses-2.json").write_text(json.dumps(result.record.training))
+        with suppress(KeyboardInterrupt):
+            compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
+        result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
+    else:
+        result = compress.quantize(model, PASSES, output=folder / "resumed", resume=True, **common)
+        (folder / "losses-3.json").write_text(json.dumps(result.record.training))
+    comm = Comm()
+    comm.barrier()
+    dist.destroy_process_group()
+    leave(0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    build("llama")  # its classes, too, are imported once
+    for world in (2, 3):
+        mp.start_processes(run, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")

@@ -1,0 +1,96 @@
+"""Training under FSDP2 on gloo ranks: the losses and weights of one process, and runs that go on with other ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import build
+from places import SUPPORT
+from training_worker import DATA, OPTIONS, PASSES
+
+import compress
+from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import read_tensors
+from compress.weights.terms import Weight
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"), reason="torch < 2.13"),
+]
+
+# Norms and softmax of the model compute in float32 whatever it is: the last place of that shows.
+SAME = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model, what one process makes of it, and what ranks make of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, dtype in (("model", torch.float64), ("narrow", torch.bfloat16)):
+        model = build("llama", dtype)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(4 if p.ndim > 1 else 1)
+        model.save_pretrained(folder / name)
+    result = compress.quantize(folder / "model", PASSES, output=folder / "out-1", **DATA)
+    (folder / "losses-1.json").write_text(json.dumps(result.record.training))
+    paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(SUPPORT / "training_worker.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def histories(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / f"losses-{name}.json").read_text())
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    found = read_tensors(find_source(str(output)))
+    return {name: value.dequantize() if isinstance(value, Weight) else value for name, value in found.items()}
+
+
+def close(one: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(one, other, rtol=SAME, atol=SAME, msg=lambda said: f"{name}: {said}")
+
+
+def test_two_ranks_have_the_losses_of_one_process(folder):
+    for one, two in zip(histories(folder, "1"), histories(folder, "2"), strict=True):
+        assert len(one["steps"]) == OPTIONS["steps"]
+        for key in ("logits", "loss", "gradient", "scale_gradient"):
+            mine, theirs = ([line[key] for line in history["steps"]] for history in (one, two))
+            assert mine == pytest.approx(theirs, rel=SAME, abs=1e-15), key
+        assert [line["logits"] for line in one["held_out"]] == pytest.approx(
+            [line["logits"] for line in two["held_out"]], rel=SAME
+        )
+
+
+def test_two_ranks_train_what_one_process_trains(folder):
+    one, two = weights(folder / "out-1"), weights(folder / "out-2")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        close(value, two[name], name)
+
+
+def test_a_training_that_two_ranks_began_goes_on_with_three(folder):
+    one, three = histories(folder, "1"), histories(folder, "3")
+    assert three[0]["resumed"] == 2  # of the last checkpoint
+    mine = [line["loss"] for line in one[0]["steps"]][2:]
+    assert mine == pytest.approx([line["loss"] for line in three[0]["steps"]], rel=SAME)
+    first, last = weights(folder / "out-1"), weights(folder / "resumed")
+    for name, value in first.items():
+        close(value, last[name], name)
+
+
+def test_a_model_of_16_bits_is_one_after_sharded_training(folder):
+    found = weights(folder / "narrow-2")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    with torch.no_grad():
+        ids = DATA["calibration"]
+        loaded = compress.load(folder / "narrow-2", dequantize=True)
+        assert torch.isfinite(loaded(input_ids=ids).logits).all()
