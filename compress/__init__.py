@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from compress.passes.sparsegpt import SparseGPT
     from compress.passes.spqr import SpQR
     from compress.passes.structure import Structure
+    from compress.passes.taylor import Taylor
     from compress.passes.ternary import Ternary
     from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
@@ -71,6 +72,7 @@ _HOMES = {
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
     "Structure": "compress.passes.structure",
+    "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Wanda": "compress.passes.wanda",
     "but": "compress.passes.where",
@@ -113,6 +115,7 @@ __all__ = [
     "SpQR",
     "SparseGPT",
     "Structure",
+    "Taylor",
     "Ternary",
     "Wanda",
     "__version__",

@@ -1,6 +1,7 @@
 """Data-parallel collectives that are no-ops in one process. No pass and no statistic asks how many ranks there are."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,20 @@ from torch import Tensor
 from compress.errors import CompressError
 
 Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """This rank's rows (`Comm.rows_of`) of a tensor that has so many."""
+
+    part: Tensor
+    rows: int
+    comm: "Comm"
+
+    def gathered(self, device: torch.device) -> Tensor:
+        """All rows, on every rank. A collective."""
+        shares = [self.comm.rows_of(self.rows, rank) for rank in range(self.comm.world)]
+        return self.comm.gather_rows(self.part.to(device), [share.stop - share.start for share in shares])
 
 
 class Comm:

@@ -29,13 +29,14 @@ from compress.job import Job
 from compress.model.calls import Batch
 from compress.model.layers import check_tensors, find_stacks
 from compress.passes.base import Pass
-from compress.passes.stages import Decide, Learn
+from compress.passes.stages import Decide, Gradients, Learn
 from compress.passes.structure import Structure
 from compress.progress import Reporter
 from compress.recipe import describe
 from compress.request import Calibration, Request
 from compress.run.batches import check_batches
 from compress.run.lessons import Lessons
+from compress.run.loss import check_loss
 from compress.run.matching import Ignored, check_untouched
 from compress.run.plan import Plan, plan, plan_of_shapes, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
@@ -119,6 +120,9 @@ def _job(
     device, dtype = work
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
     check_batches(model, batches)
+    for p in plan_.passes:
+        if p.stage(Gradients):
+            check_loss(model, batches, p.name)
     if rows is not None:
         check_batches(model, [{name: tensor for name, tensor in rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)

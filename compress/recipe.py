@@ -38,6 +38,7 @@ PASSES = {
     "magnitude": "compress.passes.magnitude:Magnitude",
     "wanda": "compress.passes.wanda:Wanda",
     "sparsegpt": "compress.passes.sparsegpt:SparseGPT",
+    "taylor": "compress.passes.taylor:Taylor",
     "train": "compress.passes.train:Train",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",

@@ -56,9 +56,14 @@ def recipes(group_size: int) -> Recipes:
     found["fp8 static minmax rtn"] = [{"rtn": {"scheme": "fp8", "activations": "static"}}]
     found["fp8 dynamic smoothquant"] = [{"smoothquant": {"scheme": "fp8"}}]
     found["fp8 dynamic gptq"] = [{"gptq": {"scheme": "fp8"}}]
-    for method in ("magnitude", "wanda", "sparsegpt"):
+    for method in ("magnitude", "wanda", "sparsegpt", "taylor"):
         found[f"{method} 2:4"] = [{method: {"pattern": "2:4"}}]
         found[f"{method} half"] = [{method: {"sparsity": 0.5}}]
+    for method in ("magnitude", "wanda", "taylor"):
+        found[f"{method} half, of the model"] = [{method: {"sparsity": 0.5, "per": "model"}}]
+    for method in ("wanda", "sparsegpt"):
+        for how in ("owl", "layer-loss"):
+            found[f"{method} half, {how}"] = [{method: {"sparsity": 0.5, "allocate": how}}]
     codes = {"scheme": "w4a16", "group_size": group_size}
     for method in ("rtn", "gptq"):
         found[f"w4a16 sparsegpt 2:4, {method}"] = [{"sparsegpt": {"pattern": "2:4"}}, {method: codes}]

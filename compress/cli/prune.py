@@ -12,7 +12,7 @@ from compress.errors import InputError
 if TYPE_CHECKING:
     from compress.passes.base import Pass
 
-OF_A_MASK = ("pattern", "sparsity", "per")
+OF_A_MASK = ("pattern", "sparsity", "per", "allocate")
 # What --structure takes away of which it names no amount: shares, and a number of blocks.
 USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "layers": 1}
 
@@ -20,7 +20,10 @@ USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "layers": 1}
 @click.command(short_help="Make weights zero, or remove heads, channels and layers, and write a checkpoint.")
 @click.argument("model")
 @click.option(
-    "--method", default="sparsegpt", show_default=True, help="magnitude, wanda or sparsegpt: see `compress methods`."
+    "--method",
+    default="sparsegpt",
+    show_default=True,
+    help="magnitude, wanda, sparsegpt or taylor: see `compress methods`.",
 )
 @click.option("--pattern", metavar="N:M", help="Keep N of every M inputs in a row, like 2:4.")
 @click.option("--sparsity", type=float, help="Instead of a pattern: the share that becomes zero.  [default: 0.5]")
@@ -30,7 +33,16 @@ USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "layers": 1}
     help="Instead of zeros, a smaller model: of heads, channels and layers those that go, and how much of them, like "
     "heads:0.25,channels:0.25,layers:1 (the usual amounts).",
 )
-@click.option("--per", help="Of a share: row (of each output) or layer (of all of a layer).  [default: row]")
+@click.option(
+    "--per",
+    help="Of a share: row (of each output), layer (of all of a layer) or model (of all layers, but for sparsegpt).  "
+    "[default: row]",
+)
+@click.option(
+    "--allocate",
+    help="Of wanda and sparsegpt: whether all layers lose the same share (uniform), or by outliers (owl), or by what "
+    "each loses (layer-loss).  [default: uniform]",
+)
 @setting_option
 @run_options
 @exits_cleanly
@@ -42,6 +54,7 @@ def prune(
     \b
     compress prune demo --method sparsegpt --pattern 2:4 --calibration demo --output out
     compress prune MODEL --method wanda --sparsity 0.5 --calibration TEXT --output out
+    compress prune MODEL --method taylor --per model --sparsity 0.5 --calibration TEXT --output out
     compress prune demo --structure channels:0.25,layers --calibration demo --output out
     compress quantize MODEL --recipe w4a16-24 --calibration TEXT --output out    # and round what is left
     """

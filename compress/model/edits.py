@@ -1,8 +1,8 @@
 """Edits: changes of a model's weights or structure before anything in it is rounded.
 
-`Scale` and `Rotate` leave the function as it is, `Keep` and `Drop` leave a smaller one. An edit is a value: it is made
-before anything is touched, applied to a block (`Drop`: to a model), undone to the bit, and stored as a JSON entry with
-tensors beside it, from which the same edit can be read and applied to the original again.
+`Scale`, `Rotate` and `Permute` leave the function as it is, `Keep` and `Drop` leave a smaller one. An edit is a value:
+it is made before anything is touched, applied to a block (`Drop`: to a model), undone to the bit, and stored as a JSON
+entry with tensors beside it, from which the same edit can be read and applied to the original again.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from compress.model.changes import Applied
 from compress.model.drop import Drop
 from compress.model.folds import Scale
 from compress.model.keep import Keep
+from compress.model.permute import Permute
 from compress.model.rotate import Rotate
 
 
@@ -43,7 +44,7 @@ class Edit(Protocol):
         ...
 
 
-EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Scale, Rotate, Keep, Drop)}
+EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Scale, Rotate, Permute, Keep, Drop)}
 
 
 def read_edit(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Edit:

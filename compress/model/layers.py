@@ -63,7 +63,11 @@ class Layer:
     @property
     def weight(self) -> Tensor:
         """[N, K], a view (of a convolution in channels-last format a copy: not to be written to)."""
-        return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
+        return self.matrix(self.parameter.data)
+
+    def matrix(self, stored: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as [N, K]."""
+        return stored.t() if self.transposed else stored.flatten(1)
 
     @property
     def shape(self) -> tuple[int, int]:

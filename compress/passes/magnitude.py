@@ -4,7 +4,8 @@ Shapes: N outputs, K inputs.
 
     score_ij = |W_ij|
 
-Needs no calibration data. Zero are the lowest scores of N:M inputs in a row, of an output, or (`per`) of a layer.
+Needs no calibration data, but for `permute`. Zero are the lowest scores of N:M inputs in a row, of an output, or
+(`per`) of a layer or of all layers.
 
 Departs from the paper:
 - it trains the network again and prunes the rest in rounds; here the mask is taken once, and the survivors stay.
@@ -13,21 +14,21 @@ Departs from the paper:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from compress.passes.prune import Prune, size_of
+from torch import Tensor
+
+from compress.passes.ranked import Ranked
+from compress.passes.scores import size_of
 from compress.passes.sites import Site
-from compress.passes.solve import weight_error
-from compress.weights.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Magnitude(Prune):
+class Magnitude(Ranked):
     """The largest weights stay."""
 
     name: ClassVar[str] = "magnitude"
 
-    def apply(self, site: Site) -> dict[str, Decision]:
-        decisions = {}
-        for name, weight in site.weights.items():
-            found = self.by_score(site, name, size_of(weight))
-            decisions[name] = found.decision({"weight_error": weight_error(weight, found)})
-        return decisions
+    def score(self, site: Site, name: str) -> Tensor:
+        return size_of(site.weights[name])
+
+    def worth(self, site: Site, name: str) -> Tensor:
+        return self.score(site, name)

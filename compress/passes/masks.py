@@ -5,7 +5,9 @@ found by a threshold: of equals those that come first stay, and there are exactl
 scores are. A pattern n:m keeps n of m inputs in a row (NVIDIA's 2:4; some papers count the zeros).
 """
 
+import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -48,6 +50,14 @@ def pruned_before(column: int, sparsity: float) -> int:
     return int(Fraction(str(sparsity)) * column)
 
 
+def share_of(pruned: int, count: int) -> float:
+    """The share that prunes just so many of `count` weights (`pruned_before`), as it is written."""
+    share = pruned / count
+    while pruned_before(count, share) < pruned:
+        share = math.nextafter(share, 1.0)
+    return share
+
+
 def largest(score: Tensor, count: int) -> Tensor:
     """Bool [..., n]: the `count` largest of each n; of equals the first."""
     order = score.argsort(dim=-1, descending=True, stable=True)
@@ -64,6 +74,28 @@ def largest_share(score_NK: Tensor, pruned: int, together: bool) -> Tensor:
     if not together:
         return largest(score_NK, score_NK.shape[1] - pruned)
     return largest(score_NK.flatten(), score_NK.numel() - pruned).view_as(score_NK)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which weights of a layer stay: a pattern, or all but a share, of each row or of all of them together."""
+
+    pattern: Pattern | None
+    share: float
+    together: bool
+
+    def kept(self, score_NK: Tensor, earlier_NK: Tensor | None, first: int = 0) -> Tensor:
+        """Bool [N, K]: which weights stay, by what each is worth, of those that an earlier mask has left. first: the
+        inputs before these, whose zeros count towards the share."""
+        score = score_NK if earlier_NK is None else score_NK.masked_fill(~earlier_NK, PRUNED)
+        if self.pattern is not None:
+            kept = largest_of_each(score, self.pattern)
+        else:
+            rows, columns = score.shape
+            each = rows if self.together else 1
+            pruned = pruned_before((first + columns) * each, self.share) - pruned_before(first * each, self.share)
+            kept = largest_share(score, pruned, self.together)
+        return kept if earlier_NK is None else kept & earlier_NK
 
 
 def pattern_of(kept_NK: Tensor) -> Pattern | None:

@@ -4,27 +4,24 @@ Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel
 pruned are worth nothing and stay zero: a pass adds to a mask. `passes.masks` has the counting.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self, get_args
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
+from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
-from compress.passes.masks import (
-    PRUNED,
-    Pattern,
-    largest_of_each,
-    largest_share,
-    parse_pattern,
-    pruned_before,
-)
+from compress.passes.masks import Choice, Pattern, parse_pattern
+from compress.passes.permutation import better_order, kept_of
+from compress.passes.scores import relative_products
 from compress.passes.sites import Site
+from compress.passes.stages import Reorder, Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
-from compress.weights.grid import working_dtype
 from compress.weights.terms import Term
 
 Per = Literal["row", "layer"]
@@ -69,6 +66,8 @@ class Prune(Pass):
 
     writes: ClassVar[Aspect] = "mask"
     keeps_zeros: ClassVar[bool] = True
+    # Where weights may compete, as `per` says it.
+    rankings: ClassVar[tuple[str, ...]] = get_args(Per)
 
     pattern: str = ""
     """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
@@ -76,8 +75,15 @@ class Prune(Pass):
     sparsity: float = 0.0
     """above 0, below 1: share of weights that become zero; 0: what `pattern` says, or half."""
 
+    permute: int = 0
+    """0 or more: rounds in which input channels change groups of N:M, to keep more of their scores, wherever the rows
+    that make them can change places with them; 0: they stay in their order."""
+
     per: Per = "row"
     """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
+
+    sparsities: tuple[tuple[str, float], ...] = ()
+    """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,8 +91,11 @@ class Prune(Pass):
             raise InputError(
                 f"sparsity {self.sparsity}; allowed: above 0, below 1; 0 is what the pattern says, or half"
             )
-        if self.per not in get_args(Per):
-            raise InputError(f"per {self.per!r}; allowed: {', '.join(get_args(Per))}")
+        if self.per not in self.rankings:
+            raise InputError(f"per {self.per!r}; allowed: {', '.join(self.rankings)}")
+        object.__setattr__(self, "sparsities", tuple(_pairs(self.sparsities)))
+        if len(dict(self.sparsities)) < len(self.sparsities):
+            raise InputError("sparsities name a layer twice; give each once")
         said = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
             if self.sparsity not in (0, said):
@@ -95,6 +104,12 @@ class Prune(Pass):
                 )
             if self.per != "row":
                 raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
+            if self.sparsities:
+                raise InputError(f"sparsities have no say in pattern {self.pattern}; leave one out")
+        if self.permute < 0:
+            raise InputError(f"permute {self.permute}; allowed: 0 or more rounds")
+        if self.permute and self.of_each is None:
+            raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
         object.__setattr__(self, "sparsity", self.sparsity or said)
 
     @property
@@ -102,8 +117,35 @@ class Prune(Pass):
         """The pattern, if there is one."""
         return parse_pattern(self.pattern) if self.pattern else None
 
+    @property
+    def survey(self) -> tuple[Survey, ...]:
+        """The stage that finds out how many weights each layer has to lose; none where all lose the same share."""
+        return ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return *self.survey, *self.reorder, self.decide_stage
+
+    @property
+    def reorder(self) -> tuple[Reorder, ...]:
+        """The stage that finds inputs other groups of the pattern; none where they stay. Its data shows which rows make
+        them, too."""
+        if not self.permute or self.of_each is None:
+            return ()
+        order = partial(better_order, pattern=self.of_each, rounds=self.permute)
+        kept = partial(kept_of, pattern=self.of_each)
+        return (Reorder({"norm": ChannelNorm}, self.worth, order, kept, self.of_each.length),)
+
+    def worth(self, site: Site, name: str) -> Tensor:
+        """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
+        return relative_products(site.weights[name], site.stats["norm"])
+
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
+        if strange := next((name for name, _ in self.sparsities if name not in shapes), None):
+            raise InputError(
+                f"sparsities of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}"
+            )
         for name, (_, columns) in shapes.items():
             if self.of_each is not None and columns % self.of_each.length:
                 raise InputError(
@@ -111,24 +153,24 @@ class Prune(Pass):
                     "ignore it, leave it to another pass (`but`) or prune a share (sparsity)"
                 )
 
-    def chosen(self, score_NK: Tensor, earlier_NK: Tensor | None, first: int = 0) -> Tensor:
-        """Bool [N, K]: which weights stay, by what each is worth, of those that an earlier mask has left. first: the
-        inputs before these, whose zeros count towards the share."""
-        score = score_NK if earlier_NK is None else score_NK.masked_fill(~earlier_NK, PRUNED)
-        if self.of_each is not None:
-            kept = largest_of_each(score, self.of_each)
-        else:
-            rows, columns = score.shape
-            each = rows if self.per == "layer" else 1
-            pruned = pruned_before((first + columns) * each, self.sparsity) - pruned_before(first * each, self.sparsity)
-            kept = largest_share(score, pruned, together=self.per == "layer")
-        return kept if earlier_NK is None else kept & earlier_NK
+    def choice(self, layer: str) -> Choice:
+        """What is to stay of a layer."""
+        share = dict(self.sparsities).get(layer, self.sparsity)
+        return Choice(self.of_each, share, together=self.per != "row")
 
     def by_score(self, site: Site, name: str, score_NK: Tensor) -> Survivors:
         """A layer's weight as it is now, of which the best stay, unchanged."""
-        return survivors(site.weights[name], self.chosen(score_NK, site.kept(name)), site.scale_dtypes[name])
+        kept = self.choice(name).kept(score_NK, site.kept(name))
+        return survivors(site.weights[name], kept, site.scale_dtypes[name])
 
 
-def size_of(weight_NK: Tensor) -> Tensor:
-    """|w|, in a dtype whose products do not overflow."""
-    return weight_NK.to(working_dtype(weight_NK)).abs()
+def _pairs(given: Any) -> Iterator[tuple[str, float]]:
+    """Pairs of a layer and its share of zeros, as tuples. Raises InputError for anything else."""
+    for each in given if isinstance(given, tuple | list) else [given]:
+        match each:
+            case [str(layer), int(share) | float(share)] if 0 <= share <= 1 and not isinstance(share, bool):
+                yield layer, float(share)
+            case _:
+                raise InputError(
+                    f"sparsities {each!r}; allowed: [layer, share] pairs, like [model.layers.0.mlp.up_proj, 0.6]"
+                )

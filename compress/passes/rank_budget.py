@@ -3,6 +3,7 @@
 Shapes: N outputs, K inputs. A rank of a layer is N + K numbers; the layer as it is has N K, of 16 bits.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from compress.errors import InputError
 from compress.passes.allocation import Curve, allocate
 from compress.passes.base import Pass
 from compress.passes.sites import Site
-from compress.passes.stages import Survey
+from compress.passes.stages import Finding, Settled, Survey
 from compress.passes.where import but
 from compress.passes.whitened import spectrum
 from compress.weights.lowrank import WHOLE_BITS, check_bits
@@ -106,37 +107,38 @@ class RankBudget(Pass):
         """The dtype of the statistics."""
         return precision(self.statistics)
 
-    def look(self, site: Site) -> dict[str, tuple[tuple[int, int], Tensor]]:
-        """{layer: (its shape, what each rank takes off its loss, as a part of what its output has in squares)}. Each
-        rank of the run finds its share of the layers."""
+    def look(self, site: Site) -> dict[str, Tensor]:
+        """{layer: what each rank takes off its loss, as a part of what its output has in squares}. Each rank of the run
+        finds its share of the layers."""
         statistics: HessianResult = site.stats["hessian"]
         hessian = statistics.shrunk().hessian.double()
         owners, found = site.comm.assign(dict.fromkeys(site.weights, 1.0)), {}
         for name, weight in site.weights.items():
-            rows, columns = weight.shape
-            values = weight.new_zeros(min(rows, columns), dtype=torch.float64)
+            values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
             if site.comm.rank == owners[name]:
                 energy = ((weight.double() @ hessian) * weight).sum().clamp(min=torch.finfo(torch.float64).tiny)
                 values = spectrum(self.approximated(site, name), hessian).values / energy
-            found[name] = (rows, columns), site.comm.all_reduce(values).cpu()
+            found[name] = site.comm.all_reduce(values).cpu()
         return found
 
     def approximated(self, site: Site, name: str) -> Tensor:
         """[N, K] what a low rank is to approximate, as far as is known beforehand."""
         return site.weights[name]
 
-    def settle(self, found: Mapping[str, Any]) -> tuple[Pass, Mapping[str, str]]:
+    def settle(self, found: Mapping[str, Finding]) -> Settled:
         """The pass with a rank for each layer, and the layers that it leaves as they are."""
-        shapes = {name: shape for name, (shape, _) in found.items()}
+        shapes = {name: finding.shape for name, finding in found.items()}
         curves = {
-            name: Curve(values, self.cost(shape), *([shape[0] * shape[1] * WHOLE_BITS] if self.or_whole else []))
-            for name, (shape, values) in found.items()
+            name: Curve(
+                found[name].parts[0], self.cost(shape), *([math.prod(shape) * WHOLE_BITS] if self.or_whole else [])
+            )
+            for name, shape in shapes.items()
         }
         given = allocate(curves, self.budget(shapes), self.least)
         whole = {name: "its share of the budget holds it as it is" for name in given if given[name] is None}
         ranks = tuple((name, rank) for name, rank in given.items() if rank is not None)
         settled = replace(self, ranks=ranks, allocate="uniform")
-        return (but(settled, *map(escape, whole)) if whole else settled), whole
+        return Settled(but(settled, *map(escape, whole)) if whole else settled, whole)
 
 
 def _pairs(given: Any) -> Iterator[tuple[str, int]]:

@@ -118,7 +118,7 @@ class SecondOrder(Pass):
     def solved(self, site: Site) -> dict[str, tuple[Summand | Weight, Figures]]:
         """{layer: (its weight, figures)}."""
         statistics: HessianResult = site.stats["hessian"]
-        relied = self._relied(statistics)
+        relied = self.relied(statistics)
         chosen: dict[str, Solution] = dict.fromkeys(site.weights, "gptq")
         if self.shrink and statistics.few:
             chosen = dict.fromkeys(site.weights, "rounding")
@@ -132,7 +132,8 @@ class SecondOrder(Pass):
                 found[name] = one.weight, {**figures, "solution": self.called[solution]}
         return {name: found[name] for name in site.weights}
 
-    def _relied(self, statistics: HessianResult) -> Relied:
+    def relied(self, statistics: HessianResult) -> Relied:
+        """What is computed once from the statistics of a site."""
         if self.shrink:
             statistics = statistics.shrunk()
         hessian = statistics.hessian
@@ -146,7 +147,7 @@ class SecondOrder(Pass):
     def _by_every_solution(
         self, site: Site, statistics: HessianResult
     ) -> Iterator[tuple[Solution, dict[str, Summand | Weight]]]:
-        relied = self._relied(statistics)
+        relied = self.relied(statistics)
         for solution in SOLUTIONS:
             if relied.correction is not None or solution != "gptq without drift":
                 yield solution, {n: one.weight for n, one in self._solve(site, relied, solution).items()}

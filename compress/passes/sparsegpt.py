@@ -22,13 +22,15 @@ Departs from the paper:
 - a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `sweeps` of
   coordinate descent move every survivor to the optimum in it, w_j + (gradient of the loss)_j / H_jj, in turns.
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
+- `allocate` shares one budget of zeros out between layers (`passes.sparsity_budget`); `permute` lets inputs change
+  groups of N:M beforehand, by the scores of wanda (`passes.permutation`).
 Departs from the authors' code:
 - the share is by output unless `per` says layer, so that outputs are independent and every rank prunes its own.
 - dead inputs cost the mean diagonal, and are not zeroed for being dead.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -38,19 +40,21 @@ from torch import Tensor
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
 from compress.passes.columns import Ordered
+from compress.passes.masks import Choice
 from compress.passes.polish import Polish
-from compress.passes.prune import Prune, Survivors, survivors
+from compress.passes.prune import Survivors, survivors
+from compress.passes.scores import relative_products
 from compress.passes.second_order import Relied, SecondOrder, Solution
 from compress.passes.sites import Site
-from compress.passes.solve import Solve
+from compress.passes.solve import Solve, solve_rows
+from compress.passes.sparsity_budget import SparsityBudget
 from compress.passes.sweep import BLOCK, damped, sweep
-from compress.passes.wanda import scores
 from compress.weights.decision import Decision
 from compress.weights.terms import Summand, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseGPT(Prune, SecondOrder):
+class SparseGPT(SparsityBudget, SecondOrder):
     """The weights that cost least become zero, and the others make up for them."""
 
     name: ClassVar[str] = "sparsegpt"
@@ -86,7 +90,8 @@ class SparseGPT(Prune, SecondOrder):
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Survivors:
         statistics: HessianResult = site.stats["hessian"]
-        return self.by_score(site, name, scores(site.weights[name], statistics.hessian.diagonal().clamp(min=0).sqrt()))
+        norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()
+        return self.by_score(site, name, relative_products(site.weights[name], norm_K))
 
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
         rows = {"weight_NK": target_NK}
@@ -96,16 +101,35 @@ class SparseGPT(Prune, SecondOrder):
         return rows
 
     def solver(self, relied: Relied) -> Solve:
-        return partial(prune_ordered, seen=relied.ordered, how=self, sweeps=self.sweeps, polish_damp=relied.polish_damp)
+        return self._solver(relied, self.choice(""), self.sweeps)
+
+    def _solver(self, relied: Relied, how: Choice, sweeps: int) -> Solve:
+        return partial(prune_ordered, seen=relied.ordered, how=how, sweeps=sweeps, polish_damp=relied.polish_damp)
 
     def solve(
         self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
     ) -> dict[str, Summand | Weight]:
-        if self.per == "row":
+        if self.per == "row" and not self.sparsities:
             return super().solve(site, rows, relied)
-        # The outputs of a layer compete: every rank solves all of them.
-        solver = self.solver(relied)
-        return {name: solver(scale_dtype=site.scale_dtypes[name], **each) for name, each in rows.items()}
+        found = {}
+        for name, each in rows.items():
+            solver = partial(self._solver(relied, self.choice(name), self.sweeps), scale_dtype=site.scale_dtypes[name])
+            found[name] = self._solved_alone(site, each, solver)
+        return found
+
+    def _solved_alone(self, site: Site, rows: Mapping[str, Tensor], solver: Solve) -> Summand | Weight:
+        """One layer; where its outputs compete every rank solves all of them."""
+        return solve_rows(site.comm, rows, solver) if self.per == "row" else solver(**rows)
+
+    def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
+        relied = replace(self, drift=0.0).relied(statistics)
+
+        def pruned(name: str, share: float) -> Tensor:
+            how = Choice(None, share, together=self.per == "layer")
+            solver = partial(self._solver(relied, how, sweeps=0), scale_dtype=torch.float64)
+            return self._solved_alone(site, {"weight_NK": site.weights[name].double()}, solver).dequantize()
+
+        return pruned
 
 
 @dataclass
@@ -115,7 +139,7 @@ class MaskRule:
     earlier: what a mask before this one has left. kept: of blocks that have begun, what stays.
     """
 
-    how: Prune
+    how: Choice
     group: int
     cost_K: Tensor
     kept: Tensor
@@ -126,7 +150,7 @@ class MaskRule:
         block = slice(column, column + len(updated_gN))
         score_Ng = (updated_gN.square() * self.cost_K[block].unsqueeze(1)).t()
         earlier = None if self.earlier is None else self.earlier[block].t()
-        self.kept[block] = self.how.chosen(score_Ng, earlier, column).t()
+        self.kept[block] = self.how.kept(score_Ng, earlier, column).t()
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         return torch.where(self.kept[column], target_N, 0.0)
@@ -140,7 +164,7 @@ def prune_ordered(
     weight_NK: Tensor,
     seen: Ordered,
     *,
-    how: Prune,
+    how: Choice,
     scale_dtype: torch.dtype,
     earlier_NK: Tensor | None = None,
     sweeps: int = 0,
@@ -148,7 +172,7 @@ def prune_ordered(
 ) -> Survivors:
     """SparseGPT of rows of a weight, [N, K] in its own column order and the Hessian's dtype. how: what is to be zero.
     earlier: bool, what an earlier mask has left. scale_dtype: that of what is stored."""
-    group = BLOCK if how.of_each is None else how.of_each.length
+    group = BLOCK if how.pattern is None else how.pattern.length
     weight = weight_NK[:, seen.order_K]
     earlier_KN = None if earlier_NK is None else earlier_NK[:, seen.order_K].t().contiguous()
     kept_KN = torch.zeros(weight.t().shape, dtype=torch.bool, device=weight.device)

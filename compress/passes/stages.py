@@ -1,6 +1,8 @@
 """What a pass does, stage by stage: values, each of which says what it needs to know and what it does with that.
 
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
+    Gradients how the loss of the model changes with each weight, before the first layer is decided
+    Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
     Learn     training of the whole model as the passes before have left it
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
@@ -9,11 +11,14 @@
 A pass is a tuple of them (`Pass.stages`). The loop asks for no more: what is new is a stage, not another question.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from compress.calibration.stats import StatisticFactory
+from compress.comm import RowShard
 from compress.passes.sites import FoldSite, Scaling, Site
 from compress.train.options import TrainingOptions
 from compress.weights.decision import Decision
@@ -22,14 +27,46 @@ Needs = Mapping[str, StatisticFactory]
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What was found out about a layer: the block that it is in, its shape (N, K), and what `look` said, once for each
+    of its groups."""
+
+    block: str
+    shape: tuple[int, int]
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The pass that knows what was found about all layers; which of these it leaves alone then, and why; and what the
+    report says about that."""
+
+    made: Any
+    alone: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Survey:
-    """needs: statistics of layers' inputs, by name, in the uncompressed model. look: what is found out about each layer
-    of a site, the same on every rank. settle: (the pass that knows what was found about all layers, which of these it
-    leaves alone then, and why)."""
+    """needs: statistics of layers' inputs, by name, in the uncompressed model; none where no calibration data is
+    needed. look: what is found out about each layer of a site, the same on every rank; of a grouped convolution group
+    by group. settle: what comes of that."""
 
     needs: Needs
     look: Callable[[Site], Mapping[str, Any]]
-    settle: Callable[[Mapping[str, Any]], tuple[Any, Mapping[str, str]]]
+    settle: Callable[[Mapping[str, Finding]], Settled]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """score: [N, K] of a layer's weight and the gradient of the loss of one micro-batch by it, [N, K] both, summed in
+    float64 over micro-batches and ranks. settle: what comes of the sums, of which each rank has its rows. A layer that
+    no gradient reached is not among them, and left alone."""
+
+    needs: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    score: Callable[[Tensor, Tensor], Tensor]
+    settle: Callable[[Mapping[str, RowShard]], Settled]
 
 
 @dataclass(frozen=True)
@@ -46,6 +83,19 @@ class Rewrite:
 
     needs: Needs
     scaling: Callable[[FoldSite], Scaling]
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """needs: statistics of layers' inputs, by name. order: [U] which of the channels comes to each place, of scores
+    [R, U] of all rows that read them. score: [N, K] of a layer of a site. group: so many inputs in a row belong
+    together, and a place counts by its group alone. kept: what is kept of scores [R, U]."""
+
+    needs: Needs
+    score: Callable[[Site, str], Tensor]
+    order: Callable[[Tensor], Tensor]
+    kept: Callable[[Tensor], float]
+    group: int
 
 
 @dataclass(frozen=True)
@@ -69,4 +119,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Learn | Rewrite | Decide | Fix
+Stage = Survey | Gradients | Learn | Reorder | Rewrite | Decide | Fix

@@ -7,31 +7,35 @@ Shapes: N outputs, K inputs, T tokens. X [T, K] is the layer's input behind the 
 Survivors stay as they are: |W_ij|^2 |X_j|^2 is what the output loses with one weight, the others left alone. What
 sparsegpt pays for (X^T X and its factor), this does not need: one number per input.
 
-Paper -> code: S -> `scores`; the comparison group, each output -> `per`; N:M -> `pattern`.
+Paper -> code: S -> `scores.relative_products`; the comparison group, each output -> `per`; N:M -> `pattern`.
+Channel permutation (Pool and Yu 2021) -> `permute`.
 
 Departs from the paper:
 - inputs that are never active have scores of 0 there, and ties; here such weights rank behind all others and among
   themselves by size, which a layer that no token reached (an expert) needs.
+- with per=model or `allocate` the original model says how many zeros each layer has; which they are, the prefix does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from compress.calibration.hessian import HessianResult
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.prune import Prune, size_of
+from compress.passes.masks import Choice
+from compress.passes.prune import survivors
+from compress.passes.ranked import Ranked
+from compress.passes.ranking import ScoreHistogram
+from compress.passes.scores import relative_products
 from compress.passes.sites import Site
-from compress.passes.solve import weight_error
-from compress.weights.decision import Decision
-
-# Of the largest norm: as good as never active, and above zero.
-LEAST_NORM = 1e-12
+from compress.passes.sparsity_budget import SparsityBudget, look_at_products
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanda(Prune):
+class Wanda(SparsityBudget, Ranked):
     """The weights of the largest products stay."""
 
     name: ClassVar[str] = "wanda"
@@ -39,17 +43,19 @@ class Wanda(Prune):
     def needs(self) -> Mapping[str, StatisticFactory]:
         return {**super().needs(), "norm": ChannelNorm}
 
-    def apply(self, site: Site) -> dict[str, Decision]:
-        decisions = {}
-        for name, weight in site.weights.items():
-            found = self.by_score(site, name, scores(weight, site.stats["norm"]))
-            decisions[name] = found.decision({"weight_error": weight_error(weight, found)})
-        return decisions
+    def score(self, site: Site, name: str) -> Tensor:
+        return relative_products(site.weights[name], site.stats["norm"])
 
+    def look_at_scores(self, site: Site) -> dict[str, ScoreHistogram]:
+        """In units that all layers share."""
+        return look_at_products(site)
 
-def scores(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
-    """[N, K] |W_ij| |X_j|, but for the scale of X, which decides nothing."""
-    most = norm_K.max()
-    relative = (norm_K / most).clamp(min=LEAST_NORM) if most > 0 else norm_K.new_ones(norm_K.shape)
-    size = size_of(weight_NK)
-    return size * relative.to(size.dtype)
+    def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
+        norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()
+
+        def pruned(name: str, share: float) -> Tensor:
+            weight = site.weights[name].double()
+            choice = Choice(None, share, together=self.per == "layer")
+            return survivors(weight, choice.kept(relative_products(weight, norm_K), None), torch.float64).values
+
+        return pruned

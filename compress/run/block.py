@@ -21,19 +21,21 @@ from compress.model.edits import Edit
 from compress.model.folds import FoldRecord
 from compress.model.layers import Layer
 from compress.model.opened import Opened
+from compress.model.orders import find_orders
 from compress.passes.base import Pass
 from compress.passes.kv_cache import KVCache
-from compress.passes.stages import Decide, Fix, Rewrite
+from compress.passes.stages import Decide, Fix, Needs, Reorder, Rewrite
 from compress.run.decide import Decided, decide
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
 from compress.run.remarks import RangeNotes, layer_record
+from compress.run.reorder import reorder, same_orders
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.rewrite import Observed, repeat
 from compress.run.state import Run, Streams
 from compress.run.structure import Structure, same_on_all_ranks, structure_of
 from compress.weights.caches import CacheCodes
-from compress.weights.decision import Decision
+from compress.weights.decision import Decision, Figures
 
 
 def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Streams:
@@ -71,6 +73,7 @@ class BlockRun:
         self.ranges = RangeNotes(() if earlier is None else earlier.ranges)
         self.edits: list[Edit] = []
         self.fold_records: list[FoldRecord] = [] if earlier is None else [*earlier.fold_records]
+        self.permuted: dict[str, Figures] = {}
         self.caches: dict[str, CacheCodes] = {}
 
     def repeat(self, before: Finished) -> None:
@@ -106,7 +109,9 @@ class BlockRun:
         wanted = [name for name in self.layers if p.wants(name)]
         if not wanted:
             return
-        rewrite, decides, fix = p.stage(Rewrite), p.stage(Decide), p.stage(Fix)
+        orders, rewrite, decides, fix = p.stage(Reorder), p.stage(Rewrite), p.stage(Decide), p.stage(Fix)
+        if self.structure is not None and orders is not None:
+            self.permute(orders, self.structure, wanted)
         if self.structure is not None and rewrite is not None:
             self.fold(p, rewrite, self.structure, wanted)
         if decides is None:
@@ -119,7 +124,9 @@ class BlockRun:
                 made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
                 self.install(name, made[name])
         self.decided.decisions |= made
-        self.records += [layer_record(p, self.layers[name], decision) for name, decision in made.items()]
+        for name, decision in made.items():
+            figures = {**decision.figures, **self.permuted.pop(name, {})}
+            self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
 
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer the values that were decided."""
@@ -141,18 +148,21 @@ class BlockRun:
         sites = self.sites(structure, folds.served.intersection(wanted))
         if not sites:
             return
-        observed: dict[str, Observed] = {}
-
-        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            statistics = collected(rewrite.needs, site[0], arrivals, self.run.comm)
-            if statistics is not None:
-                observed.update({layer.name: (layer, statistics[0]) for layer in site})
-
-        suspended_forward(self.opened.block, calls, sites, visit, (), self.versions)
-        record.block_forwards += len(calls)
+        observed = _only_seen(self, rewrite.needs, sites)
         edits, records = folds.rescale(p, observed, set(self.decided.decisions))
         self.edits += edits
         self.fold_records += records
+
+    def permute(self, stage: Reorder, structure: Structure, wanted: Sequence[str]) -> None:
+        """One suspended forward that only collects, then the channels of the block in the order of the pass."""
+        call, comm = self.streams.calls[0], self.run.comm
+        folds = self.run.folds.find(self.opened, self.name, call)
+        found = same_orders(find_orders(self.opened.block, call, folds.folds, self.run.folds.shared), comm)
+        observed = _only_seen(self, stage.needs, self.sites(structure, wanted))
+        made = reorder(self.opened, folds.prefix, stage, found, observed, set(self.decided.decisions), comm)
+        self.edits += made.edits
+        self.permuted |= made.figures
+        self.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
     def observe(
         self, p: Pass, decides: Decide, structure: Structure, wanted: Sequence[str], last: bool
@@ -241,6 +251,20 @@ class BlockRun:
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
         return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+
+
+def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:
+    """One suspended forward of a block that changes nothing: the layers of sites, with the statistics of inputs."""
+    observed: dict[str, Observed] = {}
+
+    def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+        statistics = collected(needs, site[0], arrivals, here.run.comm)
+        if statistics is not None:
+            observed.update({layer.name: (layer, statistics[0]) for layer in site})
+
+    suspended_forward(here.opened.block, here.streams.calls, sites, visit, (), here.versions)
+    here.run.record.block_forwards += len(here.streams.calls)
+    return observed
 
 
 def _name_unseen(run: Run, structure: Structure, wanted: Sequence[str]) -> None:

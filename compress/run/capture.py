@@ -21,7 +21,7 @@ from compress.run.batches import ChainBrokenError, StopError, named_failure
 from compress.run.residency import Residency
 
 
-class _Recorder(nn.Module):
+class Recorder(nn.Module):
     """Stands in for a block during capture. Attributes that the model reads come from the block itself."""
 
     def __init__(self, block: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -40,7 +40,7 @@ class _Recorder(nn.Module):
 
 
 @contextmanager
-def _swapped(container: nn.ModuleList, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
+def swapped(container: nn.ModuleList, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
     originals = list(container)
     for i, module in enumerate(stand_ins):
         container[i] = module
@@ -119,9 +119,9 @@ def capture(
         return [[Call((), b, None, token_mask(b)) for b in (_moved(b, residency.device) for b in batches)]]
     noted = _Capture(len(stack.blocks), output_of_first)
     blocks = [block for _, block in stack.blocks]
-    stand_ins = [_Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
+    stand_ins = [Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
     with torch.no_grad(), residency.open(model, set(blocks)):
-        with _swapped(stack.container, stand_ins):
+        with swapped(stack.container, stand_ins):
             for i, batch in enumerate(batches):
                 moved = _moved(batch, residency.device)
                 noted.tokens = token_mask(moved)
@@ -151,8 +151,8 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
         key = _hidden_key(args, kwargs)
         return noted.handed_on(args[key] if isinstance(key, int) else kwargs[key])
 
-    stand_ins = [_Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
-    with _swapped(stack.container, stand_ins):
+    stand_ins = [Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
+    with swapped(stack.container, stand_ins):
         try:
             with without_data() as mode:
                 model(**tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, dict(batch)))

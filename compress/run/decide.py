@@ -1,6 +1,6 @@
 """Asking a pass about the layers of a site."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,22 +35,32 @@ def decide(
 ) -> dict[str, Decision]:
     """What the pass decides about the layers of a site; with several sets of statistics, it is asked about as many
     parts of each layer. Raises CompressError for weights that are not finite."""
+    whole = seen(site, opened, comm)
+    weights = whole.weights
+    before = Decided() if earlier is None else earlier
+    decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
+    was = {name: before.before[name] for name in weights if name in before.before}
+    whole = replace(whole, decided=decisions, before=was)
+    decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
+    assert decides is not None
+    parts = [decides.apply(part) for part in in_parts(whole, statistics)]
+    made = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    # A mask stays with the layer, whatever is decided about it afterwards.
+    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+
+
+def seen(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:
+    """The layers of a site, nothing decided about them yet. Raises CompressError for weights that are not finite."""
     weights = {layer.name: layer.weight for layer in site}
     for name, weight in weights.items():
         if not bool(torch.isfinite(weight).all()):
             raise CompressError(f"{name} has non-finite weights; the model is damaged")
-    scale_dtypes = {layer.name: opened.dtype_of(layer.parameter) for layer in site}
-    before = Decided() if earlier is None else earlier
-    decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
-    was = {name: before.before[name] for name in weights if name in before.before}
-    whole = Site(weights, {}, scale_dtypes, comm, decisions, was)
-    decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
-    assert decides is not None
-    heights = {name: len(weight) // len(statistics) for name, weight in weights.items()}
-    parts = []
-    for i, seen in enumerate(statistics):
-        rows = whole.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
-        parts.append(decides.apply(replace(rows, stats=seen)))
-    made = {name: joined([part[name] for part in parts]) for name in parts[0]}
-    # A mask stays with the layer, whatever is decided about it afterwards.
-    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+    return Site(weights, {}, {layer.name: opened.dtype_of(layer.parameter) for layer in site}, comm)
+
+
+def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Site]:
+    """The site as it is for each set of statistics, which are about as many parts of each layer's rows."""
+    heights = {name: len(weight) // len(statistics) for name, weight in site.weights.items()}
+    for i, of_part in enumerate(statistics):
+        rows = site.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
+        yield replace(rows, stats=of_part)

@@ -25,7 +25,7 @@ from compress.run.capture import capture, output_shape
 from compress.run.lessons import Lessons
 from compress.run.matching import shared_weights
 from compress.run.plan import Plan
-from compress.run.remarks import few_tokens, held_back
+from compress.run.remarks import few_tokens, held_back, permuted
 from compress.run.residency import Residency
 from compress.run.rewrite import FoldFinder
 from compress.run.state import Run, Steps, Streams
@@ -106,7 +106,7 @@ def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwa
 
 
 def _remark(run: Run) -> None:
-    """What the layers' figures say about the calibration data."""
-    for remark in (few_tokens(run.record.layers), held_back(run.record.layers)):
+    """What the layers' figures say about the calibration data, and about the order of their inputs."""
+    for remark in (few_tokens(run.record.layers), held_back(run.record.layers), permuted(run.record.layers)):
         if remark is not None:
             run.record.note(run.reporter, remark)

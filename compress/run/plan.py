@@ -23,7 +23,7 @@ from compress.model.layers import (
 from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
-from compress.passes.stages import Decide, Fix, Learn
+from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
@@ -230,6 +230,7 @@ def _check(plan: Plan) -> None:
         raise InputError("no layer is left to compress; ignore less")
     quantized_by: dict[str, Pass] = {}
     pruned_by: dict[str, Pass] = {}
+    _check_order_of_gradients(plan)
     rounded_by: dict[str, Pass] = {}  # whose decision says how a layer's input or output is rounded
     for p in plan.passes:
         wanted = [layer for layer in everything if p.wants(layer.name)]
@@ -270,6 +271,18 @@ def _check(plan: Plan) -> None:
                 pruned_by[layer.name] = p
             if p.writes == "quantized weight":
                 quantized_by[layer.name] = p
+
+
+def _check_order_of_gradients(plan: Plan) -> None:
+    """Refuse a pass that has seen gradients in their places behind one that moves weights."""
+    moving: Pass | None = None
+    for p in plan.passes:
+        if moving is not None and p.stage(Gradients):
+            raise InputError(
+                f"{moving.name!r} permutes weights whose gradients {p.name!r} sees in their places before; put "
+                f"{p.name!r} first, or leave permute out"
+            )
+        moving = p if p.stage(Reorder) else moving
 
 
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:

@@ -66,6 +66,22 @@ def held_back(layers: Sequence[LayerRecord]) -> str | None:
     )
 
 
+def permuted(layers: Sequence[LayerRecord]) -> str | None:
+    """A remark about inputs that changed groups of a pattern, and those that could not; None where none was to."""
+    moved = [layer.figures for layer in layers if "kept_permuted" in layer.figures]
+    stayed = Counter(str(layer.figures["order"]) for layer in layers if "order" in layer.figures)
+    if not moved and not stayed:
+        return None
+    told = "".join(f"; of {count} layers they stay: {why}" for why, count in stayed.most_common())
+    if not moved:
+        return f"no inputs have changed groups of a pattern{told}"
+    before, after = (sum(float(f[key]) for f in moved) / len(moved) for key in ("kept_in_order", "kept_permuted"))
+    return (
+        f"inputs of {len(moved)} of {len(moved) + stayed.total()} layers have changed groups of a pattern, which keep "
+        f"{after:.1%} of their scores and not {before:.1%}, on average{told}"
+    )
+
+
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
     words = p.wording if isinstance(p, WeightFormat) else ("", "")
     first = decision.sum.terms[0]

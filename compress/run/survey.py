@@ -9,31 +9,44 @@ from compress.model.calls import Arrival, Call
 from compress.model.layers import Layer, Stack
 from compress.model.opened import Opened
 from compress.passes.base import Pass
-from compress.passes.sites import Site
-from compress.passes.stages import Survey
+from compress.passes.stages import Finding, Settled, Survey
+from compress.run.decide import in_parts, seen
 from compress.run.forward import suspended_forward
+from compress.run.gradients import with_gradients
 from compress.run.installed import Versions
 from compress.run.plan import Plan
 from compress.run.state import Run, Streams
 from compress.run.structure import Structure, same_on_all_ranks, structure_of
 
+# What a pass has found out about layers so far.
+Found = dict[str, Finding]
+
 
 def surveyed(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> Plan:
     """The plan with passes that know what they asked for. capture: the calls of the blocks of a stack."""
     asking = {p: survey for p in run.plan.passes if (survey := p.stage(Survey)) is not None}
-    found: dict[Pass, dict[str, Any]] = {p: {} for p in asking}
+    found: dict[Pass, Found] = {p: {} for p in asking}
     for stack in run.plan.stacks if asking else ():
-        captured = capture(stack)
+        forwards = any(survey.needs for survey in asking.values())
+        captured = capture(stack) if forwards else [[] for _ in stack.blocks]
         streams = Streams(captured[0], [])
         for name, block in stack.blocks:
             streams = streams.called_as(captured.pop(0))
             with run.residency.open(block, keep=False) as opened:
                 streams = _walk(run, opened, name, streams, asking, found)
-    settled, ignored = {}, dict(run.plan.ignored)
-    for p, survey in asking.items():
-        settled[p], alone = survey.settle(found[p])
-        ignored |= alone
-    return replace(run.plan, passes=tuple(settled.get(p, p) for p in run.plan.passes), ignored=ignored)
+    settled = {p: survey.settle(found[p]) for p, survey in asking.items()}
+    settled |= with_gradients(run, capture)
+    return _with_settled(run, settled)
+
+
+def _with_settled(run: Run, settled: Mapping[Pass, Settled]) -> Plan:
+    """The plan with what has become of its passes."""
+    made, ignored = {p: found.made for p, found in settled.items()}, dict(run.plan.ignored)
+    for found in settled.values():
+        ignored |= found.alone
+        for note in found.notes:
+            run.record.note(run.reporter, note)
+    return replace(run.plan, passes=tuple(made.get(p, p) for p in run.plan.passes), ignored=ignored)
 
 
 def _walk(
@@ -42,15 +55,23 @@ def _walk(
     name: str,
     streams: Streams,
     asking: Mapping[Pass, Survey],
-    found: Mapping[Pass, dict[str, Any]],
+    found: Mapping[Pass, Found],
 ) -> Streams:
-    """Look at the layers of a block, one forward for each pass that asks; returns the calls of the next block."""
+    """Look at the layers of a block, one forward for each pass that asks for data; the calls of the next block."""
     layers = {layer.name: layer for layer in run.plan.layers[name]}
+    for p, survey in asking.items():
+        if not survey.needs:
+            for layer in layers.values():
+                if p.wants(layer.name):
+                    _note(run, opened, name, survey, [layer], [{}], found[p])
+    if not any(survey.needs for survey in asking.values()):
+        return streams
     structure = same_on_all_ranks(structure_of(opened.block, streams.calls[0], list(layers.values())), run.comm)
     outputs: list[Any] = []
     for p, survey in asking.items():
-        outputs = _look(run, opened, streams, p, survey, _sites(structure, layers, p), found[p])
-        run.record.block_forwards += len(streams.calls)
+        if survey.needs:
+            outputs = _look(run, opened, name, streams, survey, _sites(structure, layers, p), found[p])
+            run.record.block_forwards += len(streams.calls)
     return streams.after(outputs, [])
 
 
@@ -62,20 +83,32 @@ def _sites(structure: Structure, layers: Mapping[str, Layer], p: Pass) -> list[l
 def _look(
     run: Run,
     opened: Opened,
+    name: str,
     streams: Streams,
-    p: Pass,
     survey: Survey,
     sites: Sequence[Sequence[Layer]],
-    found: dict[str, Any],
+    found: Found,
 ) -> list[Any]:
     """One forward of a block, in which a pass looks at its sites; returns what the block returns."""
 
     def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
         statistics = collected(survey.needs, site[0], arrivals, run.comm)
-        if statistics is None:
-            return  # the run itself says so
-        assert len(statistics) == 1, "a survey is of layers as a whole"
-        dtypes = {layer.name: opened.dtype_of(layer.parameter) for layer in site}
-        found.update(survey.look(Site({la.name: la.weight for la in site}, statistics[0], dtypes, run.comm)))
+        if statistics is not None:  # otherwise the run itself says so
+            _note(run, opened, name, survey, site, statistics, found)
 
     return suspended_forward(opened.block, streams.calls, sites, visit, (), Versions())[0]
+
+
+def _note(
+    run: Run,
+    opened: Opened,
+    block: str,
+    survey: Survey,
+    site: Sequence[Layer],
+    statistics: Sequence[Mapping[str, Any]],
+    found: Found,
+) -> None:
+    """Let a pass look at the layers of a site, part by part."""
+    parts = [survey.look(part) for part in in_parts(seen(site, opened, run.comm), statistics)]
+    for layer in site:
+        found[layer.name] = Finding(block, layer.shape, tuple(part[layer.name] for part in parts))

@@ -365,7 +365,6 @@ MASKS: dict[str, Case] = {
         ("sparsity 1.0", "above 0, below 1"),
     ),
     "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", -0.5), ("sparsity -0.5", "above 0, below 1")),
-    "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer",)),
     "structure of what there is not": (
         lambda d: command("prune", d.model, "--structure", "head:0.5", "--output", d.output),
         ("structure 'head:0.5'", "heads, channels, layers", "heads:0.25,channels:0.25,layers:1"),
@@ -417,6 +416,88 @@ MASKS: dict[str, Case] = {
         ),
         ("heads 0.1 of 2 heads", "is none; give 0.25 or more"),
     ),
+    "per what": (lambda d: prune(d, "wanda", "--per", "block"), ("per 'block'; allowed: row, layer, model",)),
+    "whole model for what makes up for its zeros": (
+        lambda d: prune(d, "sparsegpt", "--per", "model"),
+        ("per 'model'; allowed: row, layer",),
+    ),
+    "shares for nobody": (
+        lambda d: d.recipe("passes: [magnitude: {sparsities: [[nope, 0.3]]}]"),
+        ("sparsities of 'nope', which is no layer of this pass", "a layer is called 'model.layers.0"),
+    ),
+    "share twice": (
+        lambda d: d.recipe("passes: [magnitude: {sparsities: [[a, 0.3], [a, 0.4]]}]"),
+        ("sparsities name a layer twice",),
+    ),
+    "share that is none": (
+        lambda d: d.recipe("passes: [magnitude: {sparsities: [[a, 1.5]]}]"),
+        ("sparsities ['a', 1.5]; allowed: [layer, share] pairs",),
+    ),
+    "shares beside a pattern": (
+        lambda d: d.recipe("passes: [magnitude: {pattern: '2:4', sparsities: [[a, 0.5]]}]"),
+        ("sparsities have no say in pattern 2:4",),
+    ),
+    "shares that are found and given": (
+        lambda d: d.recipe("passes: [wanda: {allocate: owl, sparsities: [[a, 0.5]]}]", "--calibration", d.tokens),
+        ("sparsities and allocate=owl both say how many zeros a layer has",),
+    ),
+    "allocated how": (
+        lambda d: prune(d, "wanda", "--allocate", "best"),
+        ("allocate 'best'; allowed: uniform, owl, layer-loss",),
+    ),
+    "allocated by what has no layers' losses": (
+        lambda d: prune(d, "magnitude", "--allocate", "owl"),
+        ("unknown option of magnitude 'allocate'",),
+    ),
+    "pattern and other shares": (
+        lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--allocate", "layer-loss"),
+        ("allocate=layer-loss gives layers other shares, and pattern 2:4 all the same",),
+    ),
+    "allocated twice": (
+        lambda d: prune(d, "wanda", "--per", "model", "--allocate", "owl"),
+        ("per=model and allocate=owl both say how many zeros a layer has",),
+    ),
+    "shares beyond everything": (
+        lambda d: prune(d, "wanda", "--sparsity", 0.9, "--allocate", "owl"),
+        ("deviation 0.08 around sparsity 0.9; allowed: above 0, at most 0.05",),
+    ),
+    "outliers that nobody counts": (
+        lambda d: prune(d, "wanda", "--set", "outlier=7"),
+        ("outlier and deviation are of allocate=owl, not uniform",),
+    ),
+    "outliers below the mean": (
+        lambda d: prune(d, "wanda", "--allocate", "owl", "--set", "outlier=0.5"),
+        ("outlier 0.5; allowed: 1 or more means",),
+    ),
+    "permuted without a pattern": (
+        lambda d: prune(d, "wanda", "--set", "permute=9"),
+        ("permute moves inputs between the groups of a pattern, and there is none; give N:M",),
+    ),
+    "permuted less than never": (
+        lambda d: prune(d, "wanda", "--pattern", "2:4", "--set", "permute=-1"),
+        ("permute -1; allowed: 0 or more rounds",),
+    ),
+    "permuted without data": (
+        lambda d: prune(d, "magnitude", "--pattern", "2:4", "--set", "permute=9"),
+        ("magnitude needs calibration data",),
+    ),
+    "permuted under its gradients": (
+        lambda d: prune(d, "taylor", "--pattern", "2:4", "--set", "permute=9"),
+        ("permute moves weights whose gradients taylor has seen in their places; leave it out",),
+    ),
+    "permuted before its gradients": (
+        lambda d: d.recipe(
+            "passes: [{wanda: {pattern: '2:4', permute: 9}, only: ['*.down_proj']}, "
+            "{taylor: {pattern: '2:4'}, but: ['*.down_proj']}]",
+            "--calibration",
+            d.tokens,
+        ),
+        ("'wanda' permutes weights whose gradients 'taylor' sees in their places before; put 'taylor' first",),
+    ),
+    "measured how": (
+        lambda d: prune(d, "taylor", "--set", "measure=second"),
+        ("measure 'second'; allowed: square, absolute",),
+    ),
     "order that tears a pattern apart": (
         lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--set", "act_order=static"),
         ("act_order static visits inputs apart that 2:4 prunes together", "none, group"),
@@ -424,7 +505,7 @@ MASKS: dict[str, Case] = {
     "descent below 0": (lambda d: prune(d, "sparsegpt", "--set", "sweeps=-1"), ("sweeps -1", "0 or more")),
     "pruned by what rounds": (
         lambda d: prune(d, "gptq"),
-        ("method 'gptq' makes no mask", "magnitude, wanda, sparsegpt", "compress quantize"),
+        ("method 'gptq' makes no mask", "magnitude, wanda, sparsegpt, taylor", "compress quantize"),
     ),
     "pruned by what nobody knows": (lambda d: prune(d, "wonda"), ("unknown method 'wonda'", "did you mean 'wanda'")),
     "pattern given twice": (
@@ -433,7 +514,7 @@ MASKS: dict[str, Case] = {
     ),
     "option of a mask that another method has": (
         lambda d: prune(d, "wanda", "--set", "damp=0.1"),
-        ("unknown option of wanda 'damp'", "pattern, per, sparsity"),
+        ("unknown option of wanda 'damp'", "allocate, deviation, outlier, pattern, per, permute, sparsities, sparsity"),
     ),
     "mask without calibration data": (
         lambda d: command("prune", d.model, "--output", d.output),

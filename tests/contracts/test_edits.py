@@ -26,6 +26,7 @@ from compress.model.edits import EDITS, read_edit
 from compress.model.folds import Scale
 from compress.model.keep import Keep
 from compress.model.layers import find_stacks
+from compress.model.orders import find_orders
 from compress.model.rotate import Rotate, random_hadamard, random_orthogonal
 
 STEPS = 64  # of the dtype's precision, of the largest output: a few roundings a layer, two layers deep
@@ -87,6 +88,16 @@ def coupled(kind, producer, dtype):
     return Case(model, name, Keep(coupling, kept), ask)
 
 
+def permute(kind, reader, dtype):
+    model, batch = livelier(build(kind)).to(dtype), inputs(kind)
+    ((name, block), *_) = find_stacks(model)[0].blocks
+    call = block_calls(model, batch)[name]
+    found = find_orders(block, call, discover(block, call).folds).found
+    (places, *_) = [places for places in found if reader in places.consumers]
+    order = torch.randperm(places.consumers[reader].shape[1], generator=generator())
+    return Case(model, name, places.permuted(order), lambda m: answer(m, batch))
+
+
 def randomize_norms(model):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -108,6 +119,12 @@ SAME = {
     "rotate each head of llama": lambda d: rotate("llama", "self_attn.v_proj", d, 2),
     "rotate a fused layer of gpt2": lambda d: rotate("gpt2", "attn.c_attn", d, 4),
     "rotate the values of opt": lambda d: rotate("opt", "self_attn.v_proj", d),
+    "permute the channels of llama": lambda d: permute("llama", "mlp.down_proj", d),
+    "permute the values of a head of llama": lambda d: permute("llama", "self_attn.o_proj", d),
+    "permute the channels of gpt2": lambda d: permute("gpt2", "mlp.c_proj", d),
+    "permute the values of a head of gpt2": lambda d: permute("gpt2", "attn.c_proj", d),
+    "permute the channels of opt": lambda d: permute("opt", "fc2", d),
+    "permute the channels of bert": lambda d: permute("bert", "output.dense", d),
     "rotate the values of bert": lambda d: rotate("bert", "attention.self.value", d),
 }
 KEPT = {
@@ -237,6 +254,7 @@ def test_dropped_blocks_are_skipped(name):
 ONE_EACH = {
     "scale": lambda: scale("llama", "self_attn.v_proj", torch.float32),
     "rotate": lambda: rotate("llama", "self_attn.v_proj", torch.float32),
+    "permute": lambda: permute("llama", "mlp.down_proj", torch.float32),
     "keep": lambda: coupled("llama", "self_attn.k_proj", torch.float32),
     "drop": lambda: drop("llama", torch.float32),
 }

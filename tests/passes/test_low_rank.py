@@ -14,7 +14,7 @@ from compress.passes.allocation import Curve, allocate
 from compress.passes.base import Pass
 from compress.passes.outliers import dearest
 from compress.passes.sites import Site
-from compress.passes.stages import Decide
+from compress.passes.stages import Decide, Finding
 from compress.passes.whitened import approximated, spectrum
 
 SHAPES = [(24, 40), (40, 24), (32, 32)]
@@ -244,18 +244,19 @@ def test_a_survey_finds_what_the_ranks_take_off_and_settles_the_pass():
     found = one.look(site)
     hessian = statistic.result().shrunk().hessian
     for name, weight in weights.items():  # as parts of the output: a layer of small numbers counts as much
-        assert found[name][0] == tuple(weight.shape)
-        assert found[name][1].sum().item() == pytest.approx(1)
-        assert found[name][1][4:].sum().item() == pytest.approx(
+        assert found[name].sum().item() == pytest.approx(1)
+        assert found[name][4:].sum().item() == pytest.approx(
             loss(weight - best(weight, hessian, 4), hessian) / loss(weight, hessian)
         )
-    settled, whole = one.settle(found)
+    findings = {name: Finding("block", tuple(weights[name].shape), (each,)) for name, each in found.items()}
+    made = one.settle(findings)
+    settled = made.made
     ranks = dict(settled.ranks)
     assert settled.allocate == "uniform"
-    assert not whole
+    assert not made.alone
     assert 16 * sum(ranks[n] * sum(weights[n].shape) for n in ranks) <= one.budget(
         {n: tuple(w.shape) for n, w in weights.items()}
     )
-    everything, left = compress.LowRank(share=1.0, allocate="layer-loss").settle(found)
-    assert set(left) == {"a", "b"}
-    assert not everything.wants("a")
+    everything = compress.LowRank(share=1.0, allocate="layer-loss").settle(findings)
+    assert set(everything.alone) == {"a", "b"}
+    assert not everything.made.wants("a")

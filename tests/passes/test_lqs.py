@@ -8,6 +8,7 @@ import compress
 from compress.comm import Comm
 from compress.passes.columns import gptq
 from compress.passes.sites import Site
+from compress.passes.stages import Finding
 from compress.passes.whitened import approximated
 from compress.weights.grid import Quantized
 from compress.weights.lowrank import LowRank
@@ -114,8 +115,10 @@ def test_its_budget_goes_by_what_rounding_leaves():
     other = WEIGHT * 1e-3
     other[:, 5] *= 100
     one = compress.LQS(**{**COARSE, **PLAIN, "allocate": "layer-loss"})
-    settled, whole = one.settle(one.look(site_of(one, {"a": WEIGHT, "b": other})))
-    assert not whole
+    found = one.look(site_of(one, {"a": WEIGHT, "b": other}))
+    made = one.settle({name: Finding("block", tuple(WEIGHT.shape), (each,)) for name, each in found.items()})
+    settled = made.made
+    assert not made.alone
     assert sum(rank for _, rank in settled.ranks) == 2 * RANK
     decisions = settled.apply(site_of(one, {"a": WEIGHT, "b": other}))
     assert {name: d.figures["rank"] for name, d in decisions.items()} == dict(settled.ranks)

@@ -83,7 +83,7 @@ def test_what_rounds_the_input_of_a_pruned_layer_is_in_the_checkpoint_and_last(l
 
 @pytest.mark.parametrize(
     "words",
-    [("magnitude", "--pattern", "2:4"), ("wanda", "--sparsity", 0.75), ("sparsegpt", "--pattern", "2:4")],
+    [("magnitude", "--pattern", "2:4"), ("taylor", "--sparsity", 0.75), ("sparsegpt", "--pattern", "2:4")],
     ids=lambda words: words[0],
 )
 def test_the_command_line_writes_a_plain_checkpoint_with_zeros_and_shows_them(

@@ -19,6 +19,7 @@ from sharded_worker import (
     FLOAT8,
     FLOAT32,
     FOLDING,
+    MASKS,
     PLAIN,
     STRUCTURE,
     SUMS,
@@ -28,6 +29,7 @@ from vision import calibration, net
 
 import compress
 from compress.checkpoint.source import find_source
+from compress.checkpoint.stored import read_tensors
 from compress.run.residency import Sharded
 
 pytestmark = [
@@ -51,7 +53,7 @@ def folder(tmp_path_factory) -> Path:
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
     for name, passes in STRUCTURE.items():
         compress.quantize(folder / "model", passes, output=folder / f"{name}-1", **common)
-    for name, method in SUMS.items():
+    for name, method in {**SUMS, **MASKS}.items():
         compress.quantize(folder / "model", method, output=folder / f"{name}-1", **common)
     build("gemma").save_pretrained(folder / "tied")
     for name in ("model", "tied"):
@@ -107,6 +109,20 @@ def test_two_ranks_remove_what_one_process_removes(folder, two):
         one, other = (json.loads((folder / f"{name}-{n}" / "compress.json").read_text()) for n in (1, 2))
         assert one["structure"]["dropped"] == other["structure"]["dropped"]
         assert [c["removed"] for c in one["structure"]["cut"]] == [c["removed"] for c in other["structure"]["cut"]]
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_masks_are_those_of_one_process_on_two_and_on_three_ranks(folder, two, name):
+    alone, *others = (read_tensors(find_source(str(folder / f"{name}-{ranks}"))) for ranks in (1, 2, 3))
+    zeros = {tensor: value == 0 for tensor, value in alone.items() if tensor.endswith("proj.weight")}
+    assert len(zeros) == 14
+    assert len({float(zero.double().mean()) for zero in zeros.values()}) > 3
+    for found in others:
+        for tensor, zero in zeros.items():
+            assert torch.equal(found[tensor] == 0, zero), tensor
+            torch.testing.assert_close(found[tensor], alone[tensor], rtol=1e-5, atol=1e-8)
+    remarks = [json.loads((folder / f"{name}-{ranks}" / "compress.json").read_text())["notes"] for ranks in (1, 2, 3)]
+    assert remarks[0] == remarks[1] == remarks[2]
 
 
 def test_two_ranks_round_embeddings_as_one_process(folder, two):

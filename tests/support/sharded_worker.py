@@ -84,6 +84,21 @@ SUMS = {
         *SOME,
     ),
 }
+# Masks that ask for more than a layer before they begin: two runs for all of them.
+MASKS = {
+    "ranked": [
+        compress.only(compress.Wanda(pattern="2:4", permute=3), "*.down_proj"),
+        compress.but(compress.Magnitude(per="model", sparsity=0.25), "*.down_proj"),
+        compress.but(compress.Wanda(allocate="owl"), "*.down_proj"),
+    ],
+    "by-gradients": [
+        compress.only(compress.Taylor(per="model"), "*.self_attn.*"),
+        compress.only(compress.Wanda(per="model", sparsity=0.7), "*.down_proj"),
+        compress.only(
+            compress.SparseGPT(allocate="layer-loss", statistics="float64", shrink=False), "*.gate_proj", "*.up_proj"
+        ),
+    ],
+}
 
 # Before the model is sharded, every rank cuts its own copy.
 STRUCTURE = {
@@ -187,6 +202,8 @@ def run(rank: int, world: int, folder: Path) -> None:
     compress.quantize(folder / "model", EXACT, output=folder / f"exact-{comm.world}", **common)
     found["written"] = comm.gather_objects(sum(written))
     writer.save_file = save_file
+    for name, passes in MASKS.items():
+        compress.quantize(folder / "model", passes, output=folder / f"{name}-{comm.world}", **common)
     if comm.world == 2:
         found["statistics"] = statistics(comm)
         found["residency"] = residency(mesh)
