@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
     from compress.passes.magnitude import Magnitude
+    from compress.passes.reconstruct import Reconstruct
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
     from compress.passes.sparsegpt import SparseGPT
@@ -68,6 +69,7 @@ _HOMES = {
     "Pass": "compress.passes.base",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
+    "Reconstruct": "compress.passes.reconstruct",
     "Result": "compress.job",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
@@ -112,6 +114,7 @@ __all__ = [
     "Pass",
     "QuantLinear",
     "Quantized",
+    "Reconstruct",
     "Result",
     "SmoothQuant",
     "SpQR",

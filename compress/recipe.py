@@ -39,6 +39,7 @@ PASSES = {
     "wanda": "compress.passes.wanda:Wanda",
     "sparsegpt": "compress.passes.sparsegpt:SparseGPT",
     "taylor": "compress.passes.taylor:Taylor",
+    "reconstruct": "compress.passes.reconstruct:Reconstruct",
     "train": "compress.passes.train:Train",
     "smoothquant": "compress.passes.smoothquant:SmoothQuant",
     "embeddings": "compress.passes.embeddings:Embeddings",

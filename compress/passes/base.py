@@ -11,10 +11,10 @@ from typing import ClassVar, Literal, TypeVar
 
 from compress.calibration.stats import StatisticFactory
 from compress.passes.sites import Site
-from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder, Rewrite, Stage, Survey
+from compress.passes.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder, Rewrite, Stage, Survey
 from compress.weights.decision import Decision
 
-S = TypeVar("S", Survey, Gradients, Learn, Reorder, Rewrite, Decide, Fix)
+S = TypeVar("S", Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
 Aspect = Literal["dense weight", "mask", "quantized weight"]
 # What a pass is about: the layers inside the blocks, the token embedding and the output head, key-value caches, or
@@ -86,7 +86,7 @@ class Pass:
     @property
     def calibrated(self) -> bool:
         """Whether the pass needs calibration data."""
-        return any(not isinstance(stage, Learn) and stage.needs for stage in self.stages)
+        return any(isinstance(s, Reconstruction) or (not isinstance(s, Learn) and s.needs) for s in self.stages)
 
     @property
     def rounds_inputs(self) -> bool:

@@ -6,6 +6,7 @@
     Learn     training of the whole model as the passes before have left it
     Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
+    Reconstruction  training of a block, towards what the original block returns
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
 
 A pass is a tuple of them (`Pass.stages`). The loop asks for no more: what is new is a stage, not another question.
@@ -77,6 +78,20 @@ class Learn:
 
 
 @dataclass(frozen=True)
+class Reconstruction:
+    """How a block is trained once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps
+    of a layer's grid, and scale_rate: Adam's, at the beginning. rows: samples per step. checks: how often all
+    calibration data is gone through, to keep the best."""
+
+    steps: int
+    rows: int
+    rate: float
+    scale_rate: float
+    checks: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Rewrite:
     """needs: statistics of layers' inputs, by name. scaling: by how much to divide what the layers of a fold read, the
     same on every rank."""
@@ -119,4 +134,4 @@ class Fix:
     codes: Callable[..., Any]
 
 
-Stage = Survey | Gradients | Learn | Reorder | Rewrite | Decide | Fix
+Stage = Survey | Gradients | Learn | Reorder | Reconstruction | Rewrite | Decide | Fix

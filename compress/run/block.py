@@ -24,10 +24,11 @@ from compress.model.opened import Opened
 from compress.model.orders import find_orders
 from compress.passes.base import Pass
 from compress.passes.kv_cache import KVCache
-from compress.passes.stages import Decide, Fix, Needs, Reorder, Rewrite
+from compress.passes.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.decide import Decided, decide
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
+from compress.run.reconstruct import reconstructed
 from compress.run.remarks import RangeNotes, layer_record
 from compress.run.reorder import reorder, same_orders
 from compress.run.restore import hooks_and_buffers, undone
@@ -114,6 +115,8 @@ class BlockRun:
             self.permute(orders, self.structure, wanted)
         if self.structure is not None and rewrite is not None:
             self.fold(p, rewrite, self.structure, wanted)
+        if (stage := p.stage(Reconstruction)) is not None:
+            self.reconstruct(p, stage, wanted)
         if decides is None:
             return
         if self.structure is not None and (decides.needs or fix is not None):
@@ -127,6 +130,25 @@ class BlockRun:
         for name, decision in made.items():
             figures = {**decision.figures, **self.permuted.pop(name, {})}
             self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
+
+    def reconstruct(self, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:
+        """Train what earlier passes made of the block."""
+        layers = {name: self.layers[name] for name in wanted}
+        made = reconstructed(
+            self.opened,
+            self.streams.calls,
+            self.streams.reference,
+            layers,
+            self.decided.decisions,
+            stage,
+            self.versions,
+            self.run.comm,
+        )
+        for name, decision in made.items():
+            self.install(name, decision)
+            self.records.append(layer_record(p, self.layers[name], decision))
+        self.decided.decisions |= made
+        self.forwarded = False
 
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer the values that were decided."""

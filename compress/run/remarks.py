@@ -12,7 +12,7 @@ from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, rang
 from compress.model.layers import Layer
 from compress.passes.base import Pass
 from compress.passes.masks import pattern_of
-from compress.passes.stages import Decide
+from compress.passes.stages import Decide, Reconstruction
 from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
@@ -27,7 +27,7 @@ def nothing_done(plan: Plan, record: RunRecord) -> str | None:
     made = {layer.name for layer in record.layers}
     for p in plan.passes:
         wanted = sorted(name for name in plan.treated if p.wants(name))
-        if p.stage(Decide) and not made & set(wanted):
+        if (p.stage(Decide) or p.stage(Reconstruction)) and not made & set(wanted):
             reasons = Counter(record.left_alone.get(name, "no reason known") for name in wanted)
             told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             return f"{p.name} compressed nothing: of its layers, like {wanted[0]}, {told}"

@@ -9,7 +9,7 @@ from torch import nn
 from compress.checkpoint.record import Finished, RunRecord, Sink
 from compress.comm import Comm
 from compress.model.calls import Batch, Call, hidden_of
-from compress.passes.stages import Decide
+from compress.passes.stages import Decide, Reconstruction
 from compress.progress import Reporter
 from compress.run.lessons import Lessons
 from compress.run.plan import Plan
@@ -62,7 +62,8 @@ class Run:
     def compares(self) -> bool:
         """Whether a pass compares with the original model."""
         decides = (p.stage(Decide) for p in self.plan.passes)
-        return any(stage.reference for stage in decides if stage is not None)
+        reference = any(stage.reference for stage in decides if stage is not None)
+        return reference or any(p.stage(Reconstruction) for p in self.plan.passes)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "fixed", "fitted"]
+WITHIN = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
 
 
 class WeightQuantizer(nn.Module):
@@ -91,6 +92,26 @@ class WeightQuantizer(nn.Module):
         for i in range(len(self.others)):
             weight_NK = weight_NK - self.get_buffer(f"other{i}")
         return weight_NK
+
+    @torch.no_grad()
+    def nearest_of_its_codes(self, weight_NK: Tensor, original_NK: Tensor) -> Tensor:
+        """[N, K] what is closest to the original of all that is rounded to the codes of a weight.
+
+        What lies near the end of its code's range is the first to change it; in the middle all would change at once, as
+        an optimizer that scales gradients moves all weights at one pace.
+        """
+        weight_NK = self.masked(self.without_others(weight_NK))
+        scale, zero = self.scale_and_zero(weight_NK)
+        groups = grouped(weight_NK, self.grid)
+        scale, zero = (t.reshape(*groups.shape[:-1], 1) for t in (scale, zero))
+        codes = encode(groups, scale, zero, self.grid)
+        room = WITHIN if not self.grid.floating else 0.0
+        ends = [(codes - zero + side * room) * scale for side in (-1, 1)]
+        wanted = grouped(self.masked(self.without_others(original_NK)).to(groups.dtype), self.grid)
+        found = wanted.clamp(torch.minimum(*ends), torch.maximum(*ends)).reshape(weight_NK.shape)
+        for i in range(len(self.others)):
+            found = found + self.get_buffer(f"other{i}")
+        return found
 
     def masked(self, weight_NK: Tensor) -> Tensor:
         """A weight with exact zeros where it is pruned, through which these get no gradient."""

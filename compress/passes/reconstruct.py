@@ -1,0 +1,67 @@
+"""Block reconstruction: codes and scales of a block are trained until the block returns what the original returned.
+
+X' is what the block is given behind the compressed blocks before it, X what it was given in the original model:
+
+    min over codes and scales of   |block'(X') - block(X)|^2        of all tokens, a mean
+
+The weights behind the codes of earlier passes (gptq, say) and their scales learn by LSQ (`compress/train/learned.py`);
+what was best on all calibration data is kept, which may be what it began with.
+
+Sources: block reconstruction: BRECQ (Li et al. 2021, arXiv 2102.05426); learned rounding by gradients, a linear decay
+of the rate, the best kept: SignRound (Cheng et al. 2023, arXiv 2309.05516); weights, scales and zero points of a block
+together: EfficientQAT, Block-AP (Chen et al. 2024, arXiv 2407.11062).
+
+Departs from the papers:
+- it starts from the solution of another pass, not from the nearest codes.
+- the target is what the original block makes of the original's hidden states, not of those that it is given now: errors
+  of earlier blocks are made up for.
+- a rate is in codes (steps of the layer's grid), the same for layers of any size; Adam, where SignRound has signs.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from compress.errors import InputError
+from compress.passes.base import Aspect, Pass
+from compress.passes.stages import Reconstruction, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruct(Pass):
+    """Trains what earlier passes made of a block until it returns what the original did."""
+
+    name: ClassVar[str] = "reconstruct"
+    reads: ClassVar[Aspect] = "quantized weight"
+    keeps_zeros: ClassVar[bool] = True
+
+    steps: int = 200
+    """1 or more: steps of the optimizer in each block."""
+
+    rows: int = 8
+    """1 or more: samples per step, over all ranks, in whole micro-batches."""
+
+    rate: float = 0.02
+    """above 0: Adam's for weights, at the beginning, in steps of their grid."""
+
+    scale_rate: float = 1e-3
+    """0 or more: Adam's for scales, as factors: 0.001 is a thousandth of a scale a step."""
+
+    checks: int = 4
+    """1 or more: how often the block is measured on all calibration data, to keep the best."""
+
+    seed: int = 0
+    """0 or more: of the order of the micro-batches."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("steps", 1), ("rows", 1), ("checks", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} {getattr(self, name)}; allowed: {least} or more")
+        if not self.rate > 0:
+            raise InputError(f"rate {self.rate}; allowed: above 0")
+        if not self.scale_rate >= 0:
+            raise InputError(f"scale_rate {self.scale_rate}; allowed: 0 or more")
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (Reconstruction(self.steps, self.rows, self.rate, self.scale_rate, self.checks, self.seed),)
