@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from compress.passes.ternary import Ternary
     from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
+    from compress.qat import Prepared, prepare_qat
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
     from compress.runtime.linear import QuantLinear
@@ -65,6 +66,7 @@ _HOMES = {
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
     "Pass": "compress.passes.base",
+    "Prepared": "compress.qat",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
     "Result": "compress.job",
@@ -85,6 +87,7 @@ _HOMES = {
     "load_recipe": "compress.recipe",
     "lora": "compress.runtime.adapters",
     "only": "compress.passes.where",
+    "prepare_qat": "compress.qat",
     "quantize": "compress.api",
     "register": "compress.runtime.loading",
     "verify": "compress.verification",
@@ -108,6 +111,7 @@ __all__ = [
     "LowRank",
     "Magnitude",
     "Pass",
+    "Prepared",
     "QuantLinear",
     "Quantized",
     "Result",
@@ -129,6 +133,7 @@ __all__ = [
     "load_recipe",
     "lora",
     "only",
+    "prepare_qat",
     "quantize",
     "register",
     "verify",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compress.errors import InputError
 from compress.model.convolution import Geometry, samples
 from compress.train.learned import rounded, whole
 from compress.weights.decision import Decision
@@ -41,7 +42,7 @@ class WeightQuantizer(nn.Module):
 
     def __init__(self, decided: Quantized, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.grid, self.scales, self.scale_dtype = decided.grid, scales, decided.scale.dtype
+        self.grid, self.scales, self.scale_dtype, self.dtype = decided.grid, scales, decided.scale.dtype, dtype
         start = decided.scale.to(dtype)
         zero = torch.zeros_like(start) if decided.zero_point is None else decided.zero_point.to(dtype)
         self.register_buffer("start", start)
@@ -64,7 +65,12 @@ class WeightQuantizer(nn.Module):
         return straight_through(scale, stored), zero
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Values of a weight [N, ...], of its shape and in its dtype."""
+        """Values of a weight [N, ...], of its shape and in its dtype. Raises InputError for one of 16 bits."""
+        if weight.dtype != self.dtype:
+            raise InputError(
+                f"a weight is {weight.dtype}, and is rounded as it was prepared, in {self.dtype}; compute in 16 "
+                "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
+            )
         weight_NK = self.masked(weight.flatten(1))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
