@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -196,22 +197,23 @@ def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: Tr
 def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
     """Within: blocks are compiled, and compute their activations again, where that is asked for."""
     blocks = [block for stack in run.plan.stacks for _, block in stack.blocks]
-    enable = getattr(run.model, "gradient_checkpointing_enable", None)
-    if options.checkpointing and enable is None:
-        raise InputError(f"{type(run.model).__name__} cannot compute activations again; leave checkpointing out")
+    model: Any = run.model
+    # It has had two names in transformers.
+    name = next((n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")), None)
+    if options.checkpointing and name is None:
+        raise InputError(f"{type(model).__name__} cannot compute activations again; leave checkpointing out")
     if options.compile:
         for block in blocks:
             block.compile()
     if options.checkpointing:
-        assert callable(enable)
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
         for block in blocks:
             block.training = True  # of the block alone: what it does with this flag is to recompute
     try:
         yield
     finally:
         if options.checkpointing:
-            run.model.gradient_checkpointing_disable()  # type: ignore[operator]
+            getattr(model, f"{name}_checkpointing_disable")()
             for block in blocks:
                 block.training = False
         for block in blocks if options.compile else ():
