@@ -37,6 +37,7 @@ from compress.run.rewrite import FoldFinder
 from compress.run.state import Run, Steps
 from compress.run.storable import notes_for_readers, notes_on_dense
 from compress.run.training import Collected
+from compress.train.metrics import summary, training_file
 from compress.verification import verified
 
 T = TypeVar("T")
@@ -179,6 +180,7 @@ class Job:
             self.note(note)
         for note in notes_for_readers(schemes, self.plan):
             self.note(note)
+        about_training = training_file(self.record.training)
         changed = None if self.restructured is None else self.restructured.record["config"]
         config, companions = configuration(self.model, self.source, changed)
         if config is not None and (schemes or self.cache is not None):
@@ -191,9 +193,11 @@ class Job:
             identity=self.identity,
             calibration=None if self.tokens is None else self.tokens.described(),
             ranks=self.comm.world,
+            training=[summary(history) for history in self.record.training],
         )
         folder = self.source.path if self.source is not None else None
-        sink.complete(self.stored(outside(self.model, blocks)), config, folder, companions, about)
+        files = {**companions, **about_training}
+        sink.complete(self.stored(outside(self.model, blocks)), config, folder, files, about)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""
