@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from compress.passes.train import Train
     from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
+    from compress.qat import Prepared, prepare_qat
     from compress.recipe import load_recipe
     from compress.runtime.adapters import lora
     from compress.runtime.linear import QuantLinear
@@ -67,6 +68,7 @@ _HOMES = {
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
     "Pass": "compress.passes.base",
+    "Prepared": "compress.qat",
     "QuantLinear": "compress.runtime.linear",
     "Quantized": "compress.weights.grid",
     "Reconstruct": "compress.passes.reconstruct",
@@ -89,6 +91,7 @@ _HOMES = {
     "load_recipe": "compress.recipe",
     "lora": "compress.runtime.adapters",
     "only": "compress.passes.where",
+    "prepare_qat": "compress.qat",
     "quantize": "compress.api",
     "register": "compress.runtime.loading",
     "verify": "compress.verification",
@@ -112,6 +115,7 @@ __all__ = [
     "LowRank",
     "Magnitude",
     "Pass",
+    "Prepared",
     "QuantLinear",
     "Quantized",
     "Reconstruct",
@@ -135,6 +139,7 @@ __all__ = [
     "load_recipe",
     "lora",
     "only",
+    "prepare_qat",
     "quantize",
     "register",
     "verify",

@@ -1,10 +1,10 @@
 """A run that is ready to begin: block by block through the model, then the checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from compress.checkpoint import coverage
 from compress.checkpoint.describe import configuration, quantization_config
 from compress.checkpoint.manifest import manifest
-from compress.checkpoint.record import RunRecord
+from compress.checkpoint.record import Finished, RunRecord
 from compress.checkpoint.shown import shown
 from compress.checkpoint.source import Source
 from compress.checkpoint.writer import Discard, Writer
@@ -26,15 +26,21 @@ from compress.recipe import describe
 from compress.request import Request
 from compress.run.batches import ChainBrokenError
 from compress.run.lessons import Lessons
-from compress.run.pipeline import run
+from compress.run.matching import shared_weights
+from compress.run.pipeline import decide, run
 from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
 from compress.run.residency import Residency
 from compress.run.restore import hooks_and_buffers, naming, undone, values
 from compress.run.restructure import Restructured
+from compress.run.rewrite import FoldFinder
+from compress.run.state import Run, Steps
 from compress.run.storable import notes_for_readers, notes_on_dense
+from compress.run.training import Collected
+from compress.train.metrics import summary, training_file
 from compress.verification import verified
 
+T = TypeVar("T")
 VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verified without being asked
 
 
@@ -54,7 +60,7 @@ class Job:
     one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
     have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
     lessons: what it trains with, if it does. stores: the dtypes of parameters before they were widened for that.
-    restructured: what was removed of the model, before all this.
+    restructured: what was removed of the model, before all this. earlier: what has been found out about each block.
     """
 
     request: Request
@@ -73,29 +79,36 @@ class Job:
     lessons: Lessons | None = None
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
     restructured: Restructured | None = None
+    earlier: Mapping[str, Finished] = field(default_factory=dict)
 
     def run(self) -> Result:
         """Compress, and write what was asked for. Raises CompressError for work that failed or compressed nothing."""
-        result = Result(self.record)
         with self.undoing():
-            with evaluating(self.model):
-                broken = self.walk()
-                if broken is not None:
-                    self.join_blocks(broken)
-                    self.walk()
-                self.check_done()
-            if self.plan.decides:
-                self.record.coverage = self.covered()
-            if isinstance(self.sink, Writer):
-                self.complete(self.sink)
-                if self.wants_verification():
-                    trusted = self.request.trust_remote_code
-                    result.verification = verified(self.sink.place, self.comm, self.reporter, trusted)
-                self.sink.take_name()
-                result.output = self.sink.output
+            return self.carry_out()
+
+    def carry_out(self) -> Result:
+        """`run`, of which nothing is undone where it fails."""
+        result = Result(self.record)
+        with evaluating(self.model):
+            self.walk(run)
+            self.check_done()
+        if self.plan.decides:
+            self.record.coverage = self.covered()
+        if isinstance(self.sink, Writer):
+            self.complete(self.sink)
+            if self.wants_verification():
+                trusted = self.request.trust_remote_code
+                result.verification = verified(self.sink.place, self.comm, self.reporter, trusted)
+            self.sink.take_name()
+            result.output = self.sink.output
         if self.residency.keep:
             result.model = self.model
         return result
+
+    def decide(self) -> Collected:
+        """What the passes decide about layers, whose values the model then has, for somebody who trains it."""
+        with self.undoing(), evaluating(self.model):
+            return self.walk(decide)
 
     def undoing(self) -> AbstractContextManager[None]:
         """Within: a failure leaves a model in memory as it was, or says what it is. One that was read is nobody's."""
@@ -106,25 +119,34 @@ class Job:
         before = [] if self.restructured is None else [self.restructured.undo]
         return undone(values(self.model), hooks_and_buffers(self.model), *before)
 
-    def walk(self) -> ChainBrokenError | None:
-        """Through all blocks of the plan; why not, with nothing changed, where they do not hand the hidden state on."""
+    def walk(self, how: Callable[[Run], T]) -> T:
+        """Through all blocks of the plan; through the model as one block, where they do not hand the hidden state
+        on."""
         try:
-            run(
-                self.model,
-                self.plan,
-                self.batches,
-                self.residency,
-                self.sink,
-                self.comm,
-                self.record,
-                self.reporter,
-                self.lessons,
-            )
-        except ChainBrokenError as why:
+            return how(self.begun())
+        except ChainBrokenError as why:  # with nothing changed
             if self.plan.stacks[0].container is None:
                 raise
-            return why
-        return None
+            broken = why
+        self.join_blocks(broken)
+        return how(self.begun())
+
+    def begun(self) -> Run:
+        """What the walk works with."""
+        return Run(
+            self.model,
+            self.plan,
+            self.batches,
+            self.residency,
+            self.sink,
+            self.comm,
+            self.record,
+            self.reporter,
+            FoldFinder(self.comm, shared_weights(self.model)),
+            Steps.of(self.reporter, self.plan),
+            self.lessons,
+            self.earlier,
+        )
 
     def join_blocks(self, why: ChainBrokenError) -> None:
         """Plan the whole model as one block instead."""
@@ -158,6 +180,7 @@ class Job:
             self.note(note)
         for note in notes_for_readers(schemes, self.plan):
             self.note(note)
+        about_training = training_file(self.record.training)
         changed = None if self.restructured is None else self.restructured.record["config"]
         config, companions = configuration(self.model, self.source, changed)
         if config is not None and (schemes or self.cache is not None):
@@ -170,9 +193,11 @@ class Job:
             identity=self.identity,
             calibration=None if self.tokens is None else self.tokens.described(),
             ranks=self.comm.world,
+            training=[summary(history) for history in self.record.training],
         )
         folder = self.source.path if self.source is not None else None
-        sink.complete(self.stored(outside(self.model, blocks)), config, folder, companions, about)
+        files = {**companions, **about_training}
+        sink.complete(self.stored(outside(self.model, blocks)), config, folder, files, about)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""

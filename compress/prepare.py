@@ -130,7 +130,7 @@ def _job(
         identity["structure"] = restructured.fingerprint
     if rows is not None:
         identity["training"] = fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
-    sink, cache = _sink(request, place, comm, model, plan_, identity)
+    sink, cache = sink_of(request, place, comm, model, plan_, identity)
     record.notes += _remarks(request, model, plan_, tokens, sink)
     for note in record.notes:
         reporter.note(note)
@@ -327,7 +327,7 @@ def _identity(
     }
 
 
-def _sink(
+def sink_of(
     request: Request,
     place: Directory | None,
     comm: Comm,

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from compress.evaluation.drawing import Frame, key, picture
 from compress.recipes.compare import Recipes, compare, parser
 
 GROUPS, WIDTHS = (32, 64, 128), (2, 3, 4)
@@ -25,7 +26,6 @@ PUBLISHED = {
     "shrink": False,
 }
 COLOURS = {"gptq": "#4477aa", "outliers": "#66ccee", "spqr": "#ee6677", "published": "#aa3377", "lqs": "#228833"}
-SIZE, MARGIN = (720, 440), 56
 
 
 def recipes(group_size: int) -> Recipes:
@@ -62,46 +62,16 @@ def recipes(group_size: int) -> Recipes:
 
 def drawn(rows: list[dict[str, Any]], title: str) -> str:
     """The rows as a picture: bits per weight to the right, KL upwards by its logarithm."""
-    (width, height), bits, kl = (
-        SIZE,
-        [row["bits_per_weight"] for row in rows],
-        [math.log(row["kl_mean"]) for row in rows],
-    )
-    left, right, low, high = math.floor(min(bits)), math.ceil(max(bits)), min(kl), max(kl)
-
-    def place(row: dict[str, Any]) -> tuple[float, float]:
-        across = (row["bits_per_weight"] - left) / (right - left)
-        up = (math.log(row["kl_mean"]) - low) / (high - low)
-        return MARGIN + across * (width - 2 * MARGIN), height - MARGIN - up * (height - 2 * MARGIN)
-
-    marks = []
+    bits, kl = [row["bits_per_weight"] for row in rows], [row["kl_mean"] for row in rows]
+    frame = Frame(math.floor(min(bits)), math.ceil(max(bits)), min(kl), max(kl))
+    marks = frame.axes(range(int(frame.left), int(frame.right) + 1))
     for row in rows:
-        x, y = place(row)
+        x, y = frame.place(row["bits_per_weight"], row["kl_mean"])
         colour = COLOURS[row["title"].split()[0]]
         note = f"{row['title']}: {row['bits_per_weight']:.2f} bits, KL {row['kl_mean']:.4g}"
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{note}</title></circle>')
-    for i, (kind, colour) in enumerate(COLOURS.items()):
-        y = MARGIN + 18 * i
-        marks.append(f'<circle cx="{width - 150}" cy="{y}" r="5" fill="{colour}"/>')
-        marks.append(f'<text x="{width - 138}" y="{y + 4}">{kind}</text>')
-    for bit in range(left, right + 1):
-        x = MARGIN + (bit - left) / (right - left) * (width - 2 * MARGIN)
-        marks.append(f'<text x="{x:.1f}" y="{height - MARGIN + 20}" text-anchor="middle">{bit}</text>')
-    for power in range(math.ceil(low / math.log(10)), math.floor(high / math.log(10)) + 1):
-        y = height - MARGIN - (power * math.log(10) - low) / (high - low) * (height - 2 * MARGIN)
-        marks.append(f'<text x="{MARGIN - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
-        marks.append(f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ccc"/>')
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-            'font-size="13">',
-            f'<rect width="{width}" height="{height}" fill="white"/>',
-            f'<text x="{MARGIN}" y="28" font-size="15">{title}: KL to the original, by measured bits per weight</text>',
-            *marks,
-            "</svg>",
-            "",
-        ]
-    )
+    heading = f"{title}: KL to the original, by measured bits per weight"
+    return picture(heading, [*marks, *key(list(COLOURS.items()))])
 
 
 def main() -> None:

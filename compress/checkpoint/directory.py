@@ -144,7 +144,7 @@ class Directory:
     def trained(self) -> bool:
         """Whether there is a checkpoint of training that a run can go on from."""
         done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
-        return not done and any(self.training.glob("*/*"))
+        return not done and any(self.training.glob("*/step-*"))
 
     def _clear(self) -> None:
         """Remove what runs make here, but the lock. First the journal: a part of what it names is no run."""

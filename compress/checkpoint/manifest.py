@@ -2,7 +2,7 @@
 
 import platform
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -41,10 +41,12 @@ def manifest(
     identity: Mapping[str, Any],
     calibration: Mapping[str, Any] | None,
     ranks: int,
+    training: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The record of a run that is done, but for what `Writer.complete` knows and what verifying it will say.
 
-    identity: what a resumed run must have in common with it. calibration: what the model was shown.
+    identity: what a resumed run must have in common with it. calibration: what the model was shown. training: a summary
+    of each training, of which `training.jsonl` has all lines.
     """
     return {
         "compress": VERSION,
@@ -65,7 +67,7 @@ def manifest(
         "ranges": [asdict(each) for each in record.ranges],
         "folds": [asdict(fold) for fold in record.folds],
         "not_folded": record.not_folded,
-        "training": record.training,
+        "training": list(training),
         "left_alone": record.left_alone,
         "notes": record.notes,
         "verification": None,

@@ -17,6 +17,7 @@ from compress.cli.options import (
     plugin_option,
     quiet_option,
     trust_option,
+    writable,
     write_report,
 )
 from compress.cli.terminal import visible
@@ -61,7 +62,9 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
 @click.argument("model")
 @click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
 @click.option("--calibration", is_flag=True, help="The ranges that calibration fixed, and what they clip.")
+@click.option("--training", is_flag=True, help="How the model was trained: steps, losses, speed.")
 @html_option("With --calibration: write its table and histograms as one page")
+@click.option("--svg", metavar="FILE", callback=writable, help="With --training: draw the losses (needs nothing more).")
 @trust_option
 @plugin_option
 @device_option
@@ -72,15 +75,23 @@ def inspect(
     model: str,
     kernels: bool,
     calibration: bool,
+    training: bool,
     html: str | None,
+    svg: str | None,
     trust_remote_code: bool,
     device: str | None,
     json_file: str | None,
     quiet: bool,
 ) -> None:
     """Show every layer of a checkpoint: shape, scheme, bits, bytes, and what was left alone and why."""
-    if kernels and calibration:
-        raise InputError("--kernels and --calibration are two reports; ask for one")
+    wanted = {"--kernels": kernels, "--calibration": calibration, "--training": training}
+    reports = [name for name, asked in wanted.items() if asked]
+    if len(reports) > 1:
+        raise InputError(f"{reports[0]} and {reports[1]} are two reports; ask for one")
+    if svg is not None and not training:
+        raise InputError("--svg is for --training, which has losses to draw; drop it or add that")
+    if svg == "-":
+        raise InputError("--svg '-'; give a file")
     if html is not None and not calibration:
         raise InputError("--html is for --calibration, which has histograms to draw; drop it or add that")
     if device is not None and not kernels:
@@ -98,6 +109,8 @@ def inspect(
         _kernels(model, device, trust_remote_code, json_file, silent)
     elif calibration:
         _calibration(model, html, json_file, silent)
+    elif training:
+        _training(model, svg, json_file, silent)
     else:
         _layers(model, json_file, silent)
 
@@ -126,6 +139,19 @@ def _calibration(model: str, html: str | None, json_file: str | None, silent: bo
         write_ranges(model, ranges, Path(html))
     if not silent:
         show.calibration(ranges)
+
+
+def _training(model: str, svg: str | None, json_file: str | None, silent: bool) -> None:
+    """How the model was trained."""
+    from compress.cli import tables as show
+    from compress.evaluation.training import content, curves, rows, write_curves
+
+    found = curves(model)
+    write_report(json_file, {"model": model, "trainings": content(found)})
+    if svg is not None:
+        write_curves(model, found, Path(svg))
+    if not silent:
+        show.curves(rows(found))
 
 
 def _layers(model: str, json_file: str | None, silent: bool) -> None:

@@ -12,6 +12,9 @@ from rich.text import Text
 from compress.cli.terminal import console, visible
 from compress.progress import Reporter, Silent
 
+MANY = 100  # steps, of which each still has its line
+QUIET = 10.0  # seconds, at most
+
 
 class Pace:
     """When work will be done, by the time of a step since the first of them began: steps differ little, and what is
@@ -30,18 +33,27 @@ class Pace:
 
 
 class Lines:
-    """A plain line per step on standard error, with the time left."""
+    """A plain line per step on standard error, with the time left; of many steps, those that are ten seconds or a
+    hundredth of the way behind the last that was said, and the final one."""
 
     def __init__(self, title: str) -> None:
         self.title, self.pace, self.said = title, Pace(), False
+        self.last = (0, 0.0)
 
     def step(self, done: int, total: int, what: str) -> None:
         left = self.pace.left(done, total, what)
         remaining = f", {left:.0f} s left" if left is not None and done < total else ""
-        if what or not self.said:
+        if self._due(done, total) if what else not self.said:
             line = f"{self.title}: {done}/{total} {visible(what)}{remaining}"
             print(line.rstrip(), file=sys.stderr, flush=True)
+            self.last = (done, time.monotonic())
         self.said = True
+
+    def _due(self, done: int, total: int) -> bool:
+        """Whether a step is worth a line: every one of up to `MANY`."""
+        before, at = self.last
+        few, new = total <= MANY, done < before  # other work has begun
+        return few or new or done == total or (done - before) * 100 >= total or time.monotonic() - at >= QUIET
 
     def note(self, message: str) -> None:
         print(f"note: {visible(message)}", file=sys.stderr, flush=True)

@@ -90,6 +90,16 @@ def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"trained {steps} steps in {history['seconds']:.0f} s; on held-out samples: {losses or 'not measured'}"
 
 
+def curves(rows: Sequence[Sequence[str]]) -> None:
+    """What each training of a run has measured."""
+    table = Table()
+    for heading in ("steps", "loss", "held out", "tokens (samples)/s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+
+
 def removed(structure: Mapping[str, Any]) -> str:
     """What is left of a model's structure, and at what loss, in a line."""
     before, after = structure["before"], structure["after"]

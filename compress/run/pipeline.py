@@ -8,57 +8,39 @@ token embedding, if a pass is about it, is rounded before the capture. State is 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
-from compress.checkpoint.record import RunRecord, Sink
-from compress.comm import Comm
-from compress.model.calls import Batch, Call, without_cache
+from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack, left_alone
-from compress.progress import Reporter
 from compress.run.block import run_block
 from compress.run.capture import capture, output_shape
-from compress.run.lessons import Lessons
-from compress.run.matching import shared_weights
-from compress.run.plan import Plan
 from compress.run.remarks import few_tokens, held_back, permuted
 from compress.run.residency import Residency
-from compress.run.rewrite import FoldFinder
-from compress.run.state import Run, Steps, Streams
+from compress.run.state import Run, Streams
 from compress.run.survey import surveyed
 from compress.run.tables import round_tables
-from compress.run.training import trained
+from compress.run.training import Collected, decided, trained
 
 
-def run(
-    model: nn.Module,
-    plan_: Plan,
-    batches: Sequence[Batch],
-    residency: Residency,
-    sink: Sink,
-    comm: Comm,
-    record: RunRecord,
-    reporter: Reporter,
-    lessons: Lessons | None = None,
-) -> None:
-    """Carry out a plan. `batches` are this rank's micro-batches (empty where no pass needs calibration), `lessons` what
-    it trains with.
-
-    Raises ChainBrokenError, before anything is changed, for a model that must run as one block.
-    """
+def run(this: Run) -> None:
+    """Carry out a plan. Raises ChainBrokenError, before anything is changed, for a model that must run as one block."""
     started = time.monotonic()
-    folds = FoldFinder(comm, shared_weights(model))
-    steps = Steps.of(reporter, plan_)
-    this = Run(model, plan_, batches, residency, sink, comm, record, reporter, folds, steps, lessons)
-    steps.begin()
-    with without_cache(model):
+    this.steps.begin()
+    with without_cache(this.model):
         _walk(trained(this, _walk))
     _remark(this)
-    record.seconds = time.monotonic() - started
+    this.record.seconds = time.monotonic() - started
+
+
+def decide(this: Run) -> Collected:
+    """What the passes of a plan decide about layers, for a training that somebody else does. Raises ChainBrokenError
+    as `run` does."""
+    this.steps.begin()
+    with without_cache(this.model):
+        return decided(this, _walk, this.plan.passes)
 
 
 def _walk(this: Run) -> None:

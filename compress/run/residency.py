@@ -8,7 +8,7 @@
 one block and nothing else. Code under `open` cannot tell which.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ class Residency(Protocol):
     """What `tests/contracts/test_residency.py` and `tests/run/test_sharded.py` hold both residencies to."""
 
     device: torch.device
+    dtype: torch.dtype | None
     keep: bool
 
     def open(
@@ -38,8 +39,9 @@ class Residency(Protocol):
         """
         ...
 
-    def widened(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within: the model can be trained, on the device and in 32 bits. Not while a block is open."""
+    def widen(self, model: nn.Module) -> Callable[[], None]:
+        """Make a model one that can be trained, on the device and in 32 bits; returns what gives its parameters their
+        devices and dtypes back. Not while a block is open."""
         ...
 
 
@@ -91,23 +93,25 @@ class Local:
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None, keep: bool = True) -> None:
         self.device, self.dtype, self.keep = device, dtype, keep
 
-    @contextmanager
-    def widened(self, model: nn.Module) -> Iterator[None]:
-        """Within: the model is on the device and has no parameters of fewer than 32 bits."""
-        before = [(p, p.device, p.dtype) for p in model.parameters()]
-        buffers = _buffers(model, set())
-        for p, _, dtype in before:
+    def widen(self, model: nn.Module) -> Callable[[], None]:
+        """Move the model to the device, and leave it no parameters of fewer than 32 bits."""
+        # By name: what is sharded meanwhile has other parameters, and these ones may go.
+        before = {name: (p.device, p.dtype) for name, p in model.named_parameters()}
+        buffers = [(module, name, buffer.device) for module, name, buffer in _buffers(model, set())]
+        for p in model.parameters():
             # A copy: what was there before is changed by nobody (`run.restore`), and training changes in place.
-            p.data = p.data.to(self.device, torch.float32 if is_narrow(p) else dtype, copy=True)
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer.to(self.device)
-        try:
-            yield
-        finally:
-            for p, device, dtype in before:
-                p.data = p.data.to(device, dtype)
-            for module, name, buffer in buffers:
-                module._buffers[name] = module._buffers[name].to(buffer.device)  # type: ignore[union-attr]
+            p.data = p.data.to(self.device, torch.float32 if is_narrow(p) else p.dtype, copy=True)
+        for module, name, _ in buffers:
+            module._buffers[name] = module._buffers[name].to(self.device)  # type: ignore[union-attr]
+
+        def back() -> None:
+            for name, p in model.named_parameters():
+                if name in before and not isinstance(p, DTensor):
+                    p.data = p.data.to(*before[name])
+            for module, name, device in buffers:
+                module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+
+        return back
 
     @contextmanager
     def open(
@@ -146,16 +150,13 @@ class Sharded:
         named = dict(model.named_parameters())
         self.stores = {id(named[name]): stored for name, stored in (stores or {}).items()}
 
-    @contextmanager
-    def widened(self, model: nn.Module) -> Iterator[None]:
-        """Within: the model can be trained. It has been widened before it was sharded. Raises InputError otherwise."""
+    def widen(self, model: nn.Module) -> Callable[[], None]:
+        """Nothing: it has been widened before it was sharded. Raises InputError otherwise."""
         narrow = next((name for name, p in model.named_parameters() if is_narrow(p)), None)
         if narrow is not None:
             raise InputError(f"{narrow} has 16 bits, and training needs 32: call model.float() before fully_shard")
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # a root that has run keeps its full parameters, which nobody trains
-        yield
+        reshard(model)
+        return lambda: None
 
     @staticmethod
     def require() -> None:
@@ -197,6 +198,23 @@ class Sharded:
         finally:
             for unit in units:
                 unit.reshard()
+
+
+@contextmanager
+def widened(residency: Residency, model: nn.Module) -> Iterator[None]:
+    """Within: the model can be trained."""
+    back = residency.widen(model)
+    try:
+        yield
+    finally:
+        back()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every unit have its shards: a root that has run keeps its full parameters, which nobody trains."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def _is_fsdp_hook(hook: object) -> bool:

@@ -3,6 +3,7 @@
 walk over the blocks with the passes before -> quantizers on the layers -> train -> a pass that decides the outcome
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -14,15 +15,28 @@ from compress.checkpoint.record import Finished
 from compress.errors import InputError
 from compress.model.layers import Layer
 from compress.model.opened import Opened
+from compress.passes.base import Pass
 from compress.passes.stages import Learn
 from compress.passes.train import Trained
+from compress.run.plan import Plan
+from compress.run.residency import Residency, widened
 from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
-from compress.train.layers import PARTS, attach, detach, finished
+from compress.train.layers import (
+    PARTS,
+    attach,
+    detach,
+    finished,
+    parameters_in,
+    quantizers_of,
+    scales_in,
+    weights_outside,
+)
 from compress.train.loop import History, Training, train
 from compress.train.objective import Objective
 from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
+from compress.train.quantizers import Scales
 from compress.train.saved import fixed_of
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -69,21 +83,45 @@ def _learned(
 ) -> Run:
     """The run that is left behind the training at a place among the passes."""
     before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
-    sink = Collected()
-    undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
-    if before:
-        part = replace(run.plan, passes=before, kv=None, embeddings=None, tables=())
-        walk(replace(run, plan=part, sink=sink))
-        run.record.forget()
-    undo()
-    layers = [layer for of_block in run.plan.layers.values() for layer in of_block]
-    wanted = [layer for layer in layers if layer.name in run.plan.treated]
-    with run.residency.widened(run.model), quantizing(wanted, sink.decisions, options) as quantized:
+    sink = decided(run, walk, before)
+    wanted = treated(run.plan)
+    with widened(run.residency, run.model), quantizing(wanted, sink.decisions, options.scales) as quantized:
         history = _train(run, options, teacher, quantized)
-        decisions = _decisions(run, wanted, sink.decisions)
+        decisions = decisions_of(run.plan, run.residency, sink.decisions)
     run.record.training.append({**asdict(history), "options": described(options)})
     left = replace(run.plan, passes=(Trained(decisions=decisions), *rest))
     return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
+
+
+def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> Collected:
+    """What passes decide about layers; the model has its values, and rounds no inputs, outputs or caches by itself."""
+    sink = Collected()
+    undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
+    if passes:
+        part = replace(run.plan, passes=passes, kv=None, embeddings=None, tables=())
+        walk(replace(run, plan=part, sink=sink))
+        run.record.forget()
+    undo()
+    return sink
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Within: modules run as they are, and not what `Module.compile` made of them."""
+    before = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    try:
+        for m, _ in before:
+            m._compiled_call_impl = None
+        yield
+    finally:
+        for m, compiled in before:
+            m._compiled_call_impl = compiled
+
+
+def treated(plan: Plan) -> list[Layer]:
+    """The layers that a pass is about."""
+    names = plan.treated
+    return [layer for of_block in plan.layers.values() for layer in of_block if layer.name in names]
 
 
 def described(options: TrainingOptions) -> dict[str, object]:
@@ -92,14 +130,12 @@ def described(options: TrainingOptions) -> dict[str, object]:
 
 
 @contextmanager
-def quantizing(
-    layers: Sequence[Layer], decisions: Mapping[str, Decision], options: TrainingOptions
-) -> Iterator[list[Layer]]:
+def quantizing(layers: Sequence[Layer], decisions: Mapping[str, Decision], scales: Scales) -> Iterator[list[Layer]]:
     """Within: layers round as was decided; yields those that have something to round."""
     attached: list[Layer] = []
     try:
         for layer in layers:
-            if layer.name in decisions and attach(layer, decisions[layer.name], options.scales):
+            if layer.name in decisions and attach(layer, decisions[layer.name], scales):
                 attached.append(layer)
         yield attached
     finally:
@@ -110,26 +146,15 @@ def quantizing(
 def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers: Sequence[Layer]) -> History:
     lessons = run.lessons
     assert lessons is not None
-    quantizers = {
-        f"{layer.name}.{part}": module
-        for layer in layers
-        for part in PARTS
-        if (module := layer.module._modules[part]) is not None
-    }
-    inside = {id(p) for module in quantizers.values() for p in module.parameters()}
+    quantizers = quantizers_of(layers)
+    inside = parameters_in(quantizers)
     latent = {id(layer.parameter) for layer in layers}
     with _requiring(run.model, inside, latent, options):
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
-        weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
+        weights = weights_outside(run.model, inside)
         objective = Objective(options, run.model, teacher)
         objective.begin(lessons.rows.take([0]))
-        scales = {
-            f"{name}.{key}": p
-            for name, module in quantizers.items()
-            for key, p in module.named_parameters()
-            if p.requires_grad
-        }
-        scales |= {f"objective.{name}": p for name, p in objective.named_parameters()}
+        scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
         if not weights and not scales:
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
         fixed = fixed_of(quantizers)
@@ -195,14 +220,16 @@ def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
             block._compiled_call_impl = None
 
 
-def _decisions(run: Run, layers: Sequence[Layer], before: Mapping[str, Decision]) -> dict[str, Decision]:
+def decisions_of(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
     """What training has made of layers, block by block."""
-    names = {layer.name for layer in layers}
+    names = plan.treated
+    exact = copy.copy(residency)
+    exact.dtype = None  # as it was trained, whatever products are computed in
     found: dict[str, Decision] = {}
-    for stack in run.plan.stacks:
+    for stack in plan.stacks:
         for name, block in stack.blocks:
-            with run.residency.open(block, keep=False) as opened:
-                for layer in run.plan.layers[name]:
+            with exact.open(block, keep=False) as opened:
+                for layer in plan.layers[name]:
                     if layer.name in names:
                         found[layer.name] = _decision(layer, opened, before.get(layer.name))
     return found

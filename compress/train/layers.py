@@ -5,11 +5,14 @@ its hooks. Its class becomes a subclass of its own, of which `weight` is the rou
 with it, and which rounds what it is given and what it returns.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
@@ -32,7 +35,7 @@ class Quantizing:
     def weight(self) -> Tensor:
         """The rounded weight; the one that is trained is `_parameters["weight"]`."""
         latent: Tensor = self._parameters["weight"]  # type: ignore[attr-defined]
-        if self.weight_quantizer is None:
+        if self.weight_quantizer is None or isinstance(latent, DTensor):  # whose shard FSDP looks for under this name
             return latent
         if isinstance(self, Conv1D):  # [K, N]
             return self.weight_quantizer(latent.t()).t()
@@ -40,7 +43,11 @@ class Quantizing:
         return rounded
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer on the rounded input, its output rounded."""
+        """The layer on the rounded input, its output rounded. Raises InputError for a weight that is not whole."""
+        if isinstance(self._parameters["weight"], DTensor):  # type: ignore[attr-defined]
+            raise InputError(
+                "a layer that rounds is computed on a part of its weight (tensor parallelism?); shard it by fully_shard"
+            )
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
         y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
@@ -68,17 +75,57 @@ def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
     if weight is None and inputs is None and outputs is None:
         return False
     device = layer.parameter.device
-    for name, part in zip(PARTS, (weight, inputs, outputs), strict=True):
-        module.add_module(name, None if part is None else part.to(device))
-    module.__class__ = quantizing(type(module))  # type: ignore[arg-type]
+    swap(module, [None if part is None else part.to(device) for part in (weight, inputs, outputs)])
     return True
 
 
-def detach(module: nn.Module) -> None:
-    """Make a layer again what it was, with the weight that was trained."""
-    module.__class__ = type(module).__mro__[2]
-    for name in PARTS:
-        del module._modules[name]
+def swap(module: nn.Module, parts: Sequence[nn.Module | None]) -> None:
+    """Let a layer round by quantizers of its weight, input and output (None: not at all)."""
+    for name, part in zip(PARTS, parts, strict=True):
+        module.add_module(name, part)
+    module.__class__ = quantizing(type(module))  # type: ignore[arg-type]
+
+
+def detach(module: nn.Module) -> list[nn.Module | None]:
+    """Make a layer again what it was, with the weight that was trained; returns its quantizers, for `swap`."""
+    module.__class__ = _plain(type(module))
+    return [module._modules.pop(name) for name in PARTS]
+
+
+def _plain(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that became this one. FSDP, of a layer that is a unit of its own, makes a subclass in its turn."""
+    outer, own, *rest = kind.__mro__
+    if own is Quantizing:
+        return rest[0]
+    assert own is FSDPModule
+    bare = _plain(rest[0])
+    return type(f"FSDP{bare.__name__}", (FSDPModule, bare), {"__module__": outer.__module__})
+
+
+def quantizers_of(layers: Sequence[Layer]) -> dict[str, nn.Module]:
+    """What rounds weights, inputs and outputs of layers, by name."""
+    return {
+        f"{layer.name}.{part}": module
+        for layer in layers
+        for part in PARTS
+        if (module := layer.module._modules[part]) is not None
+    }
+
+
+def parameters_in(quantizers: Mapping[str, nn.Module]) -> set[int]:
+    """Which parameters are those of quantizers, by identity."""
+    return {id(p) for module in quantizers.values() for p in module.parameters()}
+
+
+def scales_in(quantizers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The scales and zero points that are learned, by name."""
+    named = {f"{name}.{key}": p for name, module in quantizers.items() for key, p in module.named_parameters()}
+    return {name: p for name, p in named.items() if p.requires_grad}
+
+
+def weights_outside(model: nn.Module, inside: set[int]) -> dict[str, nn.Parameter]:
+    """The trained parameters of a model that are not among those of its quantizers."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside}
 
 
 def finished(module: nn.Module, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:

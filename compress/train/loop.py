@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from compress.comm import Comm
 from compress.errors import CompressError
 from compress.progress import Reporter
 from compress.train import saved
-from compress.train.objective import Objective
+from compress.train.metrics import Log
+from compress.train.objective import Objective, is_text
 from compress.train.optimizer import Learned, clip, optimizer, set_rates, sum_gradients
 from compress.train.options import TrainingOptions
 from compress.train.rows import Order, Rows, micro_batches
@@ -50,12 +52,13 @@ class Training:
 @dataclass
 class History:
     """What training measured. steps: a line per step. held_out: losses on samples that were kept out, by step; before
-    the first it is 0."""
+    the first it is 0. earlier: lines of the run that this one goes on from, as `metrics` has them."""
 
     steps: list[Line] = field(default_factory=list)
     held_out: list[Line] = field(default_factory=list)
     seconds: float = 0.0
     resumed: int = 0
+    earlier: list[dict[str, Any]] = field(default_factory=list)
 
 
 def train(this: Training) -> History:
@@ -67,14 +70,21 @@ def train(this: Training) -> History:
     adamw = optimizer(this.learned, options)
     history, started = History(), time.monotonic()
     history.resumed = _resumed(this, adamw)
+    log = Log(this.place if comm.rank == 0 else None, history.resumed)
+    history.earlier = log.earlier
+    unit = "tokens" if is_text(seen.take([0])) else "samples"
     with Stopping(comm) as stopping:
         if len(kept_out):
             history.held_out.append(measured(this, kept_out, history.resumed))
+            log.held_out(history.held_out[-1])
         this.reporter.step(history.resumed, options.steps, "")
         for step in range(history.resumed, options.steps):
             history.steps.append(_step(this, adamw, seen, order.of_step(step), step))
             done, last = step + 1, step + 1 == options.steps
-            this.reporter.step(done, options.steps, f"step {done}, loss {history.steps[-1]['loss']:.4g}")
+            line = history.steps[-1]
+            log.step(line)
+            said = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
+            this.reporter.step(done, options.steps, said)
             asked = stopping.asked()
             if this.place is not None and (last or asked or (options.save_every and done % options.save_every == 0)):
                 saved.save(this.place, done, this.learned, this.fixed, adamw, comm)
@@ -82,6 +92,7 @@ def train(this: Training) -> History:
                 raise KeyboardInterrupt
             if len(kept_out) and (last or (options.evaluate_every and done % options.evaluate_every == 0)):
                 history.held_out.append(measured(this, kept_out, done))
+                log.held_out(history.held_out[-1])
     history.seconds = time.monotonic() - started
     return history
 

@@ -5,8 +5,9 @@ summed over the ranks here, as FSDP does it with those of the weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +32,26 @@ class Learned:
 
 
 def optimizer(learned: Learned, options: TrainingOptions) -> torch.optim.AdamW:
-    """Matrices decay, what has one dimension does not; scales have their own rate. Rates are set at every step."""
+    """AdamW over `parameter_groups`, of which `set_rates` sets the rates at every step."""
+    groups = parameter_groups(learned, options.learning_rate, options.scale_rate, options.weight_decay)
+    return torch.optim.AdamW([{**g, "rate": g["lr"]} for g in groups], lr=options.learning_rate, betas=BETAS)
+
+
+def parameter_groups(
+    learned: Learned, learning_rate: float, scale_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """For an optimizer: matrices decay, what has one dimension does not; scales have their own rate."""
     matrices = [p for p in learned.weights.values() if p.ndim > 1]
     vectors = [p for p in learned.weights.values() if p.ndim <= 1]
-    groups = [
-        {"params": params, "weight_decay": decay, "rate": rate}
+    return [
+        {"params": params, "weight_decay": decay, "lr": rate}
         for params, decay, rate in (
-            (matrices, options.weight_decay, options.learning_rate),
-            (vectors, 0.0, options.learning_rate),
-            (list(learned.scales.values()), 0.0, options.scale_rate),
+            (matrices, weight_decay, learning_rate),
+            (vectors, 0.0, learning_rate),
+            (list(learned.scales.values()), 0.0, scale_rate),
         )
         if params
     ]
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=BETAS)
 
 
 def share_of_rate(step: int, options: TrainingOptions) -> float:
@@ -77,6 +85,34 @@ def sum_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
         together = comm.all_reduce(torch.cat([g.flatten() for g in some]))
         for gradient, total in zip(some, together.split([g.numel() for g in some]), strict=True):
             gradient.copy_(total.view_as(gradient))
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> Callable[[], None]:
+    """From now on gradients of parameters that are whole on every rank are means over the ranks when a backward pass
+    ends, as FSDP makes those of its shards; returns what ends that. Gradients that add up over several backward passes
+    stay means: those of earlier passes are the same on every rank."""
+    last = -1
+
+    def average() -> None:
+        sum_gradients(parameters, comm)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad /= comm.world
+
+    def ask(_: Tensor) -> None:
+        nonlocal last
+        task = torch._C._current_graph_task_id()
+        if task != last:  # once in a backward pass
+            last = task
+            torch.autograd.Variable._execution_engine.queue_callback(average)
+
+    handles = [p.register_post_accumulate_grad_hook(ask) for p in parameters] if comm.active else []
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 def clip(parameters: Sequence[nn.Parameter], longest: float, comm: Comm) -> Tensor:

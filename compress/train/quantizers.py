@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from compress.errors import InputError
 from compress.model.convolution import Geometry, samples
 from compress.train.learned import rounded, whole
 from compress.weights.codes import Codes
@@ -48,7 +49,7 @@ class WeightQuantizer(nn.Module):
         first, *others = decided.terms
         codes = quantized_of(first)
         assert codes is not None
-        self.grid, self.scales, self.scale_dtype = codes.grid, scales, codes.scale.dtype
+        self.grid, self.scales, self.scale_dtype, self.dtype = codes.grid, scales, codes.scale.dtype, dtype
         self.format = first.format if isinstance(first, Codes) else None
         self.others = tuple(others)
         for i, term in enumerate(others):
@@ -75,7 +76,12 @@ class WeightQuantizer(nn.Module):
         return straight_through(scale, stored), zero
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Values of a weight [N, ...], of its shape and in its dtype."""
+        """Values of a weight [N, ...], of its shape and in its dtype. Raises InputError for one of 16 bits."""
+        if weight.dtype != self.dtype:
+            raise InputError(
+                f"a weight is {weight.dtype}, and is rounded as it was prepared, in {self.dtype}; compute in 16 "
+                "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
+            )
         weight_NK = self.masked(self.without_others(weight.flatten(1)))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)

@@ -8,6 +8,7 @@ from torch.nn.utils import prune
 
 import compress
 from compress.errors import CompressError, InputError
+from compress.passes.train import Train
 
 RTN, GPTQ = compress.RTN(group_size=16), compress.GPTQ(group_size=16)
 X = {"calibration": [{"input": torch.randn(64, 32)}]}
@@ -187,3 +188,19 @@ def test_inference_mode_is_no_obstacle():
         compress.quantize(model, GPTQ, calibration=batch)
     for one, two_ in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two_)
+
+
+def test_what_cannot_be_prepared_for_a_loop_of_ones_own_is_refused():
+    cases = [
+        ({"passes": [RTN, Train(steps=1)]}, "train is a loop of its own; leave it out"),
+        ({"passes": compress.KVCache()}, "no pass decides about layers"),
+        ({"passes": RTN, "scales": "free"}, "scales 'free'; allowed: learned, fixed, fitted"),
+        ({"passes": RTN, "ignore": "*"}, "is one pattern"),
+        ({"passes": GPTQ}, "gptq needs calibration data"),
+    ]
+    for given, says in cases:
+        with pytest.raises(InputError, match=says):
+            compress.prepare_qat(build("llama"), **given)
+    prepared = compress.prepare_qat(build("llama"), RTN)
+    with pytest.raises(InputError, match="resume, overwrite and verify need an output"):
+        prepared.convert(verify=True)

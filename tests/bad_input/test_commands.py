@@ -645,6 +645,18 @@ OTHERS: dict[str, Case] = {
         lambda d: command("inspect", d.model, "--trust-remote-code"),
         ("--trust-remote-code is for --kernels",),
     ),
+    "inspect: a picture of nothing": (
+        lambda d: command("inspect", d.model, "--svg", d.output),
+        ("--svg is for --training",),
+    ),
+    "inspect: two reports": (
+        lambda d: command("inspect", d.model, "--kernels", "--training"),
+        ("--kernels and --training are two reports",),
+    ),
+    "inspect: not trained": (
+        lambda d: command("inspect", d.model, "--training"),
+        ("holds no training.jsonl", "compress qat"),
+    ),
     "export: nothing said": (
         lambda d: command("export", d.model, "--output", d.output),
         ("say what to export: --dense", "a plain checkpoint", "--sparse24"),

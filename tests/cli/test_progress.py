@@ -47,6 +47,21 @@ def test_lines_say_the_time_that_steps_like_these_take(clock: Clock, capsys: pyt
     ]
 
 
+def test_of_many_steps_a_line_per_hundredth_or_ten_seconds_is_said(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1,000 steps of 10 ms, then 300 of 9 s: neither a line per step nor minutes without one."""
+    lines = Lines("train")
+    for steps, seconds, most, least in ((1000, 0.01, 101, 99), (300, 9, 160, 140)):
+        lines.step(0, steps, "")
+        for done in range(1, steps + 1):
+            clock.now += seconds
+            lines.step(done, steps, f"step {done}")
+        said = capsys.readouterr().err.splitlines()
+        assert least <= len(said) <= most
+        assert said[-1] == f"train: {steps}/{steps} step {steps}"
+
+
 def test_a_bar_counts_down_however_long_a_step_takes(clock: Clock) -> None:
     shown = Progress(console=Console(file=io.StringIO()))
     bar, column = Bar("work", shown), TimeLeft()

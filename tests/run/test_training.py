@@ -2,12 +2,13 @@
 
 import copy
 import json
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from checkpoints import same
 from combinations import every
-from commands import fast_gptq
+from commands import command, fast_gptq
 from models import build, tokens
 from torch import nn
 
@@ -71,7 +72,7 @@ def test_a_trained_checkpoint_computes_what_training_saw(folder, tmp_path_factor
     assert after < before or before < 1e-3  # nothing is to be gained of 8 bits
     record = json.loads((output / "compress.json").read_text())
     assert {layer["method"] for layer in record["layers"]} == {p.name for p in passes}
-    assert len(record["training"][0]["steps"]) == FEW["steps"]
+    assert record["training"][0]["steps"] == FEW["steps"]
 
 
 def test_pruned_weights_stay_zero_through_training_and_rounding():
@@ -122,6 +123,19 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(folder, tmp_path_facto
     same(place / "whole", place / "out")
     assert result.record.training[0]["resumed"] in (2, 4, 6)
     assert not (place / "out.partial").exists()
+    texts = [(place / out / "training.jsonl").read_text() for out in ("whole", "out")]
+    kept = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    for lines in kept:  # what was measured, once, whatever was stopped
+        assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+        assert [line["step"] for line in lines if "held_out" in line][:1] == [0]
+    assert [line["loss"] for line in kept[0] if "loss" in line] == [line["loss"] for line in kept[1] if "loss" in line]
+    outcome = command("inspect", place / "out", "--training", "--svg", place / "l.svg", "--json", place / "l.json")
+    assert outcome.code == 0, outcome.err
+    picture = ElementTree.parse(place / "l.svg").getroot()
+    lines = [len(line.get("points").split()) for line in picture.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert lines == [6, 6]
+    (curve,) = json.loads((place / "l.json").read_text())["trainings"]
+    assert len(curve["steps"]) == 6
 
 
 def test_what_fails_leaves_the_model_as_it_was():

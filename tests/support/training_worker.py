@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import build, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
 
 import compress
 from compress.cli.exits import leave
 from compress.comm import Comm
+from compress.model.layers import find_stacks
 from compress.passes.train import Train
 from compress.progress import Silent
+from compress.run.residency import shard
 
 # 10 samples a step on three ranks, in micro-batches of 2, leave one of them idle for a while.
 OPTIONS = {"steps": 5, "rows": 10, "learning_rate": 1e-3, "held_out": 0.1, "save_every": 2}
@@ -38,6 +42,30 @@ class StopAfterThree(Silent):
             raise KeyboardInterrupt
 
 
+def own_loop(model_at: Path, output: Path, sharded: str = "never") -> None:
+    """A loop of one's own, of a model that is sharded before or after it is prepared, or never."""
+    model = AutoModelForCausalLM.from_pretrained(model_at)
+    comm = Comm()
+
+    def sharded_now() -> None:
+        shard(model, find_stacks(model), init_device_mesh("cpu", (comm.world,)))
+
+    if sharded == "before":
+        sharded_now()
+    passes = compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric")
+    prepared = compress.prepare_qat(model, passes, batch_size=2)
+    if sharded == "after":
+        sharded_now()
+    optimizer = torch.optim.AdamW(prepared.groups(1e-3))
+    for step in range(3):
+        for half in range(2):  # gradients add up over backward passes
+            ids = tokens(8, seed=40 + step)[4 * half + comm.rank : 4 * half + 4 : comm.world]
+            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    prepared.convert(output, verify=False)
+
+
 def run(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
     common = {**DATA, "fsdp": True}
@@ -48,6 +76,8 @@ def run(rank: int, world: int, folder: Path) -> None:
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
+        for when in ("before", "after"):
+            own_loop(folder / "model", folder / f"own-{when}", when)
     else:
         result = compress.quantize(model, PASSES, output=folder / "resumed", resume=True, **common)
         (folder / "losses-3.json").write_text(json.dumps(result.record.training))

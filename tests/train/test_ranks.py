@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import build
 from places import SUPPORT
-from training_worker import DATA, OPTIONS, PASSES
+from training_worker import DATA, OPTIONS, PASSES, own_loop
 
 import compress
 from compress.checkpoint.source import find_source
@@ -38,6 +38,7 @@ def folder(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
     result = compress.quantize(folder / "model", PASSES, output=folder / "out-1", **DATA)
     (folder / "losses-1.json").write_text(json.dumps(result.record.training))
+    own_loop(folder / "model", folder / "own-never")
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(SUPPORT / "training_worker.py"), str(folder)]
@@ -94,3 +95,11 @@ def test_a_model_of_16_bits_is_one_after_sharded_training(folder):
         ids = DATA["calibration"]
         loaded = compress.load(folder / "narrow-2", dequantize=True)
         assert torch.isfinite(loaded(input_ids=ids).logits).all()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_loop_of_ones_own_is_the_same_sharded_before_it_is_prepared_or_after(folder, when):
+    alone, ranks = weights(folder / "own-never"), weights(folder / f"own-{when}")
+    assert alone.keys() == ranks.keys()
+    for name, tensor in alone.items():
+        close(ranks[name], tensor, name)

@@ -1,0 +1,98 @@
+"""What training measured, line by line (JSON): while it goes on, so that a run that is killed keeps its curve, and
+beside the checkpoint when it is done.
+
+    {"step": 7, "loss": 1.25, "logits": 1.25, "rate": 1e-4, "gradient": 0.8, "scale_gradient": 0.1, "per_second": 900.0}
+    {"step": 100, "held_out": {"logits": 1.31}}
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"  # of one training, while it goes on
+TRAINING = "training.jsonl"  # of all of a run, beside the checkpoint
+
+Line = dict[str, Any]
+
+
+class Log:
+    """Appends lines to a file in `place` (None: nowhere). resumed: the step that training goes on from; lines behind it
+    are of steps that are taken again, and go."""
+
+    def __init__(self, place: Path | None, resumed: int) -> None:
+        self.path = None if place is None else place / METRICS
+        self.earlier: list[Line] = []
+        if self.path is None:
+            return
+        if resumed and self.path.exists():
+            self.earlier = [line for line in whole_lines(self.path) if line["step"] <= resumed]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(text_of(self.earlier), encoding="utf-8")
+
+    def step(self, line: Mapping[str, float | int]) -> None:
+        """A step was taken."""
+        self._append(dict(line))
+
+    def held_out(self, line: Mapping[str, float | int]) -> None:
+        """Samples that are kept out were measured on; once for each step."""
+        noted = held_out_line(line)
+        if not any("held_out" in before and before["step"] == noted["step"] for before in self.earlier):
+            self._append(noted)
+
+    def _append(self, line: Line) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(text_of([line]))
+
+
+def held_out_line(line: Mapping[str, float | int]) -> Line:
+    """The losses on samples that are kept out, as a line."""
+    return {"step": line["step"], "held_out": {name: value for name, value in line.items() if name != "step"}}
+
+
+def text_of(lines: Sequence[Line]) -> str:
+    """Lines as a file has them."""
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def whole_lines(path: Path) -> list[Line]:
+    """The lines of a file; one that was cut short by a kill, and what is behind it, is none."""
+    found: list[Line] = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        found.append(line)
+    return found
+
+
+def lines_of(history: Mapping[str, Any]) -> list[Line]:
+    """All lines of a training in the order of its steps, each measurement behind its step."""
+    lines = {(line["step"], "held_out" in line): line for line in history["earlier"]}
+    lines |= {(line["step"], False): dict(line) for line in history["steps"]}
+    for line in history["held_out"]:
+        lines.setdefault((line["step"], True), held_out_line(line))
+    return [lines[key] for key in sorted(lines)]
+
+
+def summary(history: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says of a training: its options, how many steps, and the first and last measurements."""
+    lines = lines_of(history)
+    held_out = [line for line in lines if "held_out" in line]
+    return {
+        "options": history["options"],
+        "steps": sum("held_out" not in line for line in lines),
+        "held_out": [*held_out[:1], *held_out[1:][-1:]],
+        "seconds": round(history["seconds"], 3),
+        "resumed": history["resumed"],
+    }
+
+
+def training_file(histories: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """{name: text} of the file beside a checkpoint; none where nothing was trained."""
+    lines = [{"training": i, **line} for i, history in enumerate(histories) for line in lines_of(history)]
+    return {TRAINING: text_of(lines)} if lines else {}
