@@ -40,7 +40,7 @@ from torch import Tensor
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
 from compress.passes.columns import Ordered
-from compress.passes.masks import Choice
+from compress.weights.masks import Choice
 from compress.passes.polish import Polish
 from compress.passes.prune import Survivors, survivors
 from compress.passes.scores import relative_products

@@ -19,7 +19,7 @@ from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.prune import Per, Prune
 from compress.passes.ranked import told
-from compress.passes.ranking import ScoreHistogram, added, histogram
+from compress.weights.ranking import ScoreHistogram, added, histogram
 from compress.passes.scores import products
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic

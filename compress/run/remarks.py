@@ -11,7 +11,7 @@ from compress.calibration.calibrators import Range
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
-from compress.passes.masks import pattern_of
+from compress.weights.masks import pattern_of
 from compress.passes.stages import Decide
 from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan

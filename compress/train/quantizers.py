@@ -76,8 +76,8 @@ class WeightQuantizer(nn.Module):
         return weight_NK if self.kept is None else torch.where(self.kept, weight_NK, 0.0)
 
     @torch.no_grad()
-    def decision(self, weight_NK: Tensor) -> Decision:
-        """What a weight is stored as: the codes of `forward`."""
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
         weight_NK = self.masked(weight_NK)
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
@@ -91,13 +91,12 @@ class WeightQuantizer(nn.Module):
 
 
 class MaskedWeight(nn.Module):
-    """A weight that is no codes, with exact zeros where it is pruned. stored: the dtype of its numbers."""
+    """A weight that is no codes, with exact zeros where it is pruned."""
 
     kept: Tensor
 
-    def __init__(self, kept: Tensor, stored: torch.dtype) -> None:
+    def __init__(self, kept: Tensor) -> None:
         super().__init__()
-        self.stored = stored
         self.register_buffer("kept", kept)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -105,9 +104,9 @@ class MaskedWeight(nn.Module):
         return torch.where(self.kept.reshape(weight.shape), weight, 0.0)
 
     @torch.no_grad()
-    def decision(self, weight_NK: Tensor) -> Decision:
-        """What a weight is stored as."""
-        return Decision(dense(self.forward(weight_NK).to(self.stored)), kept=self.kept)
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as, in that dtype."""
+        return Decision(dense(self.forward(weight_NK).to(stored)), kept=self.kept)
 
 
 class ActivationQuantizer(nn.Module):
@@ -185,7 +184,6 @@ def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> 
     if isinstance(first, Quantized) and not others:
         return WeightQuantizer(first, scales, decision.kept, dtype)
     if decision.dense:
-        values: Any = first
-        return None if decision.kept is None else MaskedWeight(decision.kept, values.dequantize().dtype)
+        return None if decision.kept is None else MaskedWeight(decision.kept)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)
     raise ValueError(f"is stored as {said}, of which nothing is trained")

@@ -14,7 +14,7 @@ import compress
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.columns import POLISH_DAMP
-from compress.passes.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
+from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
 from compress.passes.prune import Prune
 from compress.passes.sites import Site
 from compress.passes.sweep import damped

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import compress
 from compress.comm import Comm
-from compress.passes.ranking import histogram
+from compress.weights.ranking import histogram
 from compress.passes.sparsity_shares import LEVELS, STEPS, by_losses, by_outliers, by_rows, convex, steps, widest
 
 
