@@ -15,13 +15,13 @@ from torch import Tensor
 from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
-from compress.weights.masks import Choice, Pattern, parse_pattern
 from compress.passes.permutation import better_order, kept_of
 from compress.passes.scores import relative_products
 from compress.passes.sites import Site
 from compress.passes.stages import Reorder, Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
+from compress.weights.masks import Choice, Pattern, parse_pattern
 from compress.weights.terms import Term
 
 Per = Literal["row", "layer"]

@@ -65,8 +65,8 @@ class Train(TrainingOptions, SparsityOptions, Pass):
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
         pattern = self.final_pattern
-        for name, (_, columns) in shapes.items() if pattern is not None else ():
-            if columns % pattern.length:
+        for name, (_, columns) in shapes.items():
+            if pattern is not None and columns % pattern.length:
                 raise InputError(
                     f"pattern {pattern} needs inputs in multiples of {pattern.length}; {name} has {columns}: ignore it, "
                     "leave it out (`but`) or prune a share (sparsity)"

@@ -27,7 +27,7 @@ from compress.errors import InputError, one_of
 from compress.model.calls import evaluating
 from compress.model.layers import Layer
 from compress.progress import Reporter, Silent
-from compress.train.layers import PARTS, attach, detach
+from compress.train.layers import attach, detach
 from compress.train.loop import History, Training, train
 from compress.train.objective import Objective
 from compress.train.optimizer import Learned
@@ -123,15 +123,16 @@ def draw(model: nn.Module, lesson: Lesson, how: Lottery, trained: Callable[[floa
 
     masks: Masks = {each.name: torch.ones(each.shape, dtype=torch.bool) for each in lesson.layers}
     ticket.histories.append(train_masked(model, masks, lesson, before=remember))
+    tell = trained or (lambda share: None)
+    tell(0.0)
     for share in how.shares:
-        if trained is not None:
-            trained(1 - sum(int(m.sum()) for m in masks.values()) / sum(m.numel() for m in masks.values()))
         masks = _pruned(masks, lesson, share, how.per)
         if how.rewind == "weights":
             rewind(model, ticket.start)
         else:
             ticket.start = {name: p.detach().clone() for name, p in model.named_parameters()}
         ticket.histories.append(train_masked(model, masks, lesson, first=how.to))
+        tell(zeros_of(list(masks.values())))
     ticket.masks = dict(masks)
     return ticket
 
@@ -198,10 +199,9 @@ def _masked(layers: Sequence[Layer], masks: Masks) -> Iterator[None]:
 @torch.no_grad()
 def _zero(parameter: nn.Parameter, kept: Tensor) -> None:
     """Zeros in a parameter, or in the shard of it that this rank has, where it is not kept."""
-    kept = kept.to(parameter.device)
-    local = parameter.detach()
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        kept = distribute_tensor(kept, mesh, placements, src_data_rank=None).to_local()
-        local = local.to_local()
-    local.mul_(kept)
+    local, here = parameter.detach(), kept.to(parameter.device)
+    if isinstance(local, DTensor):
+        shard = distribute_tensor(here, local.device_mesh, local.placements, src_data_rank=None)
+        assert isinstance(shard, DTensor)
+        local, here = local.to_local(), shard.to_local()
+    local.masked_fill_(~here, 0.0)

@@ -12,7 +12,7 @@ Masks are whole on every rank and the same on all, as they would be in one proce
 is gathered from its shards and the same best are counted out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,17 +74,14 @@ def _shares(layers: Mapping[str, Prunable], share: float, comm: Comm) -> dict[st
     pruned = pruned_before(sum(sizes.values()), share)
     if not pruned:
         return dict.fromkeys(layers, 0.0)
-    found = {
-        name: histogram(each.sizes()[comm.rows_of(len(each.kept))].float(), comm) for name, each in layers.items()
-    }
+    found = {name: histogram(each.sizes()[comm.rows_of(len(each.kept))].float(), comm) for name, each in layers.items()}
     counts, _ = lowest(found, pruned)
     return {name: share_of(counts[name], size) for name, size in sizes.items()}
 
 
-def zeros_of(layers: Mapping[str, Prunable]) -> float:
-    """The share of weights that are pruned."""
-    kept = sum(int(each.kept.sum()) for each in layers.values())
-    return 1 - kept / sum(each.kept.numel() for each in layers.values())
+def zeros_of(masks: Collection[Tensor]) -> float:
+    """The share of weights that masks make zero."""
+    return 1 - sum(int(kept.sum()) for kept in masks) / sum(kept.numel() for kept in masks)
 
 
 @dataclass(frozen=True)
@@ -107,4 +104,4 @@ class Pruning:
         elif (now := eased(pattern, progress)) is not None:
             for each in self.layers.values():
                 each.kept.copy_(Choice(now, 0.0, together=False).kept(each.sizes(), each.kept))
-        return {"sparsity": zeros_of(self.layers)}
+        return {"sparsity": zeros_of([each.kept for each in self.layers.values()])}

@@ -5,7 +5,7 @@ itself, whatever its size, and it keeps its sign (LSQ learns the scale itself). 
 model that is.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn

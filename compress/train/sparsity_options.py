@@ -73,7 +73,9 @@ class SparsityOptions:
             raise InputError(f"prune_per {self.prune_per} has no say in pattern {self.pattern}; leave one out")
         idle = [name for name in OF_PRUNING if getattr(self, name) != self._default(name)]
         if idle and not self.prunes:
-            raise InputError(f"{idle[0]} is of pruning, which nothing asks for; give sparsity or pattern, or leave it out")
+            raise InputError(
+                f"{idle[0]} is of pruning, which nothing asks for; give sparsity or pattern, or leave it out"
+            )
         if self.lasso_groups != self._default("lasso_groups") and not self.group_lasso:
             raise InputError(f"lasso_groups={self.lasso_groups} is of group_lasso, which is 0; give both or neither")
 
