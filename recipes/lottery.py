@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    how = Lottery(sparsity=SPARSITY, rewind=arguments.rewind, to=arguments.to)
+    how = Lottery(sparsity=SPARSITY, per="model", rewind=arguments.rewind, to=arguments.to)
     found = []
     for seed in range(arguments.seeds):
         one = drawn(seed, how, arguments.steps)

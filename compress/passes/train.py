@@ -68,8 +68,8 @@ class Train(TrainingOptions, SparsityOptions, Pass):
         for name, (_, columns) in shapes.items():
             if pattern is not None and columns % pattern.length:
                 raise InputError(
-                    f"pattern {pattern} needs inputs in multiples of {pattern.length}; {name} has {columns}: ignore it, "
-                    "leave it out (`but`) or prune a share (sparsity)"
+                    f"pattern {pattern} needs inputs in multiples of {pattern.length}; {name} has {columns}: ignore "
+                    "it, leave it out (`but`) or prune a share (sparsity)"
                 )
 
     def apply(self, site: Site) -> dict[str, Decision]:

@@ -1,4 +1,6 @@
-"""Lottery tickets: the part of a network that would have been enough from the start (Frankle & Carbin, arXiv 1803.03635).
+"""Lottery tickets: the part of a network that would have been enough from the start.
+
+Frankle & Carbin 2019, arXiv 1803.03635.
 
     for n rounds:  train  ->  the smallest `rate` of what is left becomes zero, up to `sparsity`  ->  rewind
     weights          those of step `to` come back, and the rates of the steps from there on (Frankle et al. 2020, arXiv
@@ -44,9 +46,10 @@ Masks = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Lottery:
-    """How a ticket is drawn. sparsity: above 0, below 1: the share of zeros in the end. rate: above 0, below 1: the share
-    of what is left that becomes zero in a round, the last of which does no more than is asked for. rewind: what goes back
-    after each. to: 0 or more: the step that it goes back to. per: where weights compete (`pruning`)."""
+    """How a ticket is drawn. sparsity: above 0, below 1: the share of zeros in the end. rate: above 0, below 1: the
+    share of what is left that becomes zero in a round; the last does no more than is asked for. rewind: what goes back
+    after each. to: 0 or more: the step that it goes back to. per: where the smallest weights are looked for: in each
+    output, in each layer, or in all of them together."""
 
     sparsity: float = 0.8
     rate: float = 0.2
