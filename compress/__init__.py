@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from compress.passes.structure import Structure
     from compress.passes.taylor import Taylor
     from compress.passes.ternary import Ternary
+    from compress.passes.train import Train
     from compress.passes.wanda import Wanda
     from compress.passes.where import but, only
     from compress.recipe import load_recipe
@@ -74,6 +75,7 @@ _HOMES = {
     "Structure": "compress.passes.structure",
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
+    "Train": "compress.passes.train",
     "Wanda": "compress.passes.wanda",
     "but": "compress.passes.where",
     "evaluate": "compress.evaluation.evaluate",
@@ -117,6 +119,7 @@ __all__ = [
     "Structure",
     "Taylor",
     "Ternary",
+    "Train",
     "Wanda",
     "__version__",
     "but",

@@ -86,6 +86,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
+    parser.add_argument("--training", help="what recipes that train are shown; by default what they are calibrated on")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument(
         "--only", nargs="+", help="words of titles, like gptq fp8; other rows stay as the file has them"
@@ -106,6 +107,8 @@ def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) ->
             recipe.write_text(yaml.safe_dump({"passes": passes}), encoding="utf-8")
             calibrated = any(p.calibrated for p in parse_recipe({"passes": passes}, title))
             options = ["--recipe", str(recipe), *(["--calibration", arguments.calibration] if calibrated else [])]
+            if arguments.training and any("train" in step for step in passes):
+                options += ["--training", arguments.training]
             record = command("quantize", arguments.model, *options, "--output", out)
             found = evaluated(out, arguments.model, arguments.text)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}

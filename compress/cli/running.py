@@ -34,6 +34,11 @@ OPTIONS = (
         metavar="TEXT",
         help="What the model is shown. Needed by methods that calibrate.",
     ),
+    click.option(
+        "--training",
+        metavar="TEXT",
+        help="What a step that trains is shown, all of it.  [default: what --calibration says]",
+    ),
     click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
     click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"),
     click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."),
@@ -91,6 +96,8 @@ def run(
 
     if options["calibration"] is None:
         check_unread(passes, who)
+    if options["training"] is not None and not any(p.name == "train" for p in passes):
+        raise InputError(f"{who} trains nothing; drop --training")
     begin()
     with process_group(fsdp, options["device"]) as rank, reporting(task, quiet or rank > 0) as reporter:
         for note in notes:

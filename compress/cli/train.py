@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 OF_TRAINING = ("steps", "rows", "learning_rate", "task")
 OPTIONS = (
-    click.option(
-        "--training",
-        metavar="TEXT",
-        help="What the model is trained on, all of it.  [default: what --calibration says]",
-    ),
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
     click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
     click.option("--learning-rate", type=float, help="Of weights, at its highest.  [default: 1e-4]"),

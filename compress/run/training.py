@@ -6,6 +6,7 @@ walk over the blocks with the passes before -> quantizers on the layers -> train
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
 from compress.train.penalties import Penalties, penalized
 from compress.train.pruning import Prunable, Pruning
+from compress.train.quantizers import quantized_of
 from compress.train.saved import fixed_of
 from compress.train.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
@@ -97,10 +99,17 @@ def described(learn: Learn) -> dict[str, object]:
 
 def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
     """Decisions about layers that are to be pruned, with masks of their own: they begin with what earlier passes have
-    left, or with everything."""
+    left, or with everything. Raises InputError for a weight in which there can be no zeros."""
     found = {}
     for layer in layers:
         decided = decisions.get(layer.name, Decision(dense(layer.weight)))
+        first, *others = decided.sum.terms
+        codes = quantized_of(first)
+        if others or (codes is not None and codes.grid.signs):
+            why = "in terms that make no zero together" if others else "as signs, none of which is zero"
+            raise InputError(
+                f"{layer.name} is stored {why}, and train prunes it; leave sparsity out or the layer (`but`)"
+            )
         kept = torch.ones(layer.shape, dtype=torch.bool) if decided.kept is None else decided.kept.clone()
         found[layer.name] = replace(decided, kept=kept)
     return found
@@ -211,22 +220,23 @@ def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: Tr
 def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
     """Within: blocks are compiled, and compute their activations again, where that is asked for."""
     blocks = [block for stack in run.plan.stacks for _, block in stack.blocks]
-    enable = getattr(run.model, "gradient_checkpointing_enable", None)
-    if options.checkpointing and enable is None:
-        raise InputError(f"{type(run.model).__name__} cannot compute activations again; leave checkpointing out")
+    model: Any = run.model
+    # It has had two names in transformers.
+    name = next((n for n in ("activation", "gradient") if hasattr(model, f"{n}_checkpointing_enable")), None)
+    if options.checkpointing and name is None:
+        raise InputError(f"{type(model).__name__} cannot compute activations again; leave checkpointing out")
     if options.compile:
         for block in blocks:
             block.compile()
     if options.checkpointing:
-        assert callable(enable)
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
         for block in blocks:
             block.training = True  # of the block alone: what it does with this flag is to recompute
     try:
         yield
     finally:
         if options.checkpointing:
-            run.model.gradient_checkpointing_disable()  # type: ignore[operator]
+            getattr(model, f"{name}_checkpointing_disable")()
             for block in blocks:
                 block.training = False
         for block in blocks if options.compile else ():

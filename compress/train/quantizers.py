@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compress.model.convolution import Geometry, samples
 from compress.train.learned import rounded, whole
+from compress.weights.codes import Codes
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 from compress.weights.grid import (
@@ -24,6 +25,7 @@ from compress.weights.grid import (
     to_quantized,
 )
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "fixed", "fitted"]
 
@@ -32,24 +34,32 @@ class WeightQuantizer(nn.Module):
     """Rounds a weight [N, K] to codes, with exact zeros where it is pruned.
 
     scales: `learned` (LSQ; zero points, too), `fixed` as they were found, or `fitted` to the weight as it is at every
-    step (min-max, or what the grid's range search finds). decided: codes to begin with. kept: bool [N, K] or None.
+    step (min-max, or what the grid's range search finds). decided: codes to begin with, and other terms, which stay as
+    they are. kept: bool [N, K] or None.
     """
 
     start: Tensor
     kept: Tensor | None
     zero_point: Tensor
 
-    def __init__(self, decided: Quantized, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, decided: Weight, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.grid, self.scales, self.scale_dtype = decided.grid, scales, decided.scale.dtype
-        start = decided.scale.to(dtype)
-        zero = torch.zeros_like(start) if decided.zero_point is None else decided.zero_point.to(dtype)
+        first, *others = decided.terms
+        codes = quantized_of(first)
+        assert codes is not None
+        self.grid, self.scales, self.scale_dtype = codes.grid, scales, codes.scale.dtype
+        self.format = first.format if isinstance(first, Codes) else None
+        self.others = tuple(others)
+        for i, term in enumerate(others):
+            self.register_buffer(f"other{i}", term.dequantize())
+        start = codes.scale.to(dtype)
+        zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
         self.register_buffer("start", start)
         self.register_buffer("kept", kept)
         learned = scales == "learned"
         # A binary scale of 0 stays 0: exp(t) changes nothing.
         self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learned)
-        if decided.zero_point is None:
+        if codes.zero_point is None:
             self.register_buffer("zero_point", zero)
         else:
             self.zero_point = nn.Parameter(zero, requires_grad=learned)
@@ -65,11 +75,22 @@ class WeightQuantizer(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Values of a weight [N, ...], of its shape and in its dtype."""
-        weight_NK = self.masked(weight.flatten(1))
+        weight_NK = self.masked(self.without_others(weight.flatten(1)))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
         scale, zero = (t.reshape(*groups.shape[:-1], 1) for t in (scale, zero))
-        return rounded(groups, scale, zero, self.grid, self.scale_dtype).reshape(weight.shape)
+        values = rounded(groups, scale, zero, self.grid, self.scale_dtype).reshape(weight_NK.shape)
+        if self.others:
+            constants = [self.get_buffer(f"other{i}") for i in range(len(self.others))]
+            total = summed([values.detach().to(self.scale_dtype), *constants])
+            values = straight_through(values, total.to(values.dtype))
+        return values.reshape(weight.shape)
+
+    def without_others(self, weight_NK: Tensor) -> Tensor:
+        """What codes are to stand for, of a weight to which other terms contribute."""
+        for i in range(len(self.others)):
+            weight_NK = weight_NK - self.get_buffer(f"other{i}")
+        return weight_NK
 
     def masked(self, weight_NK: Tensor) -> Tensor:
         """A weight with exact zeros where it is pruned, through which these get no gradient."""
@@ -78,13 +99,15 @@ class WeightQuantizer(nn.Module):
     @torch.no_grad()
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
         """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
-        weight_NK = self.masked(weight_NK)
+        weight_NK = self.masked(self.without_others(weight_NK))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
         codes = encode(
             groups, scale.reshape(*groups.shape[:-1], 1), zero.reshape(*groups.shape[:-1], 1), self.grid
         ).reshape(weight_NK.shape)
-        return Decision(to_quantized(codes, scale, zero, self.grid, self.scale_dtype), kept=self.kept)
+        made = to_quantized(codes, scale, zero, self.grid, self.scale_dtype)
+        first = made if self.format is None else self.format.term(made)
+        return Decision(added(first, *self.others), kept=self.kept)
 
     def extra_repr(self) -> str:
         return f"{self.grid.bits} bits, {self.grid.granularity}, scales {self.scales}"
@@ -177,12 +200,17 @@ class ActivationQuantizer(nn.Module):
 Quantizer = WeightQuantizer | MaskedWeight
 
 
+def quantized_of(term: Summand) -> Quantized | None:
+    """The codes of a term that is codes on a grid; None of another."""
+    return term if isinstance(term, Quantized) else term.quantized if isinstance(term, Codes) else None
+
+
 def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> Quantizer | None:
     """What rounds a layer's weight as was decided; None where the weight is only numbers. Raises ValueError, with the
     reason, for a weight that is not trained so."""
-    first, *others = decision.sum.terms
-    if isinstance(first, Quantized) and not others:
-        return WeightQuantizer(first, scales, decision.kept, dtype)
+    first = decision.sum.terms[0]
+    if quantized_of(first) is not None:
+        return WeightQuantizer(decision.sum, scales, decision.kept, dtype)
     if decision.dense:
         return None if decision.kept is None else MaskedWeight(decision.kept)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)

@@ -10,7 +10,7 @@ The tensors of the first term have the names that its format gives them, those o
 `term2_NAME` and so on. N outputs, K inputs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
@@ -172,10 +172,9 @@ class Tensors(Term):
 Summand = Quantized | Term
 
 
-def summed(values: Iterator[Tensor]) -> Tensor:
+def summed(values: Iterable[Tensor]) -> Tensor:
     """The sum of tensors, in order, in float32 (float64 where the first is), rounded once to the dtype of the first."""
-    first = next(values)
-    others = list(values)
+    first, *others = values
     if not others:
         return first
     work = torch.float64 if first.dtype == torch.float64 else torch.float32

@@ -136,7 +136,7 @@ def test_what_is_not_trained_is_refused_with_its_name():
     module = nn.Linear(18, 6)
     codes = quantize(module.weight.data, Grid(bits=4))
     with pytest.raises(InputError, match=r"mlp\.up is stored as .* \+ .*of which nothing is trained; leave it"):
-        attach(Layer("mlp.up", module), Decision(Weight((codes, dense(module.weight.data)))), "learned")
+        attach(Layer("mlp.up", module), Decision(Weight((dense(module.weight.data), codes))), "learned")
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo
