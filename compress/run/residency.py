@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from compress.errors import InputError
 from compress.model.layers import Stack
 from compress.model.opened import Opened
+from compress.train.shards import reshard
 
 
 class Residency(Protocol):
@@ -152,9 +153,7 @@ class Sharded:
         narrow = next((name for name, p in model.named_parameters() if is_narrow(p)), None)
         if narrow is not None:
             raise InputError(f"{narrow} has 16 bits, and training needs 32: call model.float() before fully_shard")
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # a root that has run keeps its full parameters, which nobody trains
+        reshard(model)
         yield
 
     @staticmethod

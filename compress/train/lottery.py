@@ -36,6 +36,7 @@ from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
 from compress.train.pruning import Prunable, prune_to, zeros_of
 from compress.train.rows import Rows
+from compress.train.shards import reshard
 from compress.train.sparsity_options import Per
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -164,6 +165,7 @@ def train_masked(
     """Train a network of which some weights are zero, with the rates and samples from step `first` on; `before` as in
     `Training`. A collective."""
     options, comm = lesson.options, lesson.comm
+    reshard(model)
     weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     requiring = {name: p.requires_grad for name, p in weights.items()}
     with evaluating(model), ExitStack() as undo:
@@ -182,7 +184,9 @@ def train_masked(
             lesson.reporter,
             first=first,
         )
-        return train(this if before is None else replace(this, before=before))
+        history = train(this if before is None else replace(this, before=before))
+        reshard(model)
+    return history
 
 
 @contextmanager

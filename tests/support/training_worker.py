@@ -29,6 +29,8 @@ PASSES = [
     compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric"),
     Train(**OPTIONS, **ZEROS, features=0.1, task=0.1),
 ]
+# Nothing runs before it: FSDP has not seen the layers yet when they begin to prune.
+FIRST = [Train(steps=2, rows=4, sparsity=0.5)]
 DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
 
 
@@ -49,6 +51,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         (folder / "losses-2.json").write_text(json.dumps(result.record.training))
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
+        compress.quantize(model, FIRST, output=folder / "first-2", **common)
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
     else:
         result = compress.quantize(model, PASSES, output=folder / "resumed", resume=True, **common)
