@@ -32,13 +32,14 @@ from compress.prepare import prepare, sink_of
 from compress.progress import Reporter, Silent
 from compress.ranks import watching
 from compress.request import Calibration, Data, Delivery, Extent, Request, Work, several
-from compress.run.residency import Local, Residency, Sharded, reshard
+from compress.run.residency import Local, Residency, Sharded
 from compress.run.restore import hooks_and_buffers, undone, values
 from compress.run.storable import check_storable
 from compress.run.training import Collected, decisions_of, treated, uncompiled
 from compress.train.layers import attach, detach, parameters_in, quantizers_of, scales_in, swap, weights_outside
 from compress.train.optimizer import Learned, average_gradients, parameter_groups
 from compress.train.quantizers import Scales
+from compress.train.shards import reshard
 
 OWN_LOOP = "the layers were trained in a loop of their owner's (prepare_qat)"
 

@@ -18,7 +18,7 @@ Departs from the paper:
 import torch
 from torch import Tensor
 
-from compress.passes.masks import Pattern
+from compress.weights.masks import Pattern
 
 # Rows by which orders are compared.
 ROWS = 512

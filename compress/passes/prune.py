@@ -1,7 +1,7 @@
 """What the passes share that prune: a pattern or a share of zeros, and decisions out of scores or of survivors.
 
 Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel. Weights that an earlier pass has
-pruned are worth nothing and stay zero: a pass adds to a mask. `passes.masks` has the counting.
+pruned are worth nothing and stay zero: a pass adds to a mask. `weights.masks` has the counting.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from torch import Tensor
 from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
-from compress.passes.masks import Choice, Pattern, parse_pattern
 from compress.passes.permutation import better_order, kept_of
 from compress.passes.scores import relative_products
 from compress.passes.sites import Site
 from compress.passes.stages import Reorder, Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
+from compress.weights.masks import Choice, Pattern, parse_pattern
 from compress.weights.terms import Term
 
 Per = Literal["row", "layer"]

@@ -7,13 +7,13 @@ from typing import ClassVar, Literal, Self, get_args
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.masks import pruned_before, share_of
 from compress.passes.prune import Prune
-from compress.passes.ranking import Boundary, ScoreHistogram, added, histogram, lowest
 from compress.passes.sites import Site
 from compress.passes.solve import weight_error
 from compress.passes.stages import Finding, Settled, Survey
 from compress.weights.decision import Decision
+from compress.weights.masks import pruned_before, share_of
+from compress.weights.ranking import Boundary, ScoreHistogram, added, histogram, lowest
 
 PerModel = Literal["row", "layer", "model"]
 

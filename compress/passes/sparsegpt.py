@@ -40,7 +40,6 @@ from torch import Tensor
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
 from compress.passes.columns import Ordered
-from compress.passes.masks import Choice
 from compress.passes.polish import Polish
 from compress.passes.prune import Survivors, survivors
 from compress.passes.scores import relative_products
@@ -50,6 +49,7 @@ from compress.passes.solve import Solve, solve_rows
 from compress.passes.sparsity_budget import SparsityBudget
 from compress.passes.sweep import BLOCK, damped, sweep
 from compress.weights.decision import Decision
+from compress.weights.masks import Choice
 from compress.weights.terms import Summand, Weight
 
 

@@ -19,12 +19,12 @@ from compress.calibration.stats import ChannelNorm
 from compress.errors import InputError
 from compress.passes.prune import Per, Prune
 from compress.passes.ranked import told
-from compress.passes.ranking import ScoreHistogram, added, histogram
 from compress.passes.scores import products
 from compress.passes.sites import Site
 from compress.passes.solve import quadratic
 from compress.passes.sparsity_shares import LEVELS, by_losses, by_outliers, by_rows, widest
 from compress.passes.stages import Finding, Settled, Survey
+from compress.weights.ranking import ScoreHistogram, added, histogram
 
 Sharing = Literal["uniform", "owl", "layer-loss"]
 # What OWL's authors take for most models.

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from compress.passes.allocation import Curve, allocate
-from compress.passes.masks import pruned_before, share_of
-from compress.passes.ranking import ScoreHistogram
+from compress.weights.masks import pruned_before, share_of
+from compress.weights.ranking import ScoreHistogram
 
 LEVELS = tuple(eighth / 8 for eighth in range(1, 8))
 # Steps between nothing and all of a layer.

@@ -22,6 +22,7 @@ from compress.calibration.stats import StatisticFactory
 from compress.comm import RowShard
 from compress.passes.sites import FoldSite, Scaling, Site
 from compress.train.options import TrainingOptions
+from compress.train.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 
 Needs = Mapping[str, StatisticFactory]
@@ -72,9 +73,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Learn:
-    """options: how the whole model is trained, once all earlier passes have decided about all layers."""
+    """options: how the whole model is trained, once all earlier passes have decided about all layers. sparsity: what
+    becomes zero meanwhile."""
 
     options: TrainingOptions
+    sparsity: SparsityOptions
 
 
 @dataclass(frozen=True)

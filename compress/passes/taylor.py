@@ -30,9 +30,9 @@ from torch import Tensor
 from compress.comm import RowShard
 from compress.errors import InputError
 from compress.passes.ranked import Ranked
-from compress.passes.ranking import histogram
 from compress.passes.sites import Site
 from compress.passes.stages import Gradients, Settled, Stage
+from compress.weights.ranking import histogram
 
 Measure = Literal["square", "absolute"]
 

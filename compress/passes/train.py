@@ -9,12 +9,17 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
     start        the codes that were decided (gptq, say): each weight behind them begins in the middle of its code
     loss         logits KL(teacher, student) t^2  +  task (cross entropy)  +  features (distance of hidden states)
     optimizer    AdamW, float32, rates rising for `warmup` and then falling
+    zeros        `sparsity` or `pattern`: the smallest weights, ever more of them by a cubic schedule (Zhu & Gupta 2017,
+                 arXiv 1710.01878): `compress/train/pruning.py`; of codes the weights behind them are compared
+    penalties    `l1` and `group_lasso` (Yuan & Lin 2006) by proximal steps: `compress/train/penalties.py`
 
     steps, rows    the training set is gone through rows by rows, in an order that `seed` shuffles
 
 Departs from the papers:
 - A scale is learned as a factor exp(t), so that a step changes it by a share of itself; LSQ's gradient scale, which
   makes up for that, is not needed with Adam.
+- What is pruned stays zero: no weight comes back while training goes on. Zeros that only a penalty has made are numbers
+  like others: a later pass that prunes takes them first.
 - Layers are in evaluation mode: dropout does nothing, batch norms keep their statistics.
 """
 
@@ -22,25 +27,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from compress.errors import InputError
 from compress.passes.base import Aspect, Pass
 from compress.passes.sites import Site
 from compress.passes.stages import Decide, Learn, Stage
 from compress.train.options import TrainingOptions
+from compress.train.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainingOptions, Pass):
+class Train(TrainingOptions, SparsityOptions, Pass):
     """Trains the model as the passes before it have left it."""
 
     name: ClassVar[str] = "train"
     reads: ClassVar[Aspect] = "quantized weight"
-    writes: ClassVar[Aspect] = "dense weight"
     keeps_zeros: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trains == "scales" and self.shrinks:
+            raise InputError("trains=scales leaves weights as they are, and l1 and group_lasso shrink them; give one")
+
+    @property
+    def writes(self) -> Aspect:  # type: ignore[override]
+        return "mask" if self.prunes else "dense weight"
+
+    @property
+    def by_rows(self) -> bool:  # type: ignore[override]
+        """An input (channel) has weights in some of a layer's rows alone, where these are groups."""
+        return not (self.group_lasso and self.lasso_groups == "inputs")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return (Learn(self), Decide({}, self.apply))
+        return (Learn(self, self), Decide({}, self.apply))
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        pattern = self.final_pattern
+        for name, (_, columns) in shapes.items():
+            if pattern is not None and columns % pattern.length:
+                raise InputError(
+                    f"pattern {pattern} needs inputs in multiples of {pattern.length}; {name} has {columns}: ignore "
+                    "it, leave it out (`but`) or prune a share (sparsity)"
+                )
 
     def apply(self, site: Site) -> dict[str, Decision]:
         """Nothing is decided before the model is trained (`run.training`)."""

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.masks import Choice
 from compress.passes.prune import survivors
 from compress.passes.ranked import Ranked
-from compress.passes.ranking import ScoreHistogram
 from compress.passes.scores import relative_products
 from compress.passes.sites import Site
 from compress.passes.sparsity_budget import SparsityBudget, look_at_products
+from compress.weights.masks import Choice
+from compress.weights.ranking import ScoreHistogram
 
 
 @dataclass(frozen=True, kw_only=True)

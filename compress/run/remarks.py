@@ -11,12 +11,12 @@ from compress.calibration.calibrators import Range
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
 from compress.passes.base import Pass
-from compress.passes.masks import pattern_of
 from compress.passes.stages import Decide, Reconstruction
 from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized
+from compress.weights.masks import pattern_of
 
 # What the record calls the solution of a layer that got all that a method has (`passes.second_order`).
 ENTIRE = ("gptq", "sparsegpt")

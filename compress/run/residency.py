@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from compress.errors import InputError
 from compress.model.layers import Stack
 from compress.model.opened import Opened
+from compress.train.shards import reshard
 
 
 class Residency(Protocol):
@@ -208,13 +209,6 @@ def widened(residency: Residency, model: nn.Module) -> Iterator[None]:
         yield
     finally:
         back()
-
-
-def reshard(model: nn.Module) -> None:
-    """Let every unit have its shards: a root that has run keeps its full parameters, which nobody trains."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
 
 
 def _is_fsdp_hook(hook: object) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.record import Finished
@@ -32,12 +33,15 @@ from compress.train.layers import (
     scales_in,
     weights_outside,
 )
-from compress.train.loop import History, Training, train
+from compress.train.loop import History, Training, train, unchanged, untouched
 from compress.train.objective import Objective
 from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
-from compress.train.quantizers import Scales
+from compress.train.penalties import Penalties, penalized
+from compress.train.pruning import Prunable, Pruning
+from compress.train.quantizers import Scales, quantized_of
 from compress.train.saved import fixed_of
+from compress.train.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
@@ -74,21 +78,21 @@ def trained(run: Run, walk: Callable[[Run], None]) -> Run:
     while (at := next((i for i, p in enumerate(run.plan.passes) if p.stage(Learn)), None)) is not None:
         learn = run.plan.passes[at].stage(Learn)
         assert learn is not None
-        run = _learned(run, walk, at, learn.options, teachers.get(learn.options.teacher))
+        run = _learned(run, walk, at, learn, teachers.get(learn.options.teacher))
     return run
 
 
-def _learned(
-    run: Run, walk: Callable[[Run], None], at: int, options: TrainingOptions, teacher: nn.Module | None
-) -> Run:
+def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teacher: nn.Module | None) -> Run:
     """The run that is left behind the training at a place among the passes."""
     before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
     sink = decided(run, walk, before)
     wanted = treated(run.plan)
-    with widened(run.residency, run.model), quantizing(wanted, sink.decisions, options.scales) as quantized:
-        history = _train(run, options, teacher, quantized)
-        decisions = decisions_of(run.plan, run.residency, sink.decisions)
-    run.record.training.append({**asdict(history), "options": described(options)})
+    mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
+    start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
+    with widened(run.residency, run.model), quantizing(wanted, start, learn.options.scales) as quantized:
+        history = _train(run, learn, teacher, quantized, mine)
+        decisions = decisions_of(run.plan, run.residency, start)
+    run.record.training.append({**asdict(history), "options": described(learn)})
     left = replace(run.plan, passes=(Trained(decisions=decisions), *rest))
     return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
 
@@ -124,9 +128,28 @@ def treated(plan: Plan) -> list[Layer]:
     return [layer for of_block in plan.layers.values() for layer in of_block if layer.name in names]
 
 
-def described(options: TrainingOptions) -> dict[str, object]:
+def described(learn: Learn) -> dict[str, object]:
     """The options, for the record."""
-    return {name: getattr(options, name) for name in TrainingOptions.__dataclass_fields__}
+    of_training = {name: getattr(learn.options, name) for name in TrainingOptions.__dataclass_fields__}
+    return of_training | {name: getattr(learn.sparsity, name) for name in SparsityOptions.__dataclass_fields__}
+
+
+def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Decisions about layers that are to be pruned, with masks of their own: they begin with what earlier passes have
+    left, or with everything. Raises InputError for a weight in which there can be no zeros."""
+    found = {}
+    for layer in layers:
+        decided = decisions.get(layer.name, Decision(dense(layer.weight)))
+        first, *others = decided.sum.terms
+        codes = quantized_of(first)
+        if others or (codes is not None and codes.grid.signs):
+            why = "in terms that make no zero together" if others else "as signs, none of which is zero"
+            raise InputError(
+                f"{layer.name} is stored {why}, and train prunes it; leave sparsity out or the layer (`but`)"
+            )
+        kept = torch.ones(layer.shape, dtype=torch.bool) if decided.kept is None else decided.kept.clone()
+        found[layer.name] = replace(decided, kept=kept)
+    return found
 
 
 @contextmanager
@@ -143,8 +166,11 @@ def quantizing(layers: Sequence[Layer], decisions: Mapping[str, Decision], scale
             detach(layer.module)
 
 
-def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers: Sequence[Layer]) -> History:
-    lessons = run.lessons
+def _train(
+    run: Run, learn: Learn, teacher: nn.Module | None, layers: Sequence[Layer], mine: Sequence[Layer]
+) -> History:
+    """layers: those that round; mine: those that the pass is for."""
+    lessons, options = run.lessons, learn.options
     assert lessons is not None
     quantizers = quantizers_of(layers)
     inside = parameters_in(quantizers)
@@ -159,6 +185,7 @@ def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
         fixed = fixed_of(quantizers)
         learned = Learned(weights, scales)
+        before, after = _thinning(run, learn, mine)
         micro = min(lessons.micro, -(-options.rows // run.comm.world))
         with _blocks(run, options):
             return train(
@@ -173,8 +200,28 @@ def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers
                     run.reporter,
                     None if lessons.place is None else lessons.place / str(len(run.record.training)),
                     lessons.resume,
+                    before,
+                    after,
                 )
             )
+
+
+def _thinning(
+    run: Run, learn: Learn, layers: Sequence[Layer]
+) -> tuple[Callable[[int], Mapping[str, float]], Callable[[float], None]]:
+    """What is done to the layers of the pass before every step, and after it. Parameters are taken as they are now,
+    before a root of FSDP has run."""
+    sparsity = learn.sparsity
+    before: Callable[[int], Mapping[str, float]] = unchanged
+    after: Callable[[float], None] = untouched
+    if sparsity.prunes:
+        masks = {layer.name: layer.module._modules[PARTS[0]] for layer in layers}
+        found = {layer.name: Prunable(layer, layer.parameter, masks[layer.name].kept) for layer in layers}  # type: ignore
+        before = Pruning(found, learn.options.steps, sparsity, run.comm)
+    if sparsity.shrinks:
+        shrunk = penalized([layer for layer in layers if layer.parameter.requires_grad], sparsity.lasso_groups)
+        after = Penalties(shrunk, sparsity.l1, sparsity.group_lasso, run.comm)
+    return before, after
 
 
 @contextmanager

@@ -133,5 +133,5 @@ def finished(module: nn.Module, weight_NK: Tensor, before: Decision, stored: tor
     quantizer: Quantizer | None = module._modules["weight_quantizer"]  # type: ignore[assignment]
     sides = {"inputs": module._modules["input_quantizer"], "outputs": module._modules["output_quantizer"]}
     codes = {side: None if part is None else part.decided() for side, part in sides.items()}  # type: ignore[operator]
-    made = Decision(dense(weight_NK.to(stored))) if quantizer is None else quantizer.decision(weight_NK)
+    made = Decision(dense(weight_NK.to(stored))) if quantizer is None else quantizer.decision(weight_NK, stored)
     return Decision(made.weight, before.figures, codes["inputs"], codes["outputs"], made.kept)

@@ -6,7 +6,7 @@ mode: nothing is dropped out, and batch norms keep their statistics.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +29,22 @@ from compress.train.stopping import Stopping
 Line = dict[str, float | int]
 
 
+def unchanged(step: int) -> Mapping[str, float]:
+    """What is done before a step where nothing is."""
+    return {}
+
+
+def untouched(rate: float) -> None:
+    """What is done after a step where nothing is."""
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained, on what, and where its checkpoints are (None: there are none).
 
     learned: the parameters. fixed: other tensors that a checkpoint has. micro: samples that go through at once. resume:
-    whether to go on from a checkpoint. wait: how a person is asked to stop.
+    whether to go on from a checkpoint. before: what is done before a step, counted from 0, and has to say of it. after:
+    what is done to weights after one, given their rate. first: the step to begin with, of all that the rates know.
     """
 
     options: TrainingOptions
@@ -47,6 +57,9 @@ class Training:
     reporter: Reporter
     place: Path | None = None
     resume: bool = False
+    before: Callable[[int], Mapping[str, float]] = unchanged
+    after: Callable[[float], None] = untouched
+    first: int = 0
 
 
 @dataclass
@@ -79,12 +92,13 @@ def train(this: Training) -> History:
             log.held_out(history.held_out[-1])
         this.reporter.step(history.resumed, options.steps, "")
         for step in range(history.resumed, options.steps):
-            history.steps.append(_step(this, adamw, seen, order.of_step(step), step))
+            said = this.before(step)
+            history.steps.append({**_step(this, adamw, seen, order.of_step(step), step), **said})
             done, last = step + 1, step + 1 == options.steps
             line = history.steps[-1]
             log.step(line)
-            said = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
-            this.reporter.step(done, options.steps, said)
+            words = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
+            this.reporter.step(done, options.steps, words)
             asked = stopping.asked()
             if this.place is not None and (last or asked or (options.save_every and done % options.save_every == 0)):
                 saved.save(this.place, done, this.learned, this.fixed, adamw, comm)
@@ -101,7 +115,7 @@ def _resumed(this: Training, adamw: torch.optim.AdamW) -> int:
     """The step that training goes on from."""
     step = saved.newest(this.place) if this.place is not None and this.resume else None
     if step is None:
-        return 0
+        return this.first
     assert this.place is not None
     saved.restore(this.place, step, this.learned, this.fixed, adamw, this.comm)
     return step
@@ -135,6 +149,7 @@ def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequenc
         clip(list(some.values()), options.clip_norm, comm) for some in (this.learned.weights, this.learned.scales)
     ]
     adamw.step()
+    this.after(share * options.learning_rate)
     adamw.zero_grad(set_to_none=True)
     seconds = time.monotonic() - started
     tokens = next(iter(counts.values()))

@@ -124,8 +124,8 @@ class WeightQuantizer(nn.Module):
         return weight_NK if self.kept is None else torch.where(self.kept, weight_NK, 0.0)
 
     @torch.no_grad()
-    def decision(self, weight_NK: Tensor) -> Decision:
-        """What a weight is stored as: the codes of `forward`."""
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
         weight_NK = self.masked(self.without_others(weight_NK))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
@@ -141,13 +141,12 @@ class WeightQuantizer(nn.Module):
 
 
 class MaskedWeight(nn.Module):
-    """A weight that is no codes, with exact zeros where it is pruned. stored: the dtype of its numbers."""
+    """A weight that is no codes, with exact zeros where it is pruned."""
 
     kept: Tensor
 
-    def __init__(self, kept: Tensor, stored: torch.dtype) -> None:
+    def __init__(self, kept: Tensor) -> None:
         super().__init__()
-        self.stored = stored
         self.register_buffer("kept", kept)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -155,9 +154,9 @@ class MaskedWeight(nn.Module):
         return torch.where(self.kept.reshape(weight.shape), weight, 0.0)
 
     @torch.no_grad()
-    def decision(self, weight_NK: Tensor) -> Decision:
-        """What a weight is stored as."""
-        return Decision(dense(self.forward(weight_NK).to(self.stored)), kept=self.kept)
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as, in that dtype."""
+        return Decision(dense(self.forward(weight_NK).to(stored)), kept=self.kept)
 
 
 class ActivationQuantizer(nn.Module):
@@ -240,6 +239,6 @@ def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> 
     if quantized_of(first) is not None:
         return WeightQuantizer(decision.sum, scales, decision.kept, dtype)
     if decision.dense:
-        return None if decision.kept is None else MaskedWeight(decision.kept, first.dequantize().dtype)
+        return None if decision.kept is None else MaskedWeight(decision.kept)
     said = " + ".join(term.words(None) for term in decision.scheme().terms)
     raise ValueError(f"is stored as {said}, of which nothing is trained")

@@ -16,8 +16,8 @@ from models import build, tokens
 import compress
 from compress.model.discovery import discover
 from compress.model.orders import find_orders, why_not
-from compress.passes.masks import Pattern, parse_pattern
 from compress.passes.permutation import better_order, kept_of
+from compress.weights.masks import Pattern, parse_pattern
 
 TWO_OF_FOUR = Pattern(2, 4)
 

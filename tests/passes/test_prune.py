@@ -14,13 +14,13 @@ import compress
 from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.columns import POLISH_DAMP
-from compress.passes.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
 from compress.passes.prune import Prune
 from compress.passes.sites import Site
 from compress.passes.sweep import damped
 from compress.recipe import describe, parse_recipe
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
+from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
 
 PLAIN = {"drift": 0.0, "shrink": False, "sweeps": 0, "statistics": "float64"}  # the paper's
 

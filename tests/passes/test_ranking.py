@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import compress
 from compress.comm import Comm
 from compress.errors import InputError
-from compress.passes.masks import pruned_before, share_of
-from compress.passes.ranking import added, edge, histogram, lowest, proportional
+from compress.weights.masks import pruned_before, share_of
+from compress.weights.ranking import added, edge, histogram, lowest, proportional
 
 few_values = st.sampled_from([0.0, 1e-30, 0.5, 1.0, 1.0, 3.0, 65504.0, 3e38])
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import compress
 from compress.comm import Comm
-from compress.passes.ranking import histogram
 from compress.passes.sparsity_shares import LEVELS, STEPS, by_losses, by_outliers, by_rows, convex, steps, widest
+from compress.weights.ranking import histogram
 
 
 def published_owl(blocks: list[list[Tensor]], sparsity: float, m: float, lam: float) -> list[float]:

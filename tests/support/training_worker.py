@@ -25,12 +25,16 @@ from compress.run.residency import shard
 
 # 10 samples a step on three ranks, in micro-batches of 2, leave one of them idle for a while.
 OPTIONS = {"steps": 5, "rows": 10, "learning_rate": 1e-3, "held_out": 0.1, "save_every": 2}
+ZEROS = {"sparsity": 0.8, "prune_per": "model", "prune_every": 2}
+ZEROS |= {"l1": 0.1, "group_lasso": 0.1, "lasso_groups": "inputs"}
 PASSES = [
     compress.SparseGPT(pattern="2:4", statistics="float64"),
-    Train(**OPTIONS),
+    Train(**OPTIONS, sparsity=0.7, prune_every=1, prune_from=0.2, prune_until=0.8),
     compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric"),
-    Train(**OPTIONS, features=0.1, task=0.1),
+    Train(**OPTIONS, **ZEROS, features=0.1, task=0.1),
 ]
+# Nothing runs before it: FSDP has not seen the layers yet when they begin to prune.
+FIRST = [Train(steps=2, rows=4, sparsity=0.5)]
 DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
 
 
@@ -75,6 +79,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         (folder / "losses-2.json").write_text(json.dumps(result.record.training))
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
+        compress.quantize(model, FIRST, output=folder / "first-2", **common)
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
         for when in ("before", "after"):
             own_loop(folder / "model", folder / f"own-{when}", when)

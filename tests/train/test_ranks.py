@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import build
 from places import SUPPORT
-from training_worker import DATA, OPTIONS, PASSES, own_loop
+from training_worker import DATA, FIRST, OPTIONS, PASSES, own_loop
 
 import compress
 from compress.checkpoint.source import find_source
@@ -86,6 +86,14 @@ def test_a_training_that_two_ranks_began_goes_on_with_three(folder):
     first, last = weights(folder / "out-1"), weights(folder / "resumed")
     for name, value in first.items():
         close(value, last[name], name)
+
+
+def test_two_ranks_prune_what_one_process_prunes_before_anything_ran(folder, tmp_path):
+    compress.quantize(folder / "model", FIRST, output=tmp_path / "first-1", **DATA)
+    one, two = weights(tmp_path / "first-1"), weights(folder / "first-2")
+    for name, value in one.items():
+        close(value, two[name], name)
+        assert "proj" not in name or (value == 0).double().mean() == pytest.approx(0.5, abs=1e-3)
 
 
 def test_a_model_of_16_bits_is_one_after_sharded_training(folder):
