@@ -116,7 +116,7 @@ class BlockRun:
         if self.structure is not None and rewrite is not None:
             self.fold(p, rewrite, self.structure, wanted)
         if (stage := p.stage(Reconstruction)) is not None:
-            self.reconstruct(p, stage, wanted)
+            _reconstruct(self, p, stage, wanted)
         if decides is None:
             return
         if self.structure is not None and (decides.needs or fix is not None):
@@ -130,25 +130,6 @@ class BlockRun:
         for name, decision in made.items():
             figures = {**decision.figures, **self.permuted.pop(name, {})}
             self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
-
-    def reconstruct(self, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:
-        """Train what earlier passes made of the block."""
-        layers = {name: self.layers[name] for name in wanted}
-        made = reconstructed(
-            self.opened,
-            self.streams.calls,
-            self.streams.reference,
-            layers,
-            self.decided.decisions,
-            stage,
-            self.versions,
-            self.run.comm,
-        )
-        for name, decision in made.items():
-            self.install(name, decision)
-            self.records.append(layer_record(p, self.layers[name], decision))
-        self.decided.decisions |= made
-        self.forwarded = False
 
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer the values that were decided."""
@@ -302,3 +283,23 @@ def _name_unseen(run: Run, structure: Structure, wanted: Sequence[str]) -> None:
             "blocks could not be traced without data: one more forward pass of one "
             "micro-batch per block shows which layers share inputs",
         )
+
+
+def _reconstruct(here: BlockRun, p: Pass, stage: Reconstruction, wanted: Sequence[str]) -> None:
+    """Train what earlier passes made of the block."""
+    layers, streams = {name: here.layers[name] for name in wanted}, here.streams
+    made = reconstructed(
+        here.opened,
+        streams.calls,
+        streams.reference,
+        layers,
+        here.decided.decisions,
+        stage,
+        here.versions,
+        here.run.comm,
+    )
+    for name, decision in made.items():
+        here.install(name, decision)
+        here.records.append(layer_record(p, here.layers[name], decision))
+    here.decided.decisions |= made
+    here.forwarded = False
