@@ -15,7 +15,7 @@ from compress.model.layers import find_stacks
 from compress.request import Request
 from compress.run.residency import is_narrow, shard
 from compress.runtime.loading import load_source
-from compress.train.options import ORIGINAL
+from compress.train.loss_options import ORIGINAL
 
 
 @dataclass(frozen=True)

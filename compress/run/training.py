@@ -21,8 +21,10 @@ from compress.run.state import Run, Steps
 from compress.train.layers import PARTS, attach, detach, finished
 from compress.train.loop import History, Training, train
 from compress.train.objective import Objective
+from compress.train.offline import TopKRows
 from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
+from compress.train.outputs import eager_attention
 from compress.train.saved import fixed_of
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -51,7 +53,7 @@ class Collected:
 def trained(run: Run, walk: Callable[[Run], None]) -> Run:
     """The run that is left to do once everything up to the last training is done; `walk` carries out passes that train
     nothing."""
-    teachers: dict[str, nn.Module] = {}
+    teachers: dict[str, nn.Module | TopKRows] = {}
     for p in run.plan.passes:
         learn = p.stage(Learn)
         if learn is not None and learn.options.taught and learn.options.teacher not in teachers:
@@ -65,7 +67,7 @@ def trained(run: Run, walk: Callable[[Run], None]) -> Run:
 
 
 def _learned(
-    run: Run, walk: Callable[[Run], None], at: int, options: TrainingOptions, teacher: nn.Module | None
+    run: Run, walk: Callable[[Run], None], at: int, options: TrainingOptions, teacher: nn.Module | TopKRows | None
 ) -> Run:
     """The run that is left behind the training at a place among the passes."""
     before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
@@ -107,9 +109,12 @@ def quantizing(
             detach(layer.module)
 
 
-def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers: Sequence[Layer]) -> History:
+def _train(
+    run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None, layers: Sequence[Layer]
+) -> History:
     lessons = run.lessons
     assert lessons is not None
+    rows = lessons.rows.numbered()
     quantizers = {
         f"{layer.name}.{part}": module
         for layer in layers
@@ -118,11 +123,12 @@ def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers
     }
     inside = {id(p) for module in quantizers.values() for p in module.parameters()}
     latent = {id(layer.parameter) for layer in layers}
-    with _requiring(run.model, inside, latent, options):
+    with _requiring(run.model, inside, latent, options), _mapping(run, options, teacher):
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
         weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
         objective = Objective(options, run.model, teacher)
-        objective.begin(lessons.rows.take([0]))
+        objective.begin(rows.take([0]))
+        _note(run, objective.notes)
         scales = {
             f"{name}.{key}": p
             for name, module in quantizers.items()
@@ -142,7 +148,7 @@ def _train(run: Run, options: TrainingOptions, teacher: nn.Module | None, layers
                     objective,
                     learned,
                     fixed,
-                    lessons.rows,
+                    rows,
                     micro,
                     run.comm,
                     run.reporter,
@@ -166,6 +172,21 @@ def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: Tr
         for p, requires in before:
             p.requires_grad_(requires)
             p.grad = None
+
+
+def _note(run: Run, notes: Sequence[str]) -> None:
+    for note in notes:
+        run.record.notes.append(note)
+        run.reporter.note(note)
+
+
+@contextmanager
+def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None) -> Iterator[None]:
+    """Within: models give attention maps, where these are compared."""
+    models = [each for each in (run.model, teacher) if options.attention and isinstance(each, nn.Module)]
+    with eager_attention(models) as changed:
+        _note(run, sorted(set(changed)))
+        yield
 
 
 @contextmanager
