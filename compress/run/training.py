@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from compress.checkpoint.record import Finished
 from compress.errors import InputError
@@ -128,6 +129,9 @@ def _train(
         weights = {name: p for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in inside}
         objective = Objective(options, run.model, teacher)
         objective.begin(rows.take([0]))
+        for unit in run.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # a root that has run would not see what a checkpoint brings
         _note(run, objective.notes)
         scales = {
             f"{name}.{key}": p

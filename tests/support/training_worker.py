@@ -25,7 +25,8 @@ PASSES = [
     compress.SparseGPT(pattern="2:4", statistics="float64"),
     Train(**OPTIONS),
     compress.RTN(scheme="w3a16", group_size=16, grid="asymmetric"),
-    Train(**OPTIONS, features=0.1, task=0.1),
+    # The output head is the root's, and not whole outside of its forward; negatives are those of all ranks.
+    Train(**OPTIONS, features=0.1, task=0.1, relations=0.1, contrastive=0.1),
 ]
 DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
 
