@@ -11,7 +11,7 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  +  attention (KL or distance of attention maps; MiniLM, TinyBERT: arXiv 2002.10957, 1909.10351)
                  +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)
                  +  contrastive (InfoNCE of mean embeddings, arXiv 1807.03748), each times its weight
-    logits       of a plain output head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
+    logits       of a plain head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
     teacher      called at every step, or a file of its top k tokens: `compress distill TEACHER --cache-logits`
     optimizer    AdamW, float32, rates rising for `warmup` and then falling
 

@@ -25,8 +25,8 @@ class LossOptions:
     """The losses of training."""
 
     teacher: str = ORIGINAL
-    """original, none, a directory, or a file of `compress distill --cache-logits`: whom the model learns from; the
-    original is itself, before anything was done."""
+    """original, none, a directory, or FILE.safetensors: whom the model learns from; the original is itself, before
+    anything was done, a file what `compress distill TEACHER --cache-logits FILE` has kept of one."""
 
     logits: float = 1.0
     """0 or more: weight of the divergence of logits from the teacher's."""
