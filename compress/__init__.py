@@ -16,6 +16,7 @@ from compress.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api import quantize
+    from compress.caching import Cached, cache_logits
     from compress.checkpoint.exported import Exported, export_dense
     from compress.checkpoint.exported24 import export_sparse24
     from compress.evaluation.evaluate import Evaluation, evaluate
@@ -60,6 +61,7 @@ _HOMES = {
     "RTN": "compress.passes.rtn",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
+    "Cached": "compress.caching",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.evaluate",
     "Exported": "compress.checkpoint.exported",
@@ -82,6 +84,7 @@ _HOMES = {
     "Train": "compress.passes.train",
     "Wanda": "compress.passes.wanda",
     "but": "compress.passes.where",
+    "cache_logits": "compress.caching",
     "evaluate": "compress.evaluation.evaluate",
     "export_dense": "compress.checkpoint.exported",
     "export_sparse24": "compress.checkpoint.exported24",
@@ -104,6 +107,7 @@ __all__ = [
     "RTN",
     "BatchNormFolds",
     "Binary",
+    "Cached",
     "CheckpointError",
     "CompressError",
     "Embeddings",
@@ -130,6 +134,7 @@ __all__ = [
     "Wanda",
     "__version__",
     "but",
+    "cache_logits",
     "evaluate",
     "export_dense",
     "export_sparse24",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from compress.cached import checksum_of, read_cached
 from compress.checkpoint import coverage
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum, fingerprint
@@ -46,6 +47,7 @@ from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
 from compress.teachers import Teachers
+from compress.train.offline import TopKRows
 from compress.train.rows import LABELS, Rows, rows_of
 from compress.verification import probe_of
 from compress.version import VERSION
@@ -57,11 +59,12 @@ WINDOWS = 128  # of calibration text, where nobody says how many
 @dataclass(frozen=True)
 class _Data:
     """What the model is shown: calibration tokens, where it is text or token ids, the batches of all ranks, and what it
-    is trained on."""
+    is trained on; cached: what files hold of teachers, and the checksums of these, by their names."""
 
     tokens: Tokens | None
     batches: list[Batch]
     rows: Rows | None
+    cached: Mapping[str, tuple[TopKRows, str]]
 
 
 def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
@@ -71,7 +74,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     if not rest and request.delivery.store is not None:
         raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
     if request.work.fsdp:
-        _check_group()
+        check_group()
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
     config = read_config(source) if source is not None else getattr(request.model, "config", None)
     tokens, batches = _calibration(request, config, source)
@@ -81,7 +84,8 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
             "train learns from the original, which a model in memory is no longer once structure has cut it; give the "
             "model by name"
         )
-    _, rows = _training(request, config, source) if trains else (None, None)
+    rows = training_rows(request, config, source) if trains else None
+    cached = {} if rows is None else _cached(request, rows)
     if len(batches) < comm.world and any(p.calibrated for p in request.passes):
         raise InputError(
             f"{len(batches)} micro-batches for {comm.world} ranks; give more samples or a smaller batch size"
@@ -99,7 +103,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
             restructured = _restructured(request, p, model, batches, Local(device, dtype), (comm, reporter))
             record.structure, record.changed = restructured.record, ["its structure"]
             undoing.enter_context(undone(restructured.undo) if request.work.restore else naming(record.changed))
-        data = _Data(tokens, batches, rows)
+        data = _Data(tokens, batches, rows, cached)
         return _job(request, source, model, restructured, data, (device, dtype), place, record, comm, reporter)
 
 
@@ -129,13 +133,15 @@ def _job(
     if restructured is not None:
         identity["structure"] = restructured.fingerprint
     if rows is not None:
-        identity["training"] = fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
+        identity["training"] = checksum_of(rows)
+    if data.cached:
+        identity["teachers"] = {name: checksum for name, (_, checksum) in data.cached.items()}
     sink, cache = sink_of(request, place, comm, model, plan_, identity)
     record.notes += _remarks(request, model, plan_, tokens, sink)
     for note in record.notes:
         reporter.note(note)
     record.notes += [] if restructured is None else restructured.notes
-    teacher = Teachers(request, source, model, device)
+    teacher = Teachers(request, source, model, device, {name: said for name, (said, _) in data.cached.items()})
     stores = _widened(model) if rows is not None and request.work.fsdp and source is not None else {}
     keep = source is None or place is None or rows is not None
     lessons = None
@@ -226,7 +232,7 @@ def _source(request: Request) -> Source | None:
     return source
 
 
-def _check_group() -> None:
+def check_group() -> None:
     """Refuse a sharded run where there is no process group, or a torch that has none of this kind."""
     if not torch.distributed.is_initialized():
         raise InputError("a sharded run needs a process group; start it with torchrun")
@@ -252,14 +258,20 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
     return _shown(request, config, source, calibration, samples, "calibration")
 
 
-def _training(request: Request, config: Any, source: Source | None) -> tuple[Tokens | None, Rows]:
+def training_rows(request: Request, config: Any, source: Source | None) -> Rows:
     """What the model is trained on: all of what was given for that, or else of the calibration data."""
     data = request.data
     given = data.calibration if data.training is None else data.training
     if given is None:
         raise InputError("train needs data to train on; give training (or calibration): text, token ids or 'demo'")
-    tokens, batches = _shown(request, config, source, given, None, "calibration")
-    return tokens, rows_of(batches)
+    _, batches = _shown(request, config, source, given, None, "calibration")
+    return rows_of(batches)
+
+
+def _cached(request: Request, rows: Rows) -> dict[str, tuple[TopKRows, str]]:
+    """What files hold of teachers."""
+    learning = [stage.options for p in request.passes if (stage := p.stage(Learn)) is not None]
+    return {each.teacher: read_cached(each.teacher, rows, each) for each in learning if each.offline}
 
 
 def _shown(

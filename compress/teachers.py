@@ -1,7 +1,8 @@
 """The models that others learn from."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,20 +16,26 @@ from compress.model.layers import find_stacks
 from compress.request import Request
 from compress.run.residency import is_narrow, shard
 from compress.runtime.loading import load_source
-from compress.train.options import ORIGINAL
+from compress.train.loss_options import ORIGINAL
+from compress.train.offline import TopKRows
 
 
 @dataclass(frozen=True)
 class Teachers:
     """Makes teachers. source: where the student was read, None for one in memory, which is `student`; device: where
-    work is done."""
+    work is done; cached: what files hold of teachers, by their names."""
 
     request: Request
     source: Source | None
     student: nn.Module
     device: torch.device
+    cached: Mapping[str, TopKRows] = field(default_factory=dict)
 
-    def named(self, name: str) -> nn.Module:
+    def named(self, name: str) -> nn.Module | TopKRows:
+        """A teacher, as `model` gives it, or what a file of that name holds of one."""
+        return self.cached[name] if name in self.cached else self.model(name)
+
+    def model(self, name: str) -> nn.Module:
         """The original model, before anything is done to it, or that of a directory, which may be compressed; frozen,
         on the device, sharded where the student is."""
         model = self._read(name)

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
 OF_CALIBRATION = ("samples", "length", "batch_size")
 
+
+class Output(click.Option):
+    """--output, which is needed unless a command is asked to write a file instead (`compress distill`)."""
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        self.required = "cache_logits" not in opts
+        return super().handle_parse_result(ctx, opts, args)
+
+
 setting_option = click.option(
     "--set",
     "settings",
@@ -45,7 +56,13 @@ OPTIONS = (
     click.option(
         "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
     ),
-    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
+    click.option(
+        "--output",
+        required=True,
+        cls=Output,
+        metavar="OUT",
+        help="The directory to write; it appears when complete.",
+    ),
     click.option(
         "--store",
         metavar="FORM",

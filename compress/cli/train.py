@@ -9,6 +9,7 @@ import click
 from compress.cli.exits import exits_cleanly
 from compress.cli.quantize import OF_A_METHOD, chosen_options, passes_of
 from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
+from compress.errors import InputError
 
 if TYPE_CHECKING:
     from compress.passes.base import Pass
@@ -89,6 +90,10 @@ def qat(
 @click.option(
     "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
 )
+@click.option(
+    "--cache-logits", metavar="FILE", help="Ask the teacher alone, and keep what it says: --train teacher=FILE."
+)
+@click.option("--top-k", type=int, metavar="N", help="Tokens whose probabilities that file holds.  [default: 64]")
 @training_options
 @run_options
 @exits_cleanly
@@ -97,6 +102,8 @@ def distill(
     student: str | None,
     student_layers: int | None,
     structure: str | None,
+    cache_logits: str | None,
+    top_k: int | None,
     training_settings: tuple[str, ...],
     fsdp: bool,
     **options: Any,
@@ -107,12 +114,22 @@ def distill(
     compress distill demo --student-layers 2 --calibration demo --output out
     compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
     compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
+    compress distill ENCODER --structure layers:3 --calibration TEXT --train logits=0 --train features=1 --output out
+    compress distill TEACHER --cache-logits said.safetensors --training TEXT
+    compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
     """
+    from compress.cli.caching import cache
     from compress.cli.students import students_of
 
+    if cache_logits is not None:
+        cache(teacher, cache_logits, top_k, training_settings, {"fsdp": fsdp, **options})
+        return
+    if top_k is not None:
+        raise InputError("--top-k is what --cache-logits keeps; give it with that")
     check_processes(fsdp, options["device"])
     trusted = options["trust_remote_code"]
     model, passes = students_of(teacher, student, student_layers, structure, trusted)
-    fixed = {} if student is None else {"teacher": teacher}
+    said = any(setting.startswith("teacher=") for setting in training_settings)
+    fixed = {} if student is None or said else {"teacher": teacher}
     training = training_pass(options, training_settings, **fixed)
     run("distill", model, (*passes, training), "distill", fsdp=fsdp, **options)

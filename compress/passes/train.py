@@ -8,6 +8,11 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576): `compress/train/learned.py`
     start        the codes that were decided (gptq, say): each weight behind them begins in the middle of its code
     loss         logits KL(teacher, student) t^2  +  task (cross entropy)  +  features (distance of hidden states)
+                 +  attention (KL or distance of attention maps; MiniLM, TinyBERT: arXiv 2002.10957, 1909.10351)
+                 +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)
+                 +  contrastive (InfoNCE of mean embeddings, arXiv 1807.03748), each times its weight
+    logits       of a plain head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
+    teacher      called at every step, or a file of its top k tokens: `compress distill TEACHER --cache-logits`
     optimizer    AdamW, float32, rates rising for `warmup` and then falling
     zeros        `sparsity` or `pattern`: the smallest weights, ever more of them by a cubic schedule (Zhu & Gupta 2017,
                  arXiv 1710.01878): `compress/train/pruning.py`; of codes the weights behind them are compared
@@ -20,6 +25,8 @@ Departs from the papers:
   makes up for that, is not needed with Adam.
 - What is pruned stays zero: no weight comes back while training goes on. Zeros that only a penalty has made are numbers
   like others: a later pass that prunes takes them first.
+- Negatives of the contrastive loss are the other samples of the step, over all ranks and micro-batches: the teacher
+  is shown the step first, and called twice.
 - Layers are in evaluation mode: dropout does nothing, batch norms keep their statistics.
 """
 

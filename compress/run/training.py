@@ -35,12 +35,15 @@ from compress.train.layers import (
 )
 from compress.train.loop import History, Training, train, unchanged, untouched
 from compress.train.objective import Objective
+from compress.train.offline import TopKRows
 from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
+from compress.train.outputs import eager_attention
 from compress.train.penalties import Penalties, penalized
 from compress.train.pruning import Prunable, Pruning
 from compress.train.quantizers import Scales, quantized_of
 from compress.train.saved import fixed_of
+from compress.train.shards import reshard
 from compress.train.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -69,7 +72,7 @@ class Collected:
 def trained(run: Run, walk: Callable[[Run], None]) -> Run:
     """The run that is left to do once everything up to the last training is done; `walk` carries out passes that train
     nothing."""
-    teachers: dict[str, nn.Module] = {}
+    teachers: dict[str, nn.Module | TopKRows] = {}
     for p in run.plan.passes:
         learn = p.stage(Learn)
         if learn is not None and learn.options.taught and learn.options.teacher not in teachers:
@@ -82,7 +85,7 @@ def trained(run: Run, walk: Callable[[Run], None]) -> Run:
     return run
 
 
-def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teacher: nn.Module | None) -> Run:
+def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teacher: nn.Module | TopKRows | None) -> Run:
     """The run that is left behind the training at a place among the passes."""
     before, rest = run.plan.passes[:at], run.plan.passes[at + 1 :]
     sink = decided(run, walk, before)
@@ -167,19 +170,26 @@ def quantizing(layers: Sequence[Layer], decisions: Mapping[str, Decision], scale
 
 
 def _train(
-    run: Run, learn: Learn, teacher: nn.Module | None, layers: Sequence[Layer], mine: Sequence[Layer]
+    run: Run,
+    learn: Learn,
+    teacher: nn.Module | TopKRows | None,
+    layers: Sequence[Layer],
+    mine: Sequence[Layer],
 ) -> History:
     """layers: those that round; mine: those that the pass is for."""
     lessons, options = run.lessons, learn.options
     assert lessons is not None
+    rows = lessons.rows.numbered()
     quantizers = quantizers_of(layers)
     inside = parameters_in(quantizers)
     latent = {id(layer.parameter) for layer in layers}
-    with _requiring(run.model, inside, latent, options):
+    with _requiring(run.model, inside, latent, options), _mapping(run, options, teacher):
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
         weights = weights_outside(run.model, inside)
         objective = Objective(options, run.model, teacher)
-        objective.begin(lessons.rows.take([0]))
+        objective.begin(rows.take([0]))
+        reshard(run.model)  # a root that has run would not see what a checkpoint brings
+        _note(run, objective.notes)
         scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
         if not weights and not scales:
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
@@ -194,7 +204,7 @@ def _train(
                     objective,
                     learned,
                     fixed,
-                    lessons.rows,
+                    rows,
                     micro,
                     run.comm,
                     run.reporter,
@@ -238,6 +248,21 @@ def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: Tr
         for p, requires in before:
             p.requires_grad_(requires)
             p.grad = None
+
+
+def _note(run: Run, notes: Sequence[str]) -> None:
+    for note in notes:
+        run.record.notes.append(note)
+        run.reporter.note(note)
+
+
+@contextmanager
+def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None) -> Iterator[None]:
+    """Within: models give attention maps, where these are compared."""
+    models = [each for each in (run.model, teacher) if options.attention and isinstance(each, nn.Module)]
+    with eager_attention(models) as changed:
+        _note(run, sorted(set(changed)))
+        yield
 
 
 @contextmanager

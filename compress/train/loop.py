@@ -7,7 +7,7 @@ mode: nothing is dropped out, and batch norms keep their statistics.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from compress.comm import Comm
 from compress.errors import CompressError
 from compress.progress import Reporter
 from compress.train import saved
+from compress.train.batch import is_text
 from compress.train.metrics import Log
-from compress.train.objective import Objective, is_text
+from compress.train.objective import Objective
 from compress.train.optimizer import Learned, clip, optimizer, set_rates, sum_gradients
 from compress.train.options import TrainingOptions
 from compress.train.rows import Order, Rows, micro_batches
@@ -127,6 +128,8 @@ def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequenc
     share = set_rates(adamw, step, options)
     counts = this.objective.counts(rows.take(indices))
     sums = dict.fromkeys(counts, 0.0)
+    with _computing(this):
+        this.objective.begin_step(rows, indices, this.micro, comm)
     for part, counting in micro_batches(indices, this.micro, comm):
         totals = _totals(this, rows.take(part))
         loss = combined(this, totals, counts)
@@ -165,11 +168,15 @@ def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, 
     return torch.stack(parts).sum()
 
 
-def _totals(this: Training, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    device = next(iter(this.learned.all.values())).device.type
-    bfloat16 = torch.autocast(device, torch.bfloat16) if this.options.precision == "bfloat16" else nullcontext()
-    with torch.enable_grad(), bfloat16:
+def _totals(this: Training, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    with torch.enable_grad(), _computing(this):
         return this.objective(batch)
+
+
+def _computing(this: Training) -> AbstractContextManager[object]:
+    """Within: products have the precision that is asked for."""
+    device = next(iter(this.learned.all.values())).device.type
+    return torch.autocast(device, torch.bfloat16) if this.options.precision == "bfloat16" else nullcontext()
 
 
 def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm) -> dict[str, float]:
@@ -185,6 +192,7 @@ def measured(this: Training, rows: Rows, step: int) -> Line:
     indices = range(len(rows))
     for name, count in this.objective.counts(rows.take(indices)).items():
         counts[name] = count
+    this.objective.begin_step(rows, indices, this.micro, this.comm)
     for part, counting in micro_batches(indices, this.micro, this.comm):
         for name, total in this.objective(rows.take(part)).items():
             sums[name] += float(total) * counting

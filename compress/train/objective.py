@@ -1,158 +1,194 @@
-"""What a student is to be: like its teacher, in logits and hidden states, and right about its task.
+"""What a student is to be: like its teacher, in logits, hidden states and attention, and right about its task.
 
 Every loss is a sum over what it counts (tokens, samples), divided by how many there are in the whole step, over all
 ranks and micro-batches: how samples are spread over these has no say in the gradient.
+
+Where logits are plainly those of a head (`heads.py`), neither those of the student nor those of a teacher are ever
+whole: losses on them are taken where the head is reached, a few tokens at a time (`losses/chunked.py`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from compress.comm import Comm
 from compress.errors import InputError
-from compress.train.losses.features import features_loss
-from compress.train.losses.layers import layer_pairs
-from compress.train.losses.logits import LogitsLoss, logits_loss
+from compress.train import states
+from compress.train.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
+from compress.train.embeddings import StepEmbeddings, embeddings_of_step, pooled
+from compress.train.heads import OutputHead, output_head
+from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
+from compress.train.losses.contrastive import info_nce
+from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
 from compress.train.losses.projector import projector
 from compress.train.losses.summed import IGNORED, Summed
+from compress.train.offline import TopKRows
 from compress.train.options import TrainingOptions
-from compress.train.rows import LABELS
+from compress.train.outputs import Seen, look
+from compress.train.rows import Rows
 
 Totals = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a model made of a batch. logits: [..., V], those that predict a label; hidden: of every layer, [B, T, D],
-    the embedding's first."""
-
-    logits: Tensor
-    hidden: tuple[Tensor, ...]
+Of = Callable[..., Summed]  # a loss on logits that lacks a teacher and labels
 
 
 class Objective(nn.Module):
-    """options: which losses, and their weights. student, teacher: models that are called with a batch's inputs; the
-    teacher is left as it is. Its own parameters are projectors, where widths of hidden states differ."""
+    """options: which losses, and their weights. student, teacher: models that are called with a batch's inputs, or a
+    teacher's cached words; it is left as it is. Its own parameters are projectors, where widths of hidden states
+    differ. notes: what a person should know, once it has begun."""
 
-    def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | None) -> None:
+    def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | TopKRows | None) -> None:
         super().__init__()
-        self.options = options
-        self.models = (student, teacher)  # a tuple: they are no parts of this module
-        self.weights = {
-            name: weight
-            for name, weight in (("logits", options.logits), ("task", options.task), ("features", options.features))
-            if weight
-        }
+        self.options, self.weights = options, options.weights
+        self.offline = teacher if isinstance(teacher, TopKRows) else None
+        # A tuple: they are no parts of this module.
+        self.models = (student, teacher if isinstance(teacher, nn.Module) else None)
         self.projectors = nn.ModuleList()
+        self.embedder: nn.Module = nn.Identity()
+        self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
+        self.step: StepEmbeddings | None = None
+        self.notes: list[str] = []
 
-    def counts(self, batch: Mapping[str, Tensor]) -> dict[str, int]:
+    def counts(self, batch: Batch) -> dict[str, int]:
         """How much of each loss a batch has, without a look at the models."""
         predicted = int((labels_of(batch) != IGNORED).sum()) if is_text(batch) else samples_of(batch)
         if is_text(batch) or "task" not in self.weights:
             labelled = predicted
         else:
             labelled = int((needed_labels(batch) != IGNORED).sum())
-        found = {"logits": predicted, "task": labelled, "features": int(token_mask(batch).sum())}
+        found = dict.fromkeys(self.weights, int(token_mask(batch).sum()))
+        found |= {"logits": predicted, "task": labelled, "contrastive": samples_of(batch)}
         return {name: found[name] for name in self.weights}
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Totals:
+    def forward(self, batch: Batch) -> Totals:
         """The sum of each loss over a batch."""
-        student, teacher = self.models
-        own = self._seen(student, batch)
-        theirs = None
-        if teacher is not None:
-            with torch.no_grad():
-                theirs = self._seen(teacher, batch)
+        theirs, says = self._taught(batch)
         totals: Totals = {}
-        labels = labels_of(batch).to(own.logits.device) if is_text(batch) else None
-        if "logits" in self.weights:
-            assert theirs is not None
-            how = LogitsLoss(kind=self.options.divergence, temperature=self.options.temperature)
-            totals["logits"] = logits_loss(own.logits, theirs.logits, labels_T=labels, how=how).total
-        if "task" in self.weights:
-            wanted = needed_labels(batch).to(own.logits.device) if labels is None else labels
-            totals["task"] = logits_loss(own.logits, labels_T=wanted, how=LogitsLoss(alpha=0.0)).total
-        if "features" in self.weights:
-            assert theirs is not None
-            totals["features"] = self._features(own, theirs, token_mask(batch)).total
-        return totals
+        student, head = self.models[0], self.heads[0]
 
-    def _seen(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Seen:
-        device = next(model.parameters()).device
-        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != LABELS}
-        options = {"output_hidden_states": True} if "features" in self.weights else {}
-        output = model(**inputs, **options)
-        logits = getattr(output, "logits", output if isinstance(output, Tensor) else None)
-        if logits is None and self.weights.keys() != {"features"}:
-            raise InputError(
-                f"{type(model).__name__} returns no logits ({type(output).__name__}); give logits=0 task=0 features=1"
+        def take(hidden: Tensor) -> None:
+            assert head is not None
+            shifted = hidden[:, :-1]
+            totals.update(
+                self._on_logits(partial(chunked_logits_loss, shifted, head.whole), batch, says, shifted.device)
             )
-        if logits is not None and is_text(batch) and logits.ndim == 3:
-            logits = logits[:, :-1]
-        hidden = getattr(output, "hidden_states", None) or ()
-        if options and not hidden:
-            raise InputError(f"{type(model).__name__} returns no hidden states; leave features out")
-        return Seen(torch.empty(0) if logits is None else logits, tuple(hidden))
 
-    def _features(self, own: Seen, theirs: Seen, mask: Tensor) -> Summed:
-        pairs = layer_pairs(len(own.hidden) - 1, len(theirs.hidden) - 1, self.options.layer_map)
-        found = []
-        for i, (s, t) in enumerate(pairs):
-            hidden = own.hidden[s + 1]
-            if self.projectors:
-                hidden = self.projectors[i](hidden)
-            found.append(
-                features_loss(
-                    hidden, theirs.hidden[t + 1], mask_T=mask.to(hidden.device), distance=self.options.distance
-                )
-            )
-        return Summed(torch.stack([each.total for each in found]).mean(), found[0].count)
+        own = look(student, batch, self.options, head, take)
+        if head is not None and own.logits is not None:
+            # Nothing, but the gradient that tells FSDP's root to go backward.
+            totals = {name: total + 0 * own.logits.sum() for name, total in totals.items()}
+        elif own.logits is not None:
+            logits = shifted_logits(own.logits, batch)
+            totals.update(self._on_logits(partial(logits_loss, logits), batch, says, logits.device))
+        if theirs is not None:
+            totals.update(self._on_states(own, theirs, batch))
+        return {name: totals[name] for name in self.weights}
 
     @torch.no_grad()
-    def begin(self, batch: Mapping[str, Tensor]) -> None:
-        """Look at a batch once: make projectors where the widths of hidden states differ."""
+    def _taught(self, batch: Batch) -> tuple[Seen | None, Teacher | HiddenTeacher | None]:
+        """What the teacher made of a batch, and what it says about logits."""
+        teacher, head = self.models[1], self.heads[1]
+        if self.offline is not None:
+            return None, self.offline.of(batch, next(self.models[0].parameters()).device)
+        if teacher is None:
+            return None, None
+        found: list[HiddenTeacher] = []
+
+        def take(hidden: Tensor) -> None:
+            assert head is not None
+            found.append(HiddenTeacher(hidden[:, :-1], head.whole))
+
+        theirs = look(teacher, batch, self.options, head, take)
+        if found:
+            return theirs, found[0]
+        return theirs, None if theirs.logits is None else shifted_logits(theirs.logits, batch)
+
+    def _on_logits(self, loss: Of, batch: Batch, says: Teacher | HiddenTeacher | None, device: torch.device) -> Totals:
+        """The losses on logits. loss: `logits_loss` of those, or how it is computed without them."""
+        options, totals = self.options, Totals()
+        labels = labels_of(batch).to(device) if is_text(batch) else None
+        if "logits" in self.weights:
+            how = LogitsLoss(kind=options.divergence, temperature=options.temperature, tail=options.tail)
+            totals["logits"] = loss(says, labels_T=labels, how=how).total
+        if "task" in self.weights:
+            wanted = needed_labels(batch).to(device) if labels is None else labels
+            totals["task"] = loss(labels_T=wanted, how=LogitsLoss(alpha=0.0)).total
+        return totals
+
+    def _on_states(self, own: Seen, theirs: Seen, batch: Batch) -> Totals:
+        """The losses on what is inside of models."""
+        options, totals = self.options, Totals()
+        mask = token_mask(batch).to(next(self.models[0].parameters()).device)
+        if "features" in self.weights:
+            totals["features"] = states.features(own, theirs, mask, options, list(self.projectors))
+        if "attention" in self.weights:
+            totals["attention"] = states.attention(own, theirs, mask, options)
+        if "relations" in self.weights:
+            totals["relations"] = states.relations(own, theirs, mask, options)
+        if "contrastive" in self.weights:
+            assert self.step is not None
+            embedding = self.embedder(pooled(own.hidden[-1], batch))
+            found = info_nce(embedding, self.step.candidates(batch), temperature=options.contrast)
+            totals["contrastive"] = found.total
+        return totals
+
+    @torch.no_grad()
+    def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:
+        """See what of a whole step the loss of each sample needs. A collective."""
+        teacher = self.models[1]
+        if "contrastive" in self.weights:
+            assert teacher is not None
+
+            def embedding(batch: Batch) -> Tensor:
+                return pooled(look(teacher, batch, self.options).hidden[-1], batch)
+
+            self.step = embeddings_of_step(embedding, rows, indices, micro, comm)
+
+    @torch.no_grad()
+    def begin(self, batch: Batch) -> None:
+        """Look at a batch once: find heads, and make projectors where the widths of hidden states differ."""
         student, teacher = self.models
-        if "features" not in self.weights or teacher is None:
+        device = next(student.parameters()).device
+        if ("attention" in self.weights or "relations" in self.weights) and not is_text(batch):
+            raise InputError("attention and relations are of tokens of text; leave them out")
+        if is_text(batch) and {"logits", "task"} & self.weights.keys():
+            self._find_heads(inputs_of(batch, device))
+        if teacher is None or not {"features", "contrastive"} & self.weights.keys():
             return
-        own, theirs = self._seen(student, batch), self._seen(teacher, batch)
-        width, wider = own.hidden[-1].shape[-1], theirs.hidden[-1].shape[-1]
+        own, theirs = (look(model, batch, self.options) for model in (student, teacher))
+        last = own.hidden[-1]
+        width, wider = last.shape[-1], theirs.hidden[-1].shape[-1]
         if width == wider:
             return
         generator = torch.Generator().manual_seed(self.options.seed)
-        count = len(layer_pairs(len(own.hidden) - 1, len(theirs.hidden) - 1, self.options.layer_map))
-        made = [projector(width, wider, generator=generator) for _ in range(count)]
-        self.projectors = nn.ModuleList(made).to(own.hidden[-1].device, own.hidden[-1].dtype)
+        if "features" in self.weights:
+            count = len(states.pairs_of(own.hidden[1:], theirs.hidden[1:], self.options))
+            made = [projector(width, wider, generator=generator) for _ in range(count)]
+            self.projectors = nn.ModuleList(made).to(last.device, last.dtype)
+        if "contrastive" in self.weights:
+            self.embedder = projector(width, wider, generator=generator).to(last.device, last.dtype)
+
+    def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
+        """Which logits need not be made."""
+        student, teacher = self.models
+        head, why, logits = output_head(student, inputs)
+        if logits is not None and self.offline is not None and self.offline.vocabulary != logits.shape[-1]:
+            raise InputError(
+                f"tokens of the vocabulary: {logits.shape[-1]} of the student, {self.offline.vocabulary} of the cached "
+                "teacher; cache the logits of a teacher with the same tokens"
+            )
+        if head is None:
+            self.notes.append(f"logits of {type(student).__name__} are made as a whole: {why}")
+            return
+        theirs = None
+        if teacher is not None and "logits" in self.weights:
+            theirs, why, _ = output_head(teacher, inputs)
+            if theirs is None:
+                self.notes.append(f"the teacher's logits ({type(teacher).__name__}) are made as a whole: {why}")
+        self.heads = (head, theirs)
 
 
-def samples_of(batch: Mapping[str, Tensor]) -> int:
-    """How many samples a batch has."""
-    return len(next(iter(batch.values())))
-
-
-def is_text(batch: Mapping[str, Tensor]) -> bool:
-    """Whether every token of a batch has a next one to be predicted: token ids without labels of another kind."""
-    return "input_ids" in batch and (LABELS not in batch or batch[LABELS].shape == batch["input_ids"].shape)
-
-
-def token_mask(batch: Mapping[str, Tensor]) -> Tensor:
-    """[B, T] which tokens are no padding; [B] of samples that are no text."""
-    if "attention_mask" in batch:
-        return batch["attention_mask"] != 0
-    if "input_ids" in batch:
-        return torch.ones_like(batch["input_ids"], dtype=torch.bool)
-    return torch.ones(samples_of(batch), dtype=torch.bool)
-
-
-def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """[B, T - 1] the next token, where neither it nor the one before it is padding, and its label does not say -100."""
-    labels = batch.get(LABELS, batch["input_ids"])
-    mask = token_mask(batch)
-    return labels[:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)
-
-
-def needed_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """[B] the class of every sample."""
-    if LABELS not in batch:
-        raise InputError("task is the cross entropy with labels, and the batches have none; give `labels` in each")
-    return batch[LABELS]
+def shifted_logits(logits: Tensor, batch: Batch) -> Tensor:
+    """Those that predict a label: [B, T - 1, V] of text, [B, V] of samples."""
+    return logits[:, :-1] if is_text(batch) and logits.ndim == 3 else logits

@@ -15,6 +15,7 @@ from compress.comm import Comm
 from compress.errors import InputError
 
 LABELS = "labels"
+NUMBER = "compress.number"  # of a sample in the training set, beside its inputs
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Rows:
         """Some samples, as a batch."""
         chosen = torch.as_tensor(indices, dtype=torch.long)
         return {name: tensor[chosen] for name, tensor in self.tensors.items()}
+
+    def numbered(self) -> "Rows":
+        """With the number of every sample, by which a cache, or a step, knows it again."""
+        return Rows({**self.tensors, NUMBER: torch.arange(len(self))})
 
     def split(self, held_out: float) -> tuple["Rows", "Rows"]:
         """(The samples to train on, the share that is kept out: every so many-th)."""

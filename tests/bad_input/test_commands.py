@@ -17,7 +17,8 @@ from commands import Desk, Outcome, command, configured, half, last_line, make_l
 from compress.recipe import PASSES
 
 METHODS = ", ".join(sorted(PASSES))
-Case = tuple[Callable[[Desk], Outcome], tuple[str, ...]]
+Act = Callable[[Desk], Outcome]
+Case = tuple[Act, tuple[str, ...]]
 
 
 def with_missing_shard(desk: Desk) -> Path:
@@ -690,6 +691,87 @@ OTHERS: dict[str, Case] = {
     "demo: wrong group size": (lambda d: command("demo", "--group-size", 100), ("group size 100", "256")),
 }
 
+
+def said(desk: Desk, *more: object, name: str = "said.safetensors") -> Outcome:
+    return command("distill", desk.model, "--cache-logits", desk.here / name, "--training", desk.tokens, *more)
+
+
+def distill(desk: Desk, *settings: str, data: object = None) -> Outcome:
+    """Half of the model, trained as the settings say, on what `said` has been asked about."""
+    words = ["--structure", "layers:1", "--calibration", data or desk.tokens, "--output", desk.output]
+    return command("distill", desk.model, *words, *(f"--train={setting}" for setting in settings))
+
+
+def of_file(*settings: str, spoil: Callable[[Path], object] = lambda path: None, **more: object) -> Act:
+    """Training on what a teacher has said, or on what has become of it."""
+
+    def act(desk: Desk) -> Outcome:
+        path = desk.here / "said.safetensors"
+        assert said(desk, "--quiet").code == 0
+        spoil(path)
+        return distill(desk, f"teacher={path}", *settings, **{key: make(desk) for key, make in more.items()})
+
+    return act
+
+
+def flipped(path: Path) -> None:
+    """The last byte of a file is another one."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+TAUGHT: dict[str, Case] = {
+    "nothing learned": (lambda d: distill(d, "logits=0"), ("nothing is learned", "features", "teacher=none")),
+    "no teacher": (lambda d: distill(d, "teacher=none", "features=1"), ("give task=1 and logits=0, features=0",)),
+    "negative weight": (lambda d: distill(d, "relations=-1"), ("relations -1.0; allowed: 0 or more",)),
+    "cold contrast": (lambda d: distill(d, "contrast=0"), ("contrast 0.0; allowed: above 0",)),
+    "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "all, values")),
+    "maps and relations": (lambda d: distill(d, "attention=1", "relations=1"), ("eager", "fused", "one of the two")),
+    "nobody to be told from": (lambda d: distill(d, "contrastive=1", "rows=1"), ("contrastive", "rows=2 or more")),
+    "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),
+    "file that is missing": (
+        lambda d: distill(d, "teacher=no.safetensors"),
+        ("'no.safetensors' does not exist", "--cache"),
+    ),
+    "file of something else": (
+        lambda d: distill(d, f"teacher={d.model / 'model.safetensors'}"),
+        ("holds no cached logits", "--cache-logits"),
+    ),
+    "file and hidden states": (
+        lambda d: distill(d, "teacher=no.safetensors", "features=1", "relations=1"),
+        ("says nothing about features and relations", "the teacher itself"),
+    ),
+    "half a file": (of_file(spoil=half), ("said.safetensors cannot be read", "write it anew")),
+    "damaged file": (of_file(spoil=flipped), ("said.safetensors is damaged (its checksum differs)", "write it anew")),
+    "other data": (
+        of_file(data=lambda d: d.ids(torch.ones(8, 16, dtype=torch.long))),
+        ("said of other data than is trained on", "--training", "--length"),
+    ),
+    "other temperature": (of_file("temperature=2"), ("made at temperature 1, and temperature 2", "tail=conditional")),
+    "cache: other ending": (lambda d: said(d, name="said.pt"), ("said.pt'", "ends in .safetensors")),
+    "cache: no such folder": (lambda d: said(d, name="no/said.safetensors"), ("cannot be written",)),
+    "cache: too many": (
+        lambda d: said(d, "--top-k", 4096, "--quiet"),
+        ("top 4096 of a vocabulary of 2048", "1 to 2048"),
+    ),
+    "cache: of a student": (
+        lambda d: said(d, "--student-layers", 1, "--output", d.output),
+        ("asks", "alone", "drop --student-layers, --output"),
+    ),
+    "cache: training": (
+        lambda d: said(d, "--train", "schedule=linear"),
+        ("drop --train schedule", "temperature alone"),
+    ),
+    "cache: no data": (
+        lambda d: command("distill", d.model, "--cache-logits", d.here / "said.safetensors"),
+        ("--training TEXT",),
+    ),
+    "top k of nothing": (
+        lambda d: command("distill", d.model, "--top-k", 8, "--output", d.output),
+        ("--top-k", "--cache-logits"),
+    ),
+}
+
 REFUSED = {
     f"{kind}: {name}": case
     for kind, cases in (
@@ -699,6 +781,7 @@ REFUSED = {
         ("mask", MASKS),
         ("recipe", RECIPES),
         ("command", OTHERS),
+        ("distill", TAUGHT),
     )
     for name, case in cases.items()
 }

@@ -65,11 +65,11 @@ def chunked_logits_loss(
     labels_T: Tensor | None = None,
     mask_T: Tensor | None = None,
     how: LogitsLoss | None = None,
-    chunk_values: int = CHUNK_VALUES,
+    chunk_values: int | None = None,
 ) -> Summed:
     """`logits_loss` of the student's logits head(hidden), in a part of the memory. Not differentiable twice.
 
-    chunk_values: logits at a time, 1 or more; at least those of one token.
+    chunk_values: logits at a time, 1 or more (`CHUNK_VALUES`); at least those of one token.
     """
     how = how or LogitsLoss()
     _check(hidden_TD, head, teacher, labels_T, how)
@@ -82,7 +82,7 @@ def chunked_logits_loss(
 
     needed = torch.is_grad_enabled()
     weight, bias = head.weight_VD, head.bias_V
-    tokens = max(1, chunk_values // len(weight))
+    tokens = max(1, (chunk_values or CHUNK_VALUES) // len(weight))
     hidden = rows_of(hidden_TD, rows)
     total = cast(Tensor, _Chunked.apply(hidden, weight, bias, total_of, tokens, needed))
     return Summed(total, torch.tensor(len(rows), device=total.device))

@@ -1,0 +1,85 @@
+"""What a teacher said, in a file: the log-probabilities of its k most probable tokens, for every token that is trained
+on.
+
+One .safetensors file: `log_probs` float32 [N, T, k] and `indices` int32 [N, T, k], of the N samples of a training set
+and their T tokens that have a next one; in its metadata the checksums of the teacher, of the training set, and of these
+two tensors.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from compress.checkpoint.files import checksum, fingerprint, write_whole
+from compress.checkpoint.source import path_of
+from compress.errors import CheckpointError, InputError, first_line
+from compress.reading import regular
+from compress.train.loss_options import LossOptions
+from compress.train.offline import TopKRows
+from compress.train.rows import Rows
+
+ENTRY, VERSION = "compress.cached_logits", 1
+HOW = "write it anew with compress distill TEACHER --cache-logits"
+
+
+def checksum_of(rows: Rows) -> str:
+    """Of a training set."""
+    return fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
+
+
+def write_cached(path: Path, said: TopKRows, teacher: str, rows: Rows) -> None:
+    """teacher: its checksum. Raises OSError."""
+    tensors = {"log_probs": said.log_probs_NTk.contiguous(), "indices": said.indices_NTk.contiguous()}
+    about = {
+        "version": VERSION,
+        "teacher": teacher,
+        "training": checksum_of(rows),
+        "values": {name: checksum(tensor) for name, tensor in tensors.items()},
+        "temperature": said.temperature,
+        "vocabulary": said.vocabulary,
+    }
+    write_whole(path, save(tensors, {ENTRY: json.dumps(about)}))
+
+
+def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, str]:
+    """(What a teacher said of a training set, the file's checksum). Raises CheckpointError for a file that is damaged
+    or something else, InputError for one that was made of other data or at another temperature."""
+    path = regular(path_of(name, "teacher"), "teacher")
+    if not path.is_file():
+        raise InputError(f"teacher file {name!r} does not exist; {HOW} {name}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get(ENTRY, "null"))
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, ValueError, OSError) as error:
+        raise CheckpointError(f"{name} cannot be read ({first_line(error)}); {HOW}") from None
+    _check(name, about, tensors)
+    if about["training"] != checksum_of(rows):
+        raise InputError(
+            f"{name} holds what a teacher said of other data than is trained on; give the same "
+            f"--training and --length, or {HOW}"
+        )
+    if options.temperature != about["temperature"] and options.tail == "bucket":
+        raise InputError(
+            f"{name} was made at temperature {about['temperature']:g}, and temperature {options.temperature:g} is "
+            "asked for; give the same, or tail=conditional"
+        )
+    said = TopKRows(tensors["log_probs"], tensors["indices"], about["temperature"], about["vocabulary"])
+    return said, fingerprint(about)
+
+
+def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for what is no such file, or no longer what was written."""
+    wanted = {"log_probs": torch.float32, "indices": torch.int32}
+    if not isinstance(about, dict) or {key: t.dtype for key, t in tensors.items()} != wanted:
+        raise CheckpointError(f"{name} holds no cached logits; {HOW}")
+    if about.get("version") != VERSION:
+        raise CheckpointError(f"{name} is of version {about.get('version')!r}; this release reads {VERSION}: {HOW}")
+    if about.get("values") != {key: checksum(tensor) for key, tensor in tensors.items()}:
+        raise CheckpointError(f"{name} is damaged (its checksum differs); {HOW}")
