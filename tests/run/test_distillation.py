@@ -20,7 +20,10 @@ def distill(desk: Desk, model: object, *more: object, output: str = "out"):
 
 
 def history(output: Path) -> dict:
-    return json.loads((output / "compress.json").read_text())["training"][0]
+    """Lines of steps, and of what was measured on samples that were held out."""
+    lines = [json.loads(line) for line in (output / "training.jsonl").read_text().splitlines()]
+    measured = [{"step": line["step"], **line["held_out"]} for line in lines if "held_out" in line]
+    return {"steps": [line for line in lines if "held_out" not in line], "held_out": measured}
 
 
 @pytest.fixture
