@@ -13,8 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from compress.errors import CompressError
 from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack, left_alone
+from compress.run.batches import ChainBrokenError
 from compress.run.block import run_block
 from compress.run.capture import capture, output_shape
 from compress.run.remarks import few_tokens, held_back, permuted
@@ -30,7 +32,16 @@ def run(this: Run) -> None:
     started = time.monotonic()
     this.steps.begin()
     with without_cache(this.model):
-        _walk(trained(this, _walk))
+        left = trained(this, _walk)
+        try:
+            _walk(left)
+        except ChainBrokenError as why:
+            if left is this:
+                raise
+            raise CompressError(
+                f"the blocks are not a simple chain ({why}), which shows only now that the model is trained; run it as "
+                "a whole: --one-block"
+            ) from None
     _remark(this)
     this.record.seconds = time.monotonic() - started
 
