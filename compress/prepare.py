@@ -95,7 +95,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     model = load_dense(source, notes=record.notes) if source is not None else request.model
     assert isinstance(model, nn.Module)
     _check_no_codes(model)
-    device = next(model.parameters()).device if device is None else device
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = _compute_dtype(model, device, request.work.dtype)
     with ExitStack() as undoing:
         restructured = None
@@ -318,7 +318,7 @@ def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype |
     """What blocks are worked on in; None for the dtype of each parameter."""
     if wanted is not None or device.type != "cpu":
         return wanted
-    return None if next(model.parameters()).dtype == torch.float64 else torch.float32
+    return None if any(p.dtype == torch.float64 for p in model.parameters()) else torch.float32
 
 
 def _identity(

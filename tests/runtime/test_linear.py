@@ -363,7 +363,7 @@ def test_what_does_not_fit_together_is_not_fused():
             FusedLinear.fuse([first, other])
 
 
-@pytest.mark.parametrize("name", ["w9a16", "w1a16", "a16", "4bit", "w4a4", "w3a8", "w4", ""])
+@pytest.mark.parametrize("name", ["w9a16", "w1a16", "a16", "4bit", "w3a4", "w3a8", "w4", ""])
 def test_unknown_schemes_are_refused(name):
     with pytest.raises(InputError, match="w8a8"):
         scheme_named(name)
