@@ -39,7 +39,7 @@ from compress.run.batches import check_batches
 from compress.run.lessons import Lessons
 from compress.run.loss import check_loss
 from compress.run.matching import Ignored, check_untouched
-from compress.run.plan import Plan, plan, plan_of_shapes, planned, structural_of
+from compress.run.plan import Plan, plan, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.run.restore import naming, undone
 from compress.run.restructure import Restructured, Restructuring
@@ -185,7 +185,7 @@ def _restructured(
     extent = request.extent
 
     def check(foreseen: nn.Module) -> None:
-        plan_of_shapes(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+        plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, valued=False)
 
     work = Restructuring(
         model,
@@ -255,7 +255,7 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
         raise InputError(f"{needing.name} needs calibration data; give text, token ids or 'demo'")
     rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
     samples = WINDOWS if data.samples is None and not rows else data.samples
-    return _shown(request, config, source, calibration, samples, "calibration")
+    return _shown(request, config, source, calibration, samples)
 
 
 def training_rows(request: Request, config: Any, source: Source | None) -> Rows:
@@ -264,7 +264,7 @@ def training_rows(request: Request, config: Any, source: Source | None) -> Rows:
     given = data.calibration if data.training is None else data.training
     if given is None:
         raise InputError("train needs data to train on; give training (or calibration): text, token ids or 'demo'")
-    _, batches = _shown(request, config, source, given, None, "calibration")
+    _, batches = _shown(request, config, source, given, None)
     return rows_of(batches)
 
 
@@ -275,7 +275,7 @@ def _cached(request: Request, rows: Rows) -> dict[str, tuple[TopKRows, str]]:
 
 
 def _shown(
-    request: Request, config: Any, source: Source | None, given: Calibration, samples: int | None, what: str
+    request: Request, config: Any, source: Source | None, given: Calibration, samples: int | None
 ) -> tuple[Tokens | None, list[Batch]]:
     """The tokens, where what is given is text or token ids, and the batches of all ranks."""
     data = request.data
@@ -294,7 +294,7 @@ def _shown(
         return load_tokenizer(source)
 
     text = given if isinstance(given, Tensor) else str(given)
-    tokens = load_tokens(text, tokenizer, config, what=what, length=data.length, samples=samples)
+    tokens = load_tokens(text, tokenizer, config, what="calibration", length=data.length, samples=samples)
     return tokens, batches_of(tokens.ids, data.batch_size)
 
 

@@ -7,7 +7,7 @@ A grouped convolution is `groups` maps beside each other: rows [g N / groups, (g
 Shapes: B samples, C channels, S spatial sizes, N outputs, K inputs of one output, M rows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +69,21 @@ def elements(x: Tensor, geometry: Geometry) -> Tensor:
     """The input as rows of channels [B * prod(S), C]: every element once, whatever the kernel overlaps or skips."""
     batch = samples(x, geometry)
     return batch.movedim(1, -1).reshape(-1, batch.shape[1])
+
+
+def on_channels(x: Tensor, geometry: Geometry | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A layer's input, or output, changed where its channels come last; they do already in one that is no
+    convolution's (None)."""
+    if geometry is None:
+        return change(x)
+    channel = -1 - len(geometry.kernel)
+    return change(x.movedim(channel, -1)).movedim(-1, channel)
+
+
+def on_samples(x: Tensor, geometry: Geometry | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A layer's input, or output, changed row by row: what a token is to a linear layer (None), a sample is to a
+    convolution."""
+    return change(x) if geometry is None else change(samples(x, geometry).flatten(1)).reshape(x.shape)
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:

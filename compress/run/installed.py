@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compress.model.attention import hold_scales
 from compress.model.calls import Arrival
-from compress.model.convolution import Geometry, elements, samples
+from compress.model.convolution import Geometry, elements, on_channels, on_samples
 from compress.model.layers import Layer
 from compress.runtime.caches import RoundCache, round_cache
 from compress.weights.caches import CacheCodes
@@ -35,12 +35,8 @@ class RoundInput:
         """What the layer multiplies in place of x."""
         if self.codes is None or not self.active:
             return x
-        if self.geometry is None:
-            return self.codes.fake_quantize(x)
-        if not self.codes.dynamic:
-            channel = -1 - len(self.geometry.kernel)
-            return self.codes.fake_quantize(x.movedim(channel, -1)).movedim(-1, channel)
-        return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
+        on = on_samples if self.codes.dynamic else on_channels
+        return on(x, self.geometry, self.codes.fake_quantize)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.codes is None or not self.active:

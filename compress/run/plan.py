@@ -81,25 +81,17 @@ def plan(
     ignore: Sequence[str] = (),
     one_block: bool = False,
     convolutions: bool | None = None,
+    valued: bool = True,
 ) -> Plan:
     """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
 
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
-    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`).
+    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
+    whether tensors have values, which are then checked; a plan needs no more than their shapes.
     """
-    check_tensors(model)
-    check_untouched(model)
-    return plan_of_shapes(model, passes, ignore, one_block, convolutions)
-
-
-def plan_of_shapes(
-    model: nn.Module,
-    passes: Sequence[Pass],
-    ignore: Sequence[str] = (),
-    one_block: bool = False,
-    convolutions: bool | None = None,
-) -> Plan:
-    """`plan` of a model whose tensors may be without values."""
+    if valued:
+        check_tensors(model)
+        check_untouched(model)
     structural, passes = structural_of(passes)
     kv = _cache_pass(model, passes)
     if convolutions is None:

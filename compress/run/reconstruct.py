@@ -1,8 +1,8 @@
 """Training of a block that is open, towards what the original block returns (`passes.reconstruct`)."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.stages import Reconstruction
 from compress.run.installed import Versions
-from compress.train.layers import PARTS, attach, detach, finished
+from compress.train.layers import PARTS, finished, requiring, rounding
 from compress.train.optimizer import BETAS, sum_gradients
 from compress.train.quantizers import WeightQuantizer
 from compress.train.rows import Order
@@ -50,14 +50,17 @@ def reconstructed(
     with torch.no_grad(), versions.original():
         targets = [_returned(opened.block, call) for call in reference]
     task = Task(opened.block, calls, targets, comm)
-    with ExitStack() as undoing:
-        undoing.enter_context(_frozen(opened.block))
-        trained = undoing.enter_context(_rounding(layers, decisions, versions))
+    # Inputs and outputs are rounded already.
+    weights = {name: replace(decision, inputs=None, outputs=None) for name, decision in decisions.items()}
+    frozen = requiring(opened.block.parameters(), lambda p: False)
+    with frozen, rounding(layers.values(), weights, "learned") as trained:
         if not trained:
             return {}
+        for layer in trained:
+            _start(layer, versions)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}
-        return {name: _decided(layer, decisions[name], opened, figures) for name, layer in trained.items()}
+        return {layer.name: _decided(layer, decisions[layer.name], opened, figures) for layer in trained}
 
 
 def _returned(block: nn.Module, call: Call) -> Tensor:
@@ -67,48 +70,22 @@ def _returned(block: nn.Module, call: Call) -> Tensor:
     return hidden_of(output)
 
 
-@contextmanager
-def _frozen(block: nn.Module) -> Iterator[None]:
-    """Within: no parameter of a block is trained that does not say so afterwards."""
-    before = [(p, p.requires_grad) for p in block.parameters()]
-    for p, _ in before:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p, requires in before:
-            p.requires_grad_(requires)
-            p.grad = None
+def _start(layer: Layer, versions: Versions) -> None:
+    """Make the weight of a layer one that is trained: wide enough, and as close to the original as its codes let it."""
+    weight, quantizer = layer.parameter, layer.module._modules[PARTS[0]]
+    weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    if isinstance(quantizer, WeightQuantizer) and not quantizer.grid.signs:
+        original = versions.weights[weight][0]
+        original_NK = original.t() if layer.transposed else original.flatten(1)
+        weight.data = layer.stored(quantizer.nearest_of_its_codes(layer.weight, original_NK))
+    weight.requires_grad_(True)
 
 
-@contextmanager
-def _rounding(
-    layers: Mapping[str, Layer], decisions: Mapping[str, Decision], versions: Versions
-) -> Iterator[dict[str, Layer]]:
-    """Within: layers whose weights are codes round them; yields these. Inputs and outputs are rounded already."""
-    found: dict[str, Layer] = {}
-    try:
-        for name, layer in layers.items():
-            if name in decisions and attach(layer, replace(decisions[name], inputs=None, outputs=None), "learned"):
-                found[name], weight = layer, layer.parameter
-                weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-                quantizer = layer.module._modules[PARTS[0]]
-                if isinstance(quantizer, WeightQuantizer) and not quantizer.grid.signs:
-                    original = versions.weights[weight][0]
-                    original_NK = original.t() if layer.transposed else original.flatten(1)
-                    weight.data = layer.stored(quantizer.nearest_of_its_codes(layer.weight, original_NK))
-                weight.requires_grad_(True)
-        yield found
-    finally:
-        for layer in found.values():
-            detach(layer.module)
-
-
-def _groups(layers: Mapping[str, Layer], stage: Reconstruction) -> list[dict[str, Any]]:
+def _groups(layers: Sequence[Layer], stage: Reconstruction) -> list[dict[str, Any]]:
     """What the optimizer is given: the weights of each layer with a rate of so many steps of its grid, and scales."""
     groups: list[dict[str, Any]] = []
     scales: list[nn.Parameter] = []
-    for layer in layers.values():
+    for layer in layers:
         quantizer = layer.module._modules[PARTS[0]]
         step = 1.0
         if isinstance(quantizer, WeightQuantizer):
@@ -118,7 +95,7 @@ def _groups(layers: Mapping[str, Layer], stage: Reconstruction) -> list[dict[str
     return [*groups, *([{"params": scales, "rate": stage.scale_rate}] if scales else [])]
 
 
-def _train(task: Task, layers: Mapping[str, Layer], stage: Reconstruction) -> tuple[float, float]:
+def _train(task: Task, layers: Sequence[Layer], stage: Reconstruction) -> tuple[float, float]:
     """Train; returns the loss before, and that of the best, which the layers have afterwards."""
     comm = task.comm
     groups = _groups(layers, stage)

@@ -25,11 +25,11 @@ from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
 from compress.train.layers import (
     PARTS,
-    attach,
-    detach,
     finished,
     parameters_in,
     quantizers_of,
+    requiring,
+    rounding,
     scales_in,
     weights_outside,
 )
@@ -41,7 +41,7 @@ from compress.train.options import TrainingOptions
 from compress.train.outputs import eager_attention
 from compress.train.penalties import Penalties, penalized
 from compress.train.pruning import Prunable, Pruning
-from compress.train.quantizers import Scales, quantized_of
+from compress.train.quantizers import quantized_of
 from compress.train.saved import fixed_of
 from compress.train.shards import reshard
 from compress.train.sparsity_options import SparsityOptions
@@ -92,7 +92,7 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     wanted = treated(run.plan)
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
     start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
-    with widened(run.residency, run.model), quantizing(wanted, start, learn.options.scales) as quantized:
+    with widened(run.residency, run.model), rounding(wanted, start, learn.options.scales) as quantized:
         history = _train(run, learn, teacher, quantized, mine)
         decisions = decisions_of(run.plan, run.residency, start)
     run.record.training.append({**asdict(history), "options": described(learn)})
@@ -155,20 +155,6 @@ def _all_kept(layers: Sequence[Layer], decisions: Mapping[str, Decision]) -> dic
     return found
 
 
-@contextmanager
-def quantizing(layers: Sequence[Layer], decisions: Mapping[str, Decision], scales: Scales) -> Iterator[list[Layer]]:
-    """Within: layers round as was decided; yields those that have something to round."""
-    attached: list[Layer] = []
-    try:
-        for layer in layers:
-            if layer.name in decisions and attach(layer, decisions[layer.name], scales):
-                attached.append(layer)
-        yield attached
-    finally:
-        for layer in attached:
-            detach(layer.module)
-
-
 def _train(
     run: Run,
     learn: Learn,
@@ -183,13 +169,19 @@ def _train(
     quantizers = quantizers_of(layers)
     inside = parameters_in(quantizers)
     latent = {id(layer.parameter) for layer in layers}
-    with _requiring(run.model, inside, latent, options), _mapping(run, options, teacher):
+    others = [p for p in run.model.parameters() if id(p) not in inside]  # quantizers know it themselves
+
+    def wanted(p: nn.Parameter) -> bool:
+        return p.is_floating_point() and (options.trains == "all" or (options.trains == "layers" and id(p) in latent))
+
+    with requiring(others, wanted), _mapping(run, options, teacher):
         # First of all: a root of FSDP that has run has its full parameters in the place of the shards that are trained.
         weights = weights_outside(run.model, inside)
         objective = Objective(options, run.model, teacher)
         objective.begin(rows.take([0]))
         reshard(run.model)  # a root that has run would not see what a checkpoint brings
-        _note(run, objective.notes)
+        for note in objective.notes:
+            run.record.note(run.reporter, note)
         scales = scales_in(quantizers) | {f"objective.{name}": p for name, p in objective.named_parameters()}
         if not weights and not scales:
             raise InputError(f"trains={options.trains} leaves nothing to train in this model")
@@ -235,33 +227,12 @@ def _thinning(
 
 
 @contextmanager
-def _requiring(model: nn.Module, inside: set[int], latent: set[int], options: TrainingOptions) -> Iterator[None]:
-    """Within: those parameters of a model have gradients that are trained. inside: those of quantizers, which know it
-    themselves; latent: weights behind codes."""
-    before = [(p, p.requires_grad) for p in model.parameters() if id(p) not in inside]
-    try:
-        for p, _ in before:
-            trains = options.trains == "all" or (options.trains == "layers" and id(p) in latent)
-            p.requires_grad_(trains and p.is_floating_point())
-        yield
-    finally:
-        for p, requires in before:
-            p.requires_grad_(requires)
-            p.grad = None
-
-
-def _note(run: Run, notes: Sequence[str]) -> None:
-    for note in notes:
-        run.record.notes.append(note)
-        run.reporter.note(note)
-
-
-@contextmanager
 def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None) -> Iterator[None]:
     """Within: models give attention maps, where these are compared."""
     models = [each for each in (run.model, teacher) if options.attention and isinstance(each, nn.Module)]
     with eager_attention(models) as changed:
-        _note(run, sorted(set(changed)))
+        for note in sorted(set(changed)):
+            run.record.note(run.reporter, note)
         yield
 
 

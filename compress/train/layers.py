@@ -5,7 +5,8 @@ its hooks. Its class becomes a subclass of its own, of which `weight` is the rou
 with it, and which rounds what it is given and what it returns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -100,6 +101,34 @@ def _plain(kind: type[nn.Module]) -> type[nn.Module]:
     assert own is FSDPModule
     bare = _plain(rest[0])
     return type(f"FSDP{bare.__name__}", (FSDPModule, bare), {"__module__": outer.__module__})
+
+
+@contextmanager
+def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales: Scales) -> Iterator[list[Layer]]:
+    """Within: layers round as was decided; yields those that have something to round."""
+    attached: list[Layer] = []
+    try:
+        for layer in layers:
+            if layer.name in decisions and attach(layer, decisions[layer.name], scales):
+                attached.append(layer)
+        yield attached
+    finally:
+        for layer in attached:
+            detach(layer.module)
+
+
+@contextmanager
+def requiring(parameters: Iterable[nn.Parameter], wanted: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+    """Within: those of the parameters that are wanted have gradients. Afterwards they are as before, with none."""
+    before = [(p, p.requires_grad) for p in parameters]
+    try:
+        for p, _ in before:
+            p.requires_grad_(wanted(p))
+        yield
+    finally:
+        for p, requires in before:
+            p.requires_grad_(requires)
+            p.grad = None
 
 
 def quantizers_of(layers: Sequence[Layer]) -> dict[str, nn.Module]:

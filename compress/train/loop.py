@@ -22,7 +22,7 @@ from compress.train import saved
 from compress.train.batch import is_text
 from compress.train.metrics import Log
 from compress.train.objective import Objective
-from compress.train.optimizer import Learned, clip, optimizer, set_rates, sum_gradients
+from compress.train.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
 from compress.train.options import TrainingOptions
 from compress.train.rows import Order, Rows, micro_batches
 from compress.train.stopping import Stopping
@@ -143,11 +143,7 @@ def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequenc
         raise CompressError(
             f"the loss of step {step + 1} is {total}; give a lower learning_rate or scale_rate, or precision=full"
         )
-    whole = [*this.learned.scales.values()]
-    sum_gradients(whole, comm)
-    for parameter in whole if comm.active else ():
-        assert parameter.grad is not None
-        parameter.grad /= comm.world
+    mean_gradients([*this.learned.scales.values()], comm)
     lengths = [
         clip(list(some.values()), options.clip_norm, comm) for some in (this.learned.weights, this.learned.scales)
     ]
@@ -188,10 +184,9 @@ def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm
 @torch.no_grad()
 def measured(this: Training, rows: Rows, step: int) -> Line:
     """The losses on samples that are not trained on."""
-    sums, counts = dict.fromkeys(this.objective.weights, 0.0), dict.fromkeys(this.objective.weights, 0)
     indices = range(len(rows))
-    for name, count in this.objective.counts(rows.take(indices)).items():
-        counts[name] = count
+    counts = this.objective.counts(rows.take(indices))
+    sums = dict.fromkeys(counts, 0.0)
     this.objective.begin_step(rows, indices, this.micro, this.comm)
     for part, counting in micro_batches(indices, this.micro, this.comm):
         for name, total in this.objective(rows.take(part)).items():

@@ -87,24 +87,26 @@ def sum_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
+def mean_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
+    """Gradients of parameters that are whole on every rank as means over the ranks, as FSDP makes those of shards."""
+    sum_gradients(parameters, comm)
+    for parameter in parameters if comm.active else ():
+        assert parameter.grad is not None
+        parameter.grad /= comm.world
+
+
 def average_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> Callable[[], None]:
     """From now on gradients of parameters that are whole on every rank are means over the ranks when a backward pass
     ends, as FSDP makes those of its shards; returns what ends that. Gradients that add up over several backward passes
     stay means: those of earlier passes are the same on every rank."""
     last = -1
 
-    def average() -> None:
-        sum_gradients(parameters, comm)
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad /= comm.world
-
     def ask(_: Tensor) -> None:
         nonlocal last
         task = torch._C._current_graph_task_id()
         if task != last:  # once in a backward pass
             last = task
-            torch.autograd.Variable._execution_engine.queue_callback(average)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: mean_gradients(parameters, comm))
 
     handles = [p.register_post_accumulate_grad_hook(ask) for p in parameters] if comm.active else []
 
@@ -119,19 +121,14 @@ def clip(parameters: Sequence[nn.Parameter], longest: float, comm: Comm) -> Tens
     """Shorten gradients, of shards and whole ones, that are longer than that together; returns how long they were."""
     if not parameters:
         return torch.zeros((), dtype=torch.float64)
-    squares = [torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)]
     gradients = [p.grad for p in parameters if p.grad is not None]
+    squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # of whole gradients, of shards
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        squares[isinstance(gradient, DTensor)] += local.double().square().sum().cpu()
-    length = (squares[0] + _summed(squares[1], gradients, comm)).sqrt()
+        squares[int(isinstance(gradient, DTensor))] += local.double().square().sum()
+    length = (squares[0] + comm.all_reduce(squares[1])).cpu().sqrt()
     factor = (longest / (length + 1e-6)).clamp(max=1.0)
     if factor < 1:
         for gradient in gradients:
             gradient.mul_(float(factor))
     return length
-
-
-def _summed(square: Tensor, gradients: Sequence[Tensor], comm: Comm) -> Tensor:
-    device = gradients[0].device if gradients else square.device
-    return comm.all_reduce(square.to(device)).cpu()

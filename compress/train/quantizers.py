@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import InputError
-from compress.model.convolution import Geometry, samples
+from compress.model.convolution import Geometry, on_channels, on_samples
 from compress.train.learned import rounded, whole
 from compress.weights.codes import Codes
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 from compress.weights.grid import (
+    Grid,
     Quantized,
     encode,
     fit_matrix,
@@ -30,6 +31,15 @@ from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "fixed", "fitted"]
 WITHIN = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
+
+
+def learned(
+    start: Tensor, log_factor: Tensor, zero_point: Tensor, grid: Grid, stored: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scale start * exp(log_factor) as it will be stored, and a whole zero point, with their gradients."""
+    scale = start * log_factor.exp()
+    zero = zero_point if grid.symmetric else whole(zero_point, grid)
+    return straight_through(scale, stored_scale(scale.detach(), grid, stored)), zero
 
 
 class WeightQuantizer(nn.Module):
@@ -58,22 +68,26 @@ class WeightQuantizer(nn.Module):
         zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
         self.register_buffer("start", start)
         self.register_buffer("kept", kept)
-        learned = scales == "learned"
+        learns = scales == "learned"
         # A binary scale of 0 stays 0: exp(t) changes nothing.
-        self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learned)
+        self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learns)
         if codes.zero_point is None:
             self.register_buffer("zero_point", zero)
         else:
-            self.zero_point = nn.Parameter(zero, requires_grad=learned)
+            self.zero_point = nn.Parameter(zero, requires_grad=learns)
 
     def scale_and_zero(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         """[N, G], or [1, 1] per tensor: the scale as it will be stored and a whole zero point, with their gradients."""
         if self.scales == "fitted":
             return fit_matrix(weight_NK.detach(), self.grid, self.scale_dtype)
-        scale = self.start * self.log_factor.exp()
-        stored = stored_scale(scale.detach(), self.grid, self.scale_dtype)
-        zero = self.zero_point if self.grid.symmetric else whole(self.zero_point, self.grid)
-        return straight_through(scale, stored), zero
+        return learned(self.start, self.log_factor, self.zero_point, self.grid, self.scale_dtype)
+
+    def in_groups(self, weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(What codes are to stand for [..., G, g], scale and zero point [..., G, 1]) of a weight."""
+        weight_NK = self.masked(self.without_others(weight_NK))
+        scale, zero = self.scale_and_zero(weight_NK)
+        groups = grouped(weight_NK, self.grid)
+        return groups, scale.reshape(*groups.shape[:-1], 1), zero.reshape(*groups.shape[:-1], 1)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Values of a weight [N, ...], of its shape and in its dtype. Raises InputError for one of 16 bits."""
@@ -82,21 +96,21 @@ class WeightQuantizer(nn.Module):
                 f"a weight is {weight.dtype}, and is rounded as it was prepared, in {self.dtype}; compute in 16 "
                 "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
             )
-        weight_NK = self.masked(self.without_others(weight.flatten(1)))
-        scale, zero = self.scale_and_zero(weight_NK)
-        groups = grouped(weight_NK, self.grid)
-        scale, zero = (t.reshape(*groups.shape[:-1], 1) for t in (scale, zero))
-        values = rounded(groups, scale, zero, self.grid, self.scale_dtype).reshape(weight_NK.shape)
+        groups, scale, zero = self.in_groups(weight.flatten(1))
+        values = rounded(groups, scale, zero, self.grid, self.scale_dtype).reshape(len(weight), -1)
         if self.others:
-            constants = [self.get_buffer(f"other{i}") for i in range(len(self.others))]
-            total = summed([values.detach().to(self.scale_dtype), *constants])
+            total = summed([values.detach().to(self.scale_dtype), *self.constants()])
             values = straight_through(values, total.to(values.dtype))
         return values.reshape(weight.shape)
 
+    def constants(self) -> list[Tensor]:
+        """[N, K] each: what the other terms contribute."""
+        return [self.get_buffer(f"other{i}") for i in range(len(self.others))]
+
     def without_others(self, weight_NK: Tensor) -> Tensor:
         """What codes are to stand for, of a weight to which other terms contribute."""
-        for i in range(len(self.others)):
-            weight_NK = weight_NK - self.get_buffer(f"other{i}")
+        for constant in self.constants():
+            weight_NK = weight_NK - constant
         return weight_NK
 
     @torch.no_grad()
@@ -106,17 +120,14 @@ class WeightQuantizer(nn.Module):
         What lies near the end of its code's range is the first to change it; in the middle all would change at once, as
         an optimizer that scales gradients moves all weights at one pace.
         """
-        weight_NK = self.masked(self.without_others(weight_NK))
-        scale, zero = self.scale_and_zero(weight_NK)
-        groups = grouped(weight_NK, self.grid)
-        scale, zero = (t.reshape(*groups.shape[:-1], 1) for t in (scale, zero))
+        groups, scale, zero = self.in_groups(weight_NK)
         codes = encode(groups, scale, zero, self.grid)
         room = WITHIN if not self.grid.floating else 0.0
         ends = [(codes - zero + side * room) * scale for side in (-1, 1)]
         wanted = grouped(self.masked(self.without_others(original_NK)).to(groups.dtype), self.grid)
         found = wanted.clamp(torch.minimum(*ends), torch.maximum(*ends)).reshape(weight_NK.shape)
-        for i in range(len(self.others)):
-            found = found + self.get_buffer(f"other{i}")
+        for constant in self.constants():
+            found = found + constant
         return found
 
     def masked(self, weight_NK: Tensor) -> Tensor:
@@ -126,12 +137,9 @@ class WeightQuantizer(nn.Module):
     @torch.no_grad()
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
         """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
-        weight_NK = self.masked(self.without_others(weight_NK))
-        scale, zero = self.scale_and_zero(weight_NK)
-        groups = grouped(weight_NK, self.grid)
-        codes = encode(
-            groups, scale.reshape(*groups.shape[:-1], 1), zero.reshape(*groups.shape[:-1], 1), self.grid
-        ).reshape(weight_NK.shape)
+        groups, scale, zero = self.in_groups(weight_NK)
+        codes = encode(groups, scale, zero, self.grid).reshape(weight_NK.shape)
+        scale, zero = scale.squeeze(-1), zero.squeeze(-1)
         made = to_quantized(codes, scale, zero, self.grid, self.scale_dtype)
         first = made if self.format is None else self.format.term(made)
         return Decision(added(first, *self.others), kept=self.kept)
@@ -183,27 +191,16 @@ class ActivationQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x rounded, in its dtype."""
         if self.codes.scale is None:
-            return straight_through(x, self.as_it_comes(x.detach()))
-        scale, zero = self.scale_and_zero()
-        if self.geometry is not None:  # one scale in all, or one per channel
-            channel = -1 - len(self.geometry.kernel)
-            return self.fixed(x.movedim(channel, -1), scale, zero).movedim(-1, channel)
-        return self.fixed(x, scale, zero)
-
-    def as_it_comes(self, x: Tensor) -> Tensor:
-        """Fitted to every token, of a convolution to every sample."""
-        if self.geometry is None:
-            return self.codes.fake_quantize(x)
-        return self.codes.fake_quantize(samples(x, self.geometry).flatten(1)).reshape(x.shape)
+            return straight_through(x, on_samples(x.detach(), self.geometry, self.codes.fake_quantize))
+        scale, zero = self.scale_and_zero()  # one in all, or one per channel
+        return on_channels(x, self.geometry, lambda x: self.fixed(x, scale, zero))
 
     def scale_and_zero(self) -> tuple[Tensor, Tensor]:
         """[1] or [K]: the scale as it will be stored and a whole zero point, with their gradients."""
         grid = self.codes.grid
         assert self.codes.scale is not None
-        scale = self.start * self.log_factor.exp()
-        stored = stored_scale(scale.detach(), grid, self.codes.scale.dtype)
-        zero = self.zero_point if grid.symmetric else whole(self.zero_point, grid)
-        return straight_through(scale, stored).flatten(), zero.flatten()
+        scale, zero = learned(self.start, self.log_factor, self.zero_point, grid, self.codes.scale.dtype)
+        return scale.flatten(), zero.flatten()
 
     def fixed(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """By a fixed range. x: [..., K]."""

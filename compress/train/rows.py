@@ -6,6 +6,7 @@ and the size of a micro-batch are: `rows` of a shuffled order, epoch after epoch
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,13 +82,16 @@ class Order:
         """The samples of a step, counted from 0."""
         wanted = range(step * self.rows, (step + 1) * self.rows)
         epochs = {place // self.samples for place in wanted}
-        orders = {epoch: self._shuffled(epoch) for epoch in epochs}
+        orders = {epoch: _shuffled(self.samples, self.seed, epoch) for epoch in epochs}
         return [orders[place // self.samples][place % self.samples] for place in wanted]
 
-    def _shuffled(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
-        order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
-        return order
+
+@lru_cache(maxsize=2)  # a step reaches into the next epoch
+def _shuffled(samples: int, seed: int, epoch: int) -> list[int]:
+    """An order of so many samples."""
+    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    order: list[int] = torch.randperm(samples, generator=generator).tolist()
+    return order
 
 
 def micro_batches(indices: Sequence[int], size: int, comm: Comm) -> Iterator[tuple[list[int], bool]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Desk, command, make_llama, save
-from models import build, tokens
+from models import strong, tokens
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
@@ -57,10 +57,7 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
 
 def test_an_encoder_of_no_logits_is_distilled(desk):
     """Half of its layers, towards its hidden states, relations and embeddings; what is written is such an encoder."""
-    teacher = build("bert")
-    with torch.no_grad():
-        for p in teacher.parameters():
-            p.mul_(4 if p.ndim > 1 else 1)  # layers have something to say
+    teacher = strong("bert")
     teacher.save_pretrained(desk.here / "bert")
     torch.save(tokens(12), desk.here / "bert.pt")
     words = ["--structure", "layers:1", "--calibration", desk.here / "bert.pt", "--steps", 12]

@@ -4,23 +4,13 @@ import pytest
 import torch
 from combinations import every
 from commands import fast_gptq
-from models import build, tokens
-from torch import nn
+from models import strong, tokens
 
 import compress
 from compress.errors import CompressError, InputError
 
 DATA = {"calibration": tokens(48), "batch_size": 8}
 FEW = compress.Reconstruct(steps=24, rows=16, checks=2)
-
-
-def strong(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A random Llama whose layers have something to say."""
-    model = build("llama", dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4 if p.ndim > 1 else 1)
-    return model
 
 
 def losses(result, key: str) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 from checkpoints import same
 from combinations import every
 from commands import command, fast_gptq
-from models import build, tokens
+from models import strong, tokens
 from torch import nn
 
 import compress
@@ -28,20 +28,11 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(input_ids=tokens(4, seed=9)).logits.float()
 
 
-def strong(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A random Llama whose layers have something to say."""
-    model = build("llama", dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4 if p.ndim > 1 else 1)
-    return model
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     strong().save_pretrained(folder / "model")
-    strong(torch.bfloat16).save_pretrained(folder / "narrow")
+    strong(dtype=torch.bfloat16).save_pretrained(folder / "narrow")
     return folder
 
 

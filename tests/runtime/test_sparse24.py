@@ -1,6 +1,5 @@
 """Layers of 2:4 weights: what they compute, hold, store and say about themselves."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ from combinations import every
 from halved import largest_two
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import holds
 from torch import nn
 
 from compress.kernels import blocks
@@ -73,17 +73,8 @@ def test_any_size_is_stored_bit_for_bit(name, N, groups, dtype):
     term = term_of(name, N, 32 * groups, dtype, seed=N)
     parts, scheme = parts_of(term), scheme_of(term)
     layer = QuantLinear.from_parts(parts, scheme, term.shape)
-    assert torch.equal(layer.dequantize(), term.dequantize())
-    state = layer.state_dict()
-    assert state.keys() == parts.keys()
-    assert all(torch.equal(state[name], part) and state[name].dtype == part.dtype for name, part in parts.items())
     x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(N)).to(dtype)
-    assert error(layer, x, layer(x)) <= 1
-    again = copy.deepcopy(layer)
-    for buffer in again.buffers():
-        buffer.zero_()
-    again.load_state_dict(state)
-    assert torch.equal(again(x), layer(x))
+    holds(layer, term.dequantize(), parts, x)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,6 +1,5 @@
 """Layers of tiles, of sparse rows and of sums: what they compute, hold, store and say about themselves."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ from combinations import every
 from commands import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import holds
 from models import build, tokens
 from outliers import Outliers, tiled
 from torch import nn
@@ -103,17 +103,8 @@ def test_tiles_of_any_size_are_stored_bit_for_bit(N, groups, group, tile_rows, b
     parts, scheme = parts_of(Weight((tiles,))), scheme_of(Weight((tiles,)))
     layer = QuantLinear.from_parts(parts, scheme, tiles.shape)
     assert isinstance(layer, TilesLinear)
-    assert torch.equal(layer.dequantize(), tiles.dequantize())
-    state = layer.state_dict()
-    assert state.keys() == parts.keys()
-    assert all(torch.equal(state[name], part) and state[name].dtype == part.dtype for name, part in parts.items())
     x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(N)).to(dtype)
-    assert error(layer, x, layer(x)) <= 1
-    again = copy.deepcopy(layer)
-    for buffer in again.buffers():
-        buffer.zero_()
-    again.load_state_dict(state)
-    assert torch.equal(again(x), layer(x))
+    holds(layer, tiles.dequantize(), parts, x)
 
 
 @pytest.mark.parametrize("name", SUMS)

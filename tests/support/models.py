@@ -57,6 +57,15 @@ FAMILIES = {
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gpt2", "opt")
 
 
+def strong(kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """`build`, with weights four times as large: layers have something to say."""
+    model = build(kind, dtype, seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4 if p.ndim > 1 else 1)
+    return model
+
+
 def tokens(samples: int = 6, length: int = 16, seed: int = 1) -> torch.Tensor:
     """Token ids [samples, length]."""
     return torch.randint(96, (samples, length), generator=torch.Generator().manual_seed(seed))

@@ -4,14 +4,13 @@ Ranks are forked from one process that has imported everything.
 """
 
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from commands import DRIFT_GPTQ, PLAIN_GPTQ
+from forked import fork, join, part
 from models import build, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,7 +20,6 @@ import compress
 from compress.calibration.hessian import Hessian
 from compress.calibration.stats import MinMax
 from compress.checkpoint import writer
-from compress.cli.exits import leave
 from compress.comm import Comm
 from compress.model.layers import find_stacks
 from compress.progress import Silent
@@ -190,7 +188,7 @@ def restored(mesh):
 
 
 def run(rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    join(rank, world, folder)
     comm, found = Comm(), {}
     mesh = init_device_mesh("cpu", (comm.world,))
     common = {"calibration": tokens(8), "batch_size": 2, "fsdp": True, "verify": False}
@@ -239,13 +237,8 @@ def run(rank: int, world: int, folder: Path) -> None:
     dist.barrier()
     if comm.rank == 0:
         (folder / f"found-{comm.world}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    part()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    build("llama")  # its classes, too, are imported once
-    for world in (2, 3):
-        mp.start_processes(run, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")
+    fork(run)

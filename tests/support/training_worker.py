@@ -4,19 +4,16 @@ Ranks are forked from one process that has imported everything.
 """
 
 import json
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from models import build, tokens
+from forked import fork, join, part
+from models import tokens
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.cli.exits import leave
 from compress.comm import Comm
 from compress.model.layers import find_stacks
 from compress.passes.train import Train
@@ -72,7 +69,7 @@ def own_loop(model_at: Path, output: Path, sharded: str = "never") -> None:
 
 
 def run(rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    join(rank, world, folder)
     common = {**DATA, "fsdp": True}
     model = folder / "model"
     if world == 2:
@@ -87,14 +84,8 @@ def run(rank: int, world: int, folder: Path) -> None:
     else:
         result = compress.quantize(model, PASSES, output=folder / "resumed", resume=True, **common)
         (folder / "losses-3.json").write_text(json.dumps(result.record.training))
-    comm = Comm()
-    comm.barrier()
-    dist.destroy_process_group()
-    leave(0)
+    part()
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    build("llama")  # its classes, too, are imported once
-    for world in (2, 3):
-        mp.start_processes(run, (world, Path(sys.argv[1])), nprocs=world, start_method="fork")
+    fork(run)

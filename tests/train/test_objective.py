@@ -4,7 +4,7 @@ import pytest
 import torch
 from combinations import every
 from commands import Largest
-from models import DECODERS, build, tokens
+from models import DECODERS, strong, tokens
 from torch import Tensor, nn
 
 from compress.comm import Comm
@@ -24,13 +24,9 @@ from compress.train.rows import Rows
 IDS = tokens(4, 12)
 
 
-def strong(kind: str, seed: int = 0) -> nn.Module:
-    """A random model of float64 that has something to say."""
-    model = build(kind, torch.float64, seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4 if p.ndim > 1 else 1)
-    return model
+def exact(kind: str, seed: int = 0) -> nn.Module:
+    """A random model of float64."""
+    return strong(kind, torch.float64, seed)
 
 
 def batch(ids: Tensor = IDS, padding: int = 0) -> dict[str, Tensor]:
@@ -61,7 +57,7 @@ def test_logits_that_nobody_makes_give_the_same_losses_and_gradients(monkeypatch
         )  # fmt: skip
         pair = [transformers.GraniteForCausalLM(config).double().eval() for _ in range(2)]
     else:
-        pair = [strong(kind, seed) for seed in range(2)]
+        pair = [exact(kind, seed) for seed in range(2)]
     options = Train(logits=0.7, task=0.3, temperature=2.0)
     given = batch(padding=3)
     plain, made = Objective(options, *pair), Objective(options, *pair)
@@ -120,15 +116,15 @@ class Shifted(nn.Module):
 
 
 def test_other_logits_are_made_and_a_line_says_so():
-    student, teacher = Shifted(strong("llama")), Shifted(strong("llama", 1))
+    student, teacher = Shifted(exact("llama")), Shifted(exact("llama", 1))
     given = batch()
     for pair, says in (
         (
-            (student, strong("llama", 1)),
+            (student, exact("llama", 1)),
             "logits of Shifted are made as a whole: they are not what its output embedding",
         ),
         (
-            (strong("llama"), teacher),
+            (exact("llama"), teacher),
             "the teacher's logits (Shifted) are made as a whole: they are not what its output",
         ),
     ):
@@ -144,7 +140,7 @@ def test_other_logits_are_made_and_a_line_says_so():
 
 def test_a_cached_teacher_says_of_each_sample_what_it_said(monkeypatch):
     """All tokens of the vocabulary: the loss of the teacher itself; few: that of a bucket of the rest."""
-    student, teacher = strong("llama"), strong("llama", 1)
+    student, teacher = exact("llama"), exact("llama", 1)
     given = batch()
     with torch.no_grad():
         logits = teacher(input_ids=IDS).logits[:, :-1]
@@ -161,7 +157,7 @@ def test_a_cached_teacher_says_of_each_sample_what_it_said(monkeypatch):
 
 
 def test_attention_maps_are_those_of_eager_attention():
-    pair = [strong("llama", seed) for seed in range(2)]
+    pair = [exact("llama", seed) for seed in range(2)]
     given = batch(padding=3)
     with eager_attention(pair) as changed:
         assert changed == ["LlamaForCausalLM computes eager attention, not sdpa, for its maps"] * 2
@@ -178,7 +174,7 @@ def test_attention_maps_are_those_of_eager_attention():
 @every("kind", ["llama", "bert"])
 def test_relations_are_of_the_vectors_that_attention_multiplies(kind):
     """A decoder's of tokens before, an encoder's of all; a student of half the depth learns from every second layer."""
-    pair = [strong(kind, seed) for seed in range(2)]
+    pair = [exact(kind, seed) for seed in range(2)]
     layers = pair[0].model.layers if kind == "llama" else pair[0].encoder.layer
     del layers[1]
     pair[0].config.num_hidden_layers = 1
@@ -201,7 +197,7 @@ def test_relations_are_of_the_vectors_that_attention_multiplies(kind):
 
 def test_micro_batches_have_no_say_in_who_is_told_apart():
     """The other samples of a step are negatives wherever they are; a sample that it has twice is none to itself."""
-    student, teacher = strong("bert"), strong("bert", 1)
+    student, teacher = exact("bert"), exact("bert", 1)
     rows = Rows({"input_ids": IDS}).numbered()
     objective = Objective(Train(logits=0, contrastive=1.0, contrast=0.5), student, teacher)
     objective.begin(rows.take([0]))
@@ -225,7 +221,7 @@ def test_widths_that_differ_learn_through_projectors():
     config = transformers.BertConfig(
         vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16
     )
-    student, teacher = transformers.BertModel(config).double().eval(), strong("bert")
+    student, teacher = transformers.BertModel(config).double().eval(), exact("bert")
     rows = Rows({"input_ids": IDS}).numbered()
     objective = Objective(Train(logits=0, features=1.0, contrastive=1.0, relations=1.0), student, teacher)
     objective.begin(rows.take([0]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build
+from models import strong
 from places import SUPPORT
 from training_worker import DATA, FIRST, OPTIONS, PASSES, own_loop
 
@@ -31,11 +31,7 @@ def folder(tmp_path_factory) -> Path:
     """A model, what one process makes of it, and what ranks make of it."""
     folder = tmp_path_factory.mktemp("ranks")
     for name, dtype in (("model", torch.float64), ("narrow", torch.bfloat16)):
-        model = build("llama", dtype)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(4 if p.ndim > 1 else 1)
-        model.save_pretrained(folder / name)
+        strong(dtype=dtype).save_pretrained(folder / name)
     result = compress.quantize(folder / "model", PASSES, output=folder / "out-1", **DATA)
     (folder / "losses-1.json").write_text(json.dumps(result.record.training))
     own_loop(folder / "model", folder / "own-never")
