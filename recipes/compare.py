@@ -86,6 +86,9 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True)
     parser.add_argument("--text", required=True)
+    for of, what in (("", "calibration"), ("text-", "held-out")):
+        parser.add_argument(f"--{of}samples", help=f"windows of {what} text; by default as the command line has it")
+        parser.add_argument(f"--{of}length", help=f"tokens of a window of {what} text")
     parser.add_argument("--training", help="what recipes that train are shown; by default what they are calibrated on")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument(
@@ -106,11 +109,14 @@ def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) ->
             out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
             recipe.write_text(yaml.safe_dump({"passes": passes}), encoding="utf-8")
             calibrated = any(p.calibrated for p in parse_recipe({"passes": passes}, title))
-            options = ["--recipe", str(recipe), *(["--calibration", arguments.calibration] if calibrated else [])]
+            options = ["--recipe", str(recipe)]
+            if calibrated:
+                options += ["--calibration", arguments.calibration, *_windows(arguments.samples, arguments.length)]
             if arguments.training and any("train" in step for step in passes):
                 options += ["--training", arguments.training]
             record = command("quantize", arguments.model, *options, "--output", out)
-            found = evaluated(out, arguments.model, arguments.text)
+            windows = _windows(arguments.text_samples, arguments.text_length)
+            found = evaluated(out, arguments.model, arguments.text, *windows)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
         row |= {"seconds": record["seconds"], "verification": record["verification"]}
         rows[title] = row
@@ -121,6 +127,12 @@ def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) ->
         )
         keep(arguments.json, arguments, [rows[title] for title in wanted if title in rows])
     return [rows[title] for title in wanted if title in rows]
+
+
+def _windows(samples: str | None, length: str | None) -> list[str]:
+    """The options that say which windows of a text are taken."""
+    said = {"--samples": samples, "--length": length}
+    return [word for option, value in said.items() if value is not None for word in (option, value)]
 
 
 if __name__ == "__main__":

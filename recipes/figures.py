@@ -28,9 +28,9 @@ def command(*arguments: str) -> Any:
     return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
 
 
-def evaluated(model: str, reference: str, text: str) -> dict[str, Any]:
+def evaluated(model: str, reference: str, text: str, *options: str) -> dict[str, Any]:
     """The figures of a model; what else `--json` says of the run is kept once, for all rows (`keep`)."""
-    found = command("evaluate", model, "--reference", reference, "--text", text)
+    found = command("evaluate", model, "--reference", reference, "--text", text, *options)
     return {figure.name: found[figure.name] for figure in fields(Evaluation)}
 
 
