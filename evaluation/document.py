@@ -1,0 +1,220 @@
+"""What an evaluation has found, as one value: the terminal, `--json`, the page and its Markdown all show this.
+
+Whatever was not measured is None or not there, never zero; `missing` says why.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from compress.checkpoint.record import LayerRecord
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value, and its standard error where one is known."""
+
+    value: float
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model. name: as it was given. fingerprint: sha256 of what its weights and configuration are; None in memory."""
+
+    name: str
+    architecture: str
+    parameters: int
+    dtype: str
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """Tokens of which the reference gave its first choice a probability of low up to high, and their mean KL."""
+
+    low: float
+    high: float
+    tokens: int
+    kl_mean: Figure | None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """counts[i] values lie from edges[i] up to edges[i + 1]."""
+
+    edges: list[float]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """A text, how it was read, and the figures on it.
+
+    role: what the text is to the model. length, stride: tokens of a window, and between the beginnings of two; tokens:
+    those that were predicted. figures, noise: by the names of `compress.evaluation.quality`; noise: the reference
+    against itself, rounded to its own dtype. kl_histogram: of log10 of the KL per token.
+    """
+
+    name: str
+    sha256: str
+    role: Literal["held-out", "calibration"]
+    protocol: str
+    windows: int
+    length: int
+    stride: int
+    tokens: int
+    figures: dict[str, Figure]
+    noise: dict[str, Figure] | None = None
+    by_confidence: list[Band] = field(default_factory=list)
+    kl_histogram: Histogram | None = None
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
+
+    difference: accuracy less the reference's, with its paired error; interval: 95 % of it by a paired bootstrap.
+    gained, lost: questions that only one of the two got right. p_value: McNemar's exact test;
+    p_adjusted: Holm, over all tasks.
+    """
+
+    name: str
+    kind: str
+    sha256: str
+    questions: int
+    accuracy: Figure
+    reference_accuracy: Figure | None = None
+    difference: Figure | None = None
+    interval: tuple[float, float] | None = None
+    gained: int | None = None
+    lost: int | None = None
+    p_value: float | None = None
+    p_adjusted: float | None = None
+
+
+@dataclass(frozen=True)
+class Component:
+    """Bytes of one kind of tensor, like codes, scales, embeddings, or of what a file has beside tensors."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SizeResult:
+    """Bytes on disk. bits_per_weight: measured, of compressed layers with all that they need; nominal: of codes alone.
+    peak_*_bytes: of the memory of a process that loads the model, and that runs it."""
+
+    bytes: int
+    components: list[Component]
+    parameters: int
+    compressed_parameters: int
+    bits_per_weight: float
+    bits_per_parameter: float
+    nominal_bits_per_weight: float | None = None
+    cache: str | None = None
+    peak_load_bytes: int | None = None
+    peak_run_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """tokens/s of a prompt of prompt_tokens and of decoding after it; milliseconds to the first token."""
+
+    prompt_tokens: int
+    decoded_tokens: int
+    prefill: Figure
+    decode: Figure
+    first_token_ms: Figure
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """Of the model and of the reference, taken in turns. kernels: {kernel: layers}; fallbacks: {reason: layers}."""
+
+    device: str
+    threads: int
+    dtype: str
+    model: Timing
+    reference: Timing | None = None
+    kernels: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Greedy continuations of a prompt. diverges_at: the first character that differs; None: there is none."""
+
+    prompt: str
+    model: str
+    reference: str | None = None
+    diverges_at: int | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What the record of the run says that made the checkpoint; None or empty where it was not made here."""
+
+    command: str | None = None
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    calibration: dict[str, Any] | None = None
+    verification: dict[str, Any] | None = None
+    layers: list[LayerRecord] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model costs and how good it is, beside its reference.
+
+    recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
+    provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes.
+    """
+
+    model: Named
+    texts: list[TextResult]
+    reference: Named | None = None
+    recipe: dict[str, Any] | None = None
+    tasks: list[TaskResult] = field(default_factory=list)
+    size: SizeResult | None = None
+    reference_size: SizeResult | None = None
+    speed: SpeedResult | None = None
+    generations: list[Generation] = field(default_factory=list)
+    run: RunResult | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def figure(self, name: str) -> float | None:
+        """A figure of the first text; None where it was not measured."""
+        found = self.texts[0].figures.get(name) if self.texts else None
+        return None if found is None else found.value
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-likelihood per token."""
+        return self.figure("perplexity")
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        """That of the reference."""
+        return self.figure("reference_perplexity")
+
+    @property
+    def kl_mean(self) -> float | None:
+        """KL(reference || model), nats per token."""
+        return self.figure("kl_mean")
+
+    @property
+    def same_top(self) -> float | None:
+        """The share of tokens with the same first choice."""
+        return self.figure("same_top")
+
+    @property
+    def bytes(self) -> int | None:
+        """Of the weight files."""
+        return None if self.size is None else self.size.bytes
