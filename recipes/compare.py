@@ -98,8 +98,15 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) -> list[dict[str, Any]]:
-    """Quantize, verify and evaluate by every recipe; print a row for each, and keep all of them."""
+def compare(
+    arguments: argparse.Namespace,
+    recipes: Callable[[int], Recipes],
+    store: Callable[[str], str | None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Quantize, verify and evaluate by every recipe; print a row for each, and keep all of them.
+
+    store: of a title, what `--store` says.
+    """
     rows = {row["title"]: row for row in stored(arguments.json)}
     wanted = recipes(arguments.group_size)
     for title, passes in wanted.items():
@@ -114,11 +121,13 @@ def compare(arguments: argparse.Namespace, recipes: Callable[[int], Recipes]) ->
                 options += ["--calibration", arguments.calibration, *_windows(arguments.samples, arguments.length)]
             if arguments.training and any("train" in step for step in passes):
                 options += ["--training", arguments.training]
+            form = store(title)
+            options += [] if form is None else ["--store", form]
             record = command("quantize", arguments.model, *options, "--output", out)
             windows = _windows(arguments.text_samples, arguments.text_length)
             found = evaluated(out, arguments.model, arguments.text, *windows)
         row = {"title": title, "passes": passes, **found, "text": Path(arguments.text).name}
-        row |= {"seconds": record["seconds"], "verification": record["verification"]}
+        row |= {"seconds": record["seconds"], "verification": record["verification"], "store": form}
         rows[title] = row
         print(
             f"| {title} | {found['perplexity']:.4f} | {found['kl_mean']:.5f} | {found['same_top']:.2%} | "

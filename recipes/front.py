@@ -7,6 +7,7 @@ quantized, verified in a fresh process and evaluated on held-out text, by the co
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,19 @@ def recipes(group_size: int) -> Recipes:
     return found
 
 
-def drawn(rows: list[dict[str, Any]], title: str) -> str:
-    """The rows as a picture: bits per weight to the right, KL upwards by its logarithm."""
+def drawn(rows: list[dict[str, Any]], title: str, colours: Mapping[str, str] = COLOURS) -> str:
+    """The rows as a picture: bits per weight to the right, KL upwards by its logarithm. colours: by the first word of a
+    row's title."""
     bits, kl = [row["bits_per_weight"] for row in rows], [row["kl_mean"] for row in rows]
     frame = Frame(math.floor(min(bits)), math.ceil(max(bits)), min(kl), max(kl))
     marks = frame.axes(range(int(frame.left), int(frame.right) + 1))
     for row in rows:
         x, y = frame.place(row["bits_per_weight"], row["kl_mean"])
-        colour = COLOURS[row["title"].split()[0]]
+        colour = colours[row["title"].split()[0]]
         note = f"{row['title']}: {row['bits_per_weight']:.2f} bits, KL {row['kl_mean']:.4g}"
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{note}</title></circle>')
     heading = f"{title}: KL to the original, by measured bits per weight"
-    return picture(heading, [*marks, *key(list(COLOURS.items()))])
+    return picture(heading, [*marks, *key(list(colours.items()))])
 
 
 def main() -> None:
