@@ -92,7 +92,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--training", help="what recipes that train are shown; by default what they are calibrated on")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument(
-        "--only", nargs="+", help="words of titles, like gptq fp8; other rows stay as the file has them"
+        "--only", nargs="+", help="titles, or words of them, like gptq fp8; other rows stay as the file has them"
     )
     parser.add_argument("--json", type=Path, required=True)
     return parser
@@ -110,7 +110,7 @@ def compare(
     rows = {row["title"]: row for row in stored(arguments.json)}
     wanted = recipes(arguments.group_size)
     for title, passes in wanted.items():
-        if arguments.only and not any(word in title for word in arguments.only):
+        if arguments.only and not any(word == title if word in wanted else word in title for word in arguments.only):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             out, recipe = str(Path(scratch) / "out"), Path(scratch) / "recipe.yaml"
