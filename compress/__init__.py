@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from compress.caching import Cached, cache_logits
     from compress.checkpoint.exported import Exported, export_dense
     from compress.checkpoint.exported24 import export_sparse24
-    from compress.evaluation.evaluate import Evaluation, evaluate
+    from compress.evaluation.document import Evaluation
+    from compress.evaluation.evaluate import evaluate
     from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
@@ -63,7 +64,7 @@ _HOMES = {
     "BatchNormFolds": "compress.model.batchnorm",
     "Cached": "compress.caching",
     "Embeddings": "compress.passes.embeddings",
-    "Evaluation": "compress.evaluation.evaluate",
+    "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.exported",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",

@@ -4,7 +4,7 @@
 
 Types are those that the readers of the values have: int, float, str, bool, None, Any, `X | Y`, Literal, list, tuple,
 dict, TypedDict (keys that it does not name are let through) and dataclasses (keys are their fields, as `asdict` wrote
-them).
+them), which `built` makes again of a value that fits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -74,6 +74,20 @@ def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfi
         yield from (Misfit((*keys, f".{key}"), value[key], "left out: it is not known") for key in unknown)
     for key, inside, expected in _parts(value, kind):
         yield from misfits(inside, expected, (*keys, key))
+
+
+def built(value: Any, kind: Any) -> Any:
+    """A JSON value that fits a type as that type has it: dataclasses and tuples, where JSON has mappings and lists."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return built(value, next(each for each in inner if next(misfits(value, each), None) is None))
+    if is_dataclass(kind):
+        made: Any = kind
+        known = _keys(made)[0]
+        return made(**{key: built(each, known[key]) for key, each in value.items()})
+    if origin in (list, tuple):
+        return origin(built(each, of) for _, each, of in _parts(value, kind))
+    return {key: built(each, inner[1]) for key, each in value.items()} if origin is dict else value
 
 
 def name_of(kind: Any) -> str:

@@ -13,15 +13,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, and its standard error where one is known."""
+    """A value, and its standard error where one is known. token_error: that as if tokens were independent, which is how
+    llama.cpp states it (`compress.evaluation.quality`)."""
 
     value: float
     error: float | None = None
+    token_error: float | None = None
 
 
 @dataclass(frozen=True)
 class Named:
-    """A model. name: as it was given. fingerprint: sha256 of what its weights and configuration are; None in memory."""
+    """A model. name: as it was given, its class where it was in memory. dtype: of the arithmetic that was measured.
+    fingerprint: sha256 of what its weights and configuration are; None in memory."""
 
     name: str
     architecture: str
@@ -194,6 +197,11 @@ class Evaluation:
         found = self.texts[0].figures.get(name) if self.texts else None
         return None if found is None else found.value
 
+    def error(self, name: str) -> float | None:
+        """The standard error of a figure of the first text, over windows; None where there is none."""
+        found = self.texts[0].figures.get(name) if self.texts else None
+        return None if found is None else found.error
+
     @property
     def perplexity(self) -> float | None:
         """exp of the mean negative log-likelihood per token."""
@@ -205,9 +213,24 @@ class Evaluation:
         return self.figure("reference_perplexity")
 
     @property
+    def log_perplexity_ratio(self) -> float | None:
+        """The logarithm of the first over the second."""
+        return self.figure("log_perplexity_ratio")
+
+    @property
     def kl_mean(self) -> float | None:
         """KL(reference || model), nats per token."""
         return self.figure("kl_mean")
+
+    @property
+    def kl_median(self) -> float | None:
+        """Of the same, the median token."""
+        return self.figure("kl_median")
+
+    @property
+    def kl_p99(self) -> float | None:
+        """Of the same, the 99th percentile."""
+        return self.figure("kl_p99")
 
     @property
     def same_top(self) -> float | None:
@@ -215,6 +238,16 @@ class Evaluation:
         return self.figure("same_top")
 
     @property
+    def tokens(self) -> int:
+        """Predicted tokens of the first text; 0 where there is none."""
+        return self.texts[0].tokens if self.texts else 0
+
+    @property
     def bytes(self) -> int | None:
         """Of the weight files."""
         return None if self.size is None else self.size.bytes
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Of the compressed layers, scales included."""
+        return None if self.size is None else self.size.bits_per_weight

@@ -1,7 +1,5 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +12,21 @@ from compress.checkpoint.stored import stored_in
 from compress.data import Tokens, load_tokens
 from compress.device import find_device
 from compress.errors import InputError
-from compress.evaluation.quality import Quality, measure
-from compress.evaluation.size import Size, measure_size
+from compress.evaluation.document import Evaluation, TextResult
+from compress.evaluation.provenance import circumstances, named, run_of, size_of
+from compress.evaluation.quality import PROTOCOL, Quality, measure
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
 from compress.runtime.loading import load_source
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a model costs and how good it is. Figures against a reference, and sizes of models in memory, are None.
-
-    perplexity, reference_perplexity: exp of the mean negative log-likelihood per token. log_perplexity_ratio: the
-    logarithm of the first over the second. kl_*: nats per token against the reference. same_top: share of tokens with
-    the same top choice. standard_errors: of these by name, those of means, from the spread of whole windows (None of
-    one window); token_standard_errors: as if tokens were independent, which they are not (`compress.evaluation.quality`
-    has both formulas). tokens: predicted tokens, in `windows` of `length` tokens. bytes: of the weight files.
-    bits_per_weight: of the compressed layers, scales included. dtype: of the arithmetic. text_sha256: of the token ids.
-    """
-
-    perplexity: float
-    reference_perplexity: float | None
-    log_perplexity_ratio: float | None
-    kl_mean: float | None
-    kl_median: float | None
-    kl_p99: float | None
-    same_top: float | None
-    standard_errors: Mapping[str, float | None]
-    token_standard_errors: Mapping[str, float | None]
-    tokens: int
-    windows: int
-    length: int
-    bytes: int | None
-    reference_bytes: int | None
-    bits_per_weight: float | None
-    bits_per_parameter: float | None
-    dtype: str
-    text: str
-    text_sha256: str
+# Why something that a caller may ask for was not measured.
+NO_REFERENCE = "no reference was given"
+IN_MEMORY = "the model was in memory, not in files"
 
 
 def _open(model: nn.Module | str | Path, trusted: bool) -> nn.Module | Source:
     """A model in memory, or a checkpoint, opened once for all that is asked of it."""
     return model if isinstance(model, nn.Module) else find_source(str(model), trusted)
-
-
-def _size(model: nn.Module | Source | None) -> Size | None:
-    return measure_size(model) if isinstance(model, Source) else None
 
 
 def _config_of(model: nn.Module | Source) -> Any:
@@ -94,30 +60,18 @@ def _check_vocabulary(config: Any, original: Any) -> None:
         )
 
 
-def _summary(
-    quality: Quality, sizes: tuple[Size | None, Size | None], dtype: torch.dtype, tokens: Tokens
-) -> Evaluation:
-    """The figures of a model, with what they were measured on. sizes: of the model and of the reference."""
-    return Evaluation(
-        perplexity=quality.perplexity,
-        reference_perplexity=quality.reference_perplexity,
-        log_perplexity_ratio=quality.log_perplexity_ratio,
-        kl_mean=quality.kl_mean,
-        kl_median=quality.kl_median,
-        kl_p99=quality.kl_p99,
-        same_top=quality.same_top,
-        standard_errors=quality.errors,
-        token_standard_errors=quality.token_errors,
-        tokens=quality.tokens,
+def _text_result(tokens: Tokens, quality: Quality) -> TextResult:
+    """The figures on a text, with what they were measured on."""
+    return TextResult(
+        name=tokens.source,
+        sha256=tokens.fingerprint(),
+        role="held-out",
+        protocol=PROTOCOL,
         windows=quality.windows,
         length=quality.length,
-        bytes=sizes[0].bytes if sizes[0] else None,
-        reference_bytes=sizes[1].bytes if sizes[1] else None,
-        bits_per_weight=sizes[0].bits_per_weight if sizes[0] else None,
-        bits_per_parameter=sizes[0].bits_per_parameter if sizes[0] else None,
-        dtype=str(dtype).removeprefix("torch."),
-        text=tokens.source,
-        text_sha256=tokens.fingerprint(),
+        stride=quality.length,
+        tokens=quality.tokens,
+        figures=quality.figures,
     )
 
 
@@ -146,7 +100,8 @@ def evaluate(
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
     ours = _open(model, trust_remote_code)
     theirs = None if reference is None else _open(reference, trust_remote_code)
-    sizes = _size(ours), _size(theirs)
+    sizes = size_of(ours), size_of(theirs)
+    recipe, run = run_of(ours)
     config = _config_of(ours)
     sources = [each for each in (ours, theirs) if isinstance(each, Source)]
 
@@ -168,4 +123,15 @@ def evaluate(
         quality = measure(
             network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")
         )
-    return _summary(quality, sizes, next(network.parameters()).dtype, tokens)
+    missing = {} if sizes[0] is not None else {"size": IN_MEMORY}
+    return Evaluation(
+        model=named(ours, network, sizes[0]),
+        texts=[_text_result(tokens, quality)],
+        reference=None if theirs is None or original is None else named(theirs, original, sizes[1]),
+        recipe=recipe,
+        size=sizes[0],
+        reference_size=sizes[1],
+        run=run,
+        missing=missing if theirs is not None else {"reference": NO_REFERENCE, **missing},
+        provenance=circumstances(target),
+    )

@@ -20,7 +20,7 @@ than those of the two perplexities let expect.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compress.errors import CompressError
+from compress.evaluation.document import Figure
 
 PROTOCOL = "non-overlapping windows; every token after a window's first is predicted from those before it in its window"
 LOGIT_VALUES = 2**26  # logits per batch of windows, at least one window: 256 MiB of float32 a copy
@@ -36,24 +37,15 @@ LOGIT_VALUES = 2**26  # logits per batch of windows, at least one window: 256 Mi
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of one model on some windows; those against a reference are None where none was given.
+    """Figures of one model on some windows, by name; those against a reference are not there where none was given.
 
-    errors, token_errors: standard errors by the name of the figure, by windows (None where there is one window) and by
-    tokens.
+    Errors are by windows (None where there is one window) and by tokens.
     """
 
-    perplexity: float
+    figures: dict[str, Figure]
     tokens: int
     windows: int
     length: int
-    errors: Mapping[str, float | None]
-    token_errors: Mapping[str, float | None]
-    reference_perplexity: float | None = None
-    log_perplexity_ratio: float | None = None
-    kl_mean: float | None = None
-    kl_median: float | None = None
-    kl_p99: float | None = None
-    same_top: float | None = None
 
 
 def logits_of(model: nn.Module, ids_BT: Tensor) -> Tensor:
@@ -80,15 +72,14 @@ def standard_error(values_N: Tensor) -> float | None:
     return float(values_N.std() / math.sqrt(len(values_N))) if len(values_N) > 1 else None
 
 
-def _errors(values: Mapping[str, Tensor], error: Callable[[Tensor], float | None]) -> dict[str, float | None]:
-    """A standard error for each figure; of a perplexity, whose values are surprisals, that of its exponential."""
-    found = {}
-    for name, values_WT in values.items():
-        own = error(values_WT)
-        if own is not None and name.endswith("perplexity"):
-            own *= _perplexity(float(values_WT.mean()))
-        found[name] = own
-    return found
+def _figure(name: str, values_WT: Tensor) -> Figure:
+    """The mean of values with its errors; of a perplexity, whose values are surprisals, the exponential of it."""
+    mean = float(values_WT.mean())
+    errors = standard_error(values_WT.mean(1)), standard_error(values_WT.flatten())
+    if not name.endswith("perplexity"):
+        return Figure(mean, *errors)
+    value = _perplexity(mean)
+    return Figure(value, *(None if error is None else error * value for error in errors))
 
 
 @torch.no_grad()
@@ -124,18 +115,9 @@ def measure(
             raise CompressError(f"{whose} gives logits that are not finite numbers on this text; it is damaged")
     if reference is not None:
         values["log_perplexity_ratio"] = values["perplexity"] - values["reference_perplexity"]
-    figures: dict[str, float] = {}
-    for name, values_WT in values.items():
-        mean = float(values_WT.mean())
-        figures[name] = _perplexity(mean) if name.endswith("perplexity") else mean
+    figures = {name: _figure(name, values_WT) for name, values_WT in values.items()}
     if reference is not None:
         kl = values["kl_mean"].flatten().numpy()
-        figures |= {"kl_median": float(np.median(kl)), "kl_p99": float(np.quantile(kl, 0.99))}
-    return Quality(
-        tokens=samples * (length - 1),
-        windows=samples,
-        length=length,
-        errors=_errors(values, lambda values_WT: standard_error(values_WT.mean(1))),
-        token_errors=_errors(values, lambda values_WT: standard_error(values_WT.flatten())),
-        **figures,
-    )
+        figures["kl_median"] = Figure(float(np.median(kl)))
+        figures["kl_p99"] = Figure(float(np.quantile(kl, 0.99)))
+    return Quality(figures, samples * (length - 1), samples, length)

@@ -9,7 +9,6 @@ import argparse
 import json
 import platform
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import compress
 from compress.checkpoint.pretrained import load_tokenizer
 from compress.checkpoint.source import find_source
 from compress.data import load_tokens
-from compress.recipes.figures import head, stored
+from compress.recipes.figures import flat, head, stored
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}
@@ -110,7 +109,7 @@ def main() -> None:
             compress.quantize(model, configured, calibration=calibration if configured.needs() else None)
             seconds = time.perf_counter() - started
             found = compress.evaluate(model.float(), reference=original, text=held_out)
-            rows.append({"bits": bits, "variant": name, "seconds": round(seconds, 2), **asdict(found)})
+            rows.append({"bits": bits, "variant": name, "seconds": round(seconds, 2), **flat(found)})
             print(
                 f"W{bits} {name:34} ppl {found.perplexity:8.4f}  KL {found.kl_mean:.5f}  {seconds:6.1f} s", flush=True
             )

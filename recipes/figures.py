@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,12 @@ import torch
 import transformers
 
 import compress
-from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.document import Evaluation
+from compress.evaluation.stored import read_evaluation
+
+# Figures of a row, and those of them that are means.
+MEANS = ("perplexity", "reference_perplexity", "log_perplexity_ratio", "kl_mean", "same_top")
+FIGURES = (*MEANS, "kl_median", "kl_p99")
 
 
 def command(*arguments: str) -> Any:
@@ -30,8 +34,42 @@ def command(*arguments: str) -> Any:
 
 def evaluated(model: str, reference: str, text: str, *options: str) -> dict[str, Any]:
     """The figures of a model; what else `--json` says of the run is kept once, for all rows (`keep`)."""
-    found = command("evaluate", model, "--reference", reference, "--text", text, *options)
-    return {figure.name: found[figure.name] for figure in fields(Evaluation)}
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch) / "evaluation.json"
+        words = [
+            "evaluate",
+            model,
+            "--reference",
+            reference,
+            "--text",
+            text,
+            *options,
+            "--quiet",
+            "--json",
+            str(target),
+        ]
+        subprocess.run([sys.executable, "-m", "compress", *words], check=True)
+        return flat(read_evaluation(target))
+
+
+def flat(found: Evaluation) -> dict[str, Any]:
+    """An evaluation against a reference as a row of figures: {figure: value}, standard errors, text and size."""
+    (text,), size, original = found.texts, found.size, found.reference_size
+    return {
+        **{name: text.figures[name].value for name in FIGURES},
+        "standard_errors": {name: text.figures[name].error for name in MEANS},
+        "token_standard_errors": {name: text.figures[name].token_error for name in MEANS},
+        "tokens": text.tokens,
+        "windows": text.windows,
+        "length": text.length,
+        "bytes": None if size is None else size.bytes,
+        "reference_bytes": None if original is None else original.bytes,
+        "bits_per_weight": None if size is None else size.bits_per_weight,
+        "bits_per_parameter": None if size is None else size.bits_per_parameter,
+        "dtype": found.model.dtype,
+        "text": text.name,
+        "text_sha256": text.sha256,
+    }
 
 
 def main() -> None:

@@ -44,14 +44,10 @@ def evaluate(model: str, reference: str | None, text: str, json_file: str | None
     """
     begin()
     from compress.cli.progress import reporting
-    from compress.device import find_device
-    from compress.evaluation.report import recipe_of, report
 
-    recipe = recipe_of(model) if json_file is not None else None
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(model, reference=reference, text=text, reporter=reporter, **options)
-    if json_file is not None:
-        write_report(json_file, report(model, reference, recipe, found, find_device(options["device"])))
+    write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
         from compress.cli import tables as show
 

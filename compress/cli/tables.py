@@ -10,7 +10,7 @@ from compress.checkpoint.record import LayerRecord, RangeRecord
 from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
-from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.document import Evaluation, Figure
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.job import Result
@@ -138,9 +138,11 @@ def clipped(ranges: Sequence[RangeRecord]) -> str:
     return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
 
 
-def measured(value: float | None, error: float | None, form: str) -> str:
-    """A figure and its standard error, where there is one."""
-    return number(value, form) if error is None else f"{number(value, form)} ± {error:{form}}"
+def measured(figure: Figure | None, form: str) -> str:
+    """A figure and its standard error over windows, where there is one."""
+    if figure is None or figure.error is None:
+        return number(None if figure is None else figure.value, form)
+    return f"{figure.value:{form}} ± {figure.error:{form}}"
 
 
 def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
@@ -149,8 +151,9 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
     Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality`).
     """
     last = rows[-1][1]
+    text = last.texts[0]
     title = (
-        f"{last.text}: {last.tokens} tokens, {last.windows} windows of {last.length}, {last.dtype}; "
+        f"{text.name}: {text.tokens} tokens, {text.windows} windows of {text.length}, {last.model.dtype}; "
         "± is the standard error over windows, paired but for perplexity"
     )
     table = Table(title=title, title_justify="left")
@@ -158,20 +161,16 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "model" else "right")
     if reference is not None:
-        error = last.standard_errors.get("reference_perplexity")
-        original = [
-            measured(last.reference_perplexity, error, ".4f"),
-            *"-----",
-            number(last.reference_bytes, ".2f", MIB),
-            "-",
-        ]
-        table.add_row(reference, *original)
+        size = None if last.reference_size is None else last.reference_size.bytes
+        original = measured(text.figures.get("reference_perplexity"), ".4f")
+        table.add_row(reference, original, *"-----", number(size, ".2f", MIB), "-")
     for name, e in rows:
+        figures = e.texts[0].figures
         table.add_row(
             name,
-            measured(e.perplexity, e.standard_errors["perplexity"], ".4f"),
-            measured(e.log_perplexity_ratio, e.standard_errors.get("log_perplexity_ratio"), ".4f"),
-            measured(e.kl_mean, e.standard_errors.get("kl_mean"), ".5f"),
+            measured(figures.get("perplexity"), ".4f"),
+            measured(figures.get("log_perplexity_ratio"), ".4f"),
+            measured(figures.get("kl_mean"), ".5f"),
             number(e.kl_median, ".5f"),
             number(e.kl_p99, ".4f"),
             number(e.same_top, ".2%"),

@@ -27,6 +27,7 @@ import compress
 from compress import verification
 from compress.checkpoint import source
 from compress.cli import progress
+from compress.evaluation.stored import read_evaluation
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
 COMMANDS = ("quantize", "prune", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
@@ -397,41 +398,31 @@ def test_json_in_a_file_leaves_the_table_on_standard_output(desk: Desk) -> None:
     outcome = command("evaluate", desk.model, "--text", desk.tokens, "--json", target)
     assert outcome.code == 0
     assert "perplexity" in outcome.out
-    assert json.loads(target.read_text())["tokens"] == 6 * 15
-
-
-def test_evaluate_names_its_figures(desk: Desk, llama_w4: Path) -> None:
-    figures = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", "-").json()
-    names = (
-        "perplexity reference_perplexity log_perplexity_ratio kl_mean kl_median kl_p99 same_top standard_errors "
-        "token_standard_errors tokens windows bytes reference_bytes bits_per_weight length bits_per_parameter dtype "
-        "text text_sha256 model reference recipe protocol command date commit modified device device_type threads "
-        "versions cuda"
-    )
-    assert set(figures) == set(names.split())
-    # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
-    assert all(value is not None for name, value in figures.items() if name not in ("commit", "modified", "cuda"))
-    assert figures["bytes"] < figures["reference_bytes"]
+    assert read_evaluation(target).tokens == 6 * 15
 
 
 def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> None:
-    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", desk.here / "f")
-    figures = json.loads((desk.here / "f").read_text())
+    file = desk.here / "f"
+    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", file)
+    found = read_evaluation(file)
     record = json.loads((llama_w4 / "compress.json").read_text())
-    assert (figures["model"], figures["reference"]) == (str(llama_w4), str(desk.model))
-    assert figures["recipe"] == record["identity"]["recipe"]
-    assert figures["text"] == str(desk.tokens)
+    assert (found.model.name, found.reference.name) == (str(llama_w4), str(desk.model))
+    assert found.recipe == record["identity"]["recipe"]
+    (text,) = found.texts
     ids = torch.load(desk.tokens, weights_only=True)
-    assert figures["text_sha256"] == hashlib.sha256(ids.numpy().tobytes()).hexdigest()
-    assert figures["command"].startswith(f"compress evaluate {llama_w4} --reference ")
-    assert figures["versions"]["compress"] == compress.__version__
-    assert figures["versions"]["torch"] == torch.__version__
-    errors = figures["standard_errors"]
+    assert (text.name, text.sha256) == (str(desk.tokens), hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+    facts = found.provenance
+    # Quoted by people who have other folders.
+    assert facts["command"].startswith(f"compress evaluate {llama_w4.name} --reference {desk.model.name} --text ")
+    assert (facts["versions"]["compress"], facts["versions"]["torch"]) == (compress.__version__, torch.__version__)
+    # A directory that is no checkout has no commit; a machine without a GPU no CUDA.
+    assert all(value is not None for name, value in facts.items() if name not in ("commit", "modified", "cuda"))
+    assert found.bytes < found.reference_size.bytes
     for name, form in (("perplexity", ".4f"), ("log_perplexity_ratio", ".4f"), ("kl_mean", ".5f")):
-        assert f"{figures[name]:{form}} ± {errors[name]:{form}}" in table.out
-    plain = command("evaluate", desk.model, "--text", desk.tokens, "--json", "-").json()
-    assert plain["recipe"] is plain["reference"] is plain["log_perplexity_ratio"] is None
-    assert set(plain["standard_errors"]) == {"perplexity"}
+        assert f"{found.figure(name):{form}} ± {found.error(name):{form}}" in table.out
+    command("evaluate", desk.model, "--text", desk.tokens, "--json", file)
+    plain = read_evaluation(file)
+    assert plain.recipe is plain.reference is plain.log_perplexity_ratio is None
 
 
 def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
@@ -623,7 +614,7 @@ def test_a_trained_model_loses_less_by_gptq_than_by_rounding(tmp_path: Path) -> 
         words += ["--method", method, "--scheme", "w3a16", "--group-size", 32, "--output", output, "--no-verify"]
         assert command("quantize", model, *words).code == 0
         words = ["--reference", model, "--text", tokens / "babyllama-105.eval.pt", "--samples", 8, "--json", "-"]
-        kl[method] = command("evaluate", output, *words).json()["kl_mean"]
+        kl[method] = command("evaluate", output, *words).json()["texts"][0]["figures"]["kl_mean"]["value"]
     assert kl["gptq"] < 0.7 * kl["rtn"]
 
 

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from compress.checkpoint.record import RangeRecord
 from compress.cli import tables as show
 from compress.cli.progress import Lines, reporting
 from compress.cli.terminal import PlainConsole, console, visible
-from compress.evaluation.evaluate import Evaluation
+from compress.evaluation.document import Evaluation, Figure, Named, TextResult
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size
 from compress.evaluation.speed.report import Report
@@ -42,9 +41,9 @@ def test_what_is_printed_stays_and_everything_else_is_written_out() -> None:
 
 
 def evaluation() -> Evaluation:
-    figures = dict.fromkeys((f.name for f in fields(Evaluation)), 1.0)
-    errors = dict.fromkeys(("standard_errors", "token_standard_errors"), dict.fromkeys(figures, 0.5))
-    return Evaluation(**{**figures, **errors, "text": NASTY, "text_sha256": NASTY, "dtype": "float32"})
+    figures = {name: Figure(1.0, 0.5) for name in ("perplexity", "reference_perplexity", "kl_mean")}
+    text = TextResult(NASTY, NASTY, "held-out", NASTY, 1, 1, 1, 1, figures)
+    return Evaluation(Named(NASTY, NASTY, 1, "float32"), [text])
 
 
 def ranges() -> list[RangeRecord]:

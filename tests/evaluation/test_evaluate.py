@@ -3,6 +3,8 @@
 import json
 import math
 import weakref
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from compress.checkpoint.source import find_source
 from compress.errors import InputError
 from compress.evaluation import quality
 from compress.evaluation.size import measure_size
+from compress.evaluation.stored import read_evaluation
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
@@ -49,7 +52,7 @@ def test_perplexity_is_exp_of_the_mean_cross_entropy_of_every_token_but_each_row
     logits = plain_logits(llama, ids)
     loss = functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY).double(), ids[:, 1:].reshape(-1))
     assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-6)
-    assert (found.tokens, found.length, found.dtype) == (ROWS * (LENGTH - 1), LENGTH, "float32")
+    assert (found.tokens, found.texts[0].length, found.model.dtype) == (ROWS * (LENGTH - 1), LENGTH, "float32")
     assert found.kl_mean is found.kl_median is found.kl_p99 is found.same_top is found.reference_perplexity is None
 
 
@@ -107,11 +110,12 @@ def test_median_and_p99_interpolate_between_the_nearest_tokens(monkeypatch: pyte
     monkeypatch.setattr(quality, "logits_of", logits_of)
     found = quality.measure(model, torch.zeros(1, tokens + 1, dtype=torch.int64), 2, reference)
     assert found.tokens == tokens
-    assert found.kl_mean == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
-    assert found.kl_median == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
-    assert found.kl_p99 == pytest.approx(0.99 * (tokens - 1) / 100, rel=1e-9)
+    value = {name: figure.value for name, figure in found.figures.items()}
+    assert value["kl_mean"] == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
+    assert value["kl_median"] == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
+    assert value["kl_p99"] == pytest.approx(0.99 * (tokens - 1) / 100, rel=1e-9)
     # Word 0 stays on top while q(word 0) > 1/2, that is KL < log 2.
-    assert found.same_top == sum(i / 100 < math.log(2) for i in range(tokens)) / tokens
+    assert value["same_top"] == sum(i / 100 < math.log(2) for i in range(tokens)) / tokens
 
 
 # --- standard errors -----------------------------------------------------------------------------------------------
@@ -121,6 +125,10 @@ def plain_surprisal(logits: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
     """-log p of every predicted token, [rows, tokens]."""
     loss = functional.cross_entropy(logits[:, :-1].transpose(1, 2).double(), ids[:, 1:], reduction="none")
     return loss.numpy()
+
+
+def errors_of(found: compress.Evaluation, kind: str) -> dict[str, float]:
+    return {name: e for name, figure in found.texts[0].figures.items() if (e := getattr(figure, kind)) is not None}
 
 
 def test_standard_errors_are_those_of_the_stored_tokens(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
@@ -134,12 +142,10 @@ def test_standard_errors_are_those_of_the_stored_tokens(llama: Path, llama_w4: P
         "same_top": same,
     }
     assert found.log_perplexity_ratio == pytest.approx(math.log(found.perplexity / found.reference_perplexity))
-    assert (found.windows, found.length) == (ROWS, LENGTH)
-    for errors, rows in (
-        (found.standard_errors, lambda x: x.mean(1)),
-        (found.token_standard_errors, lambda x: x.ravel()),
-    ):
-        assert set(errors) == {"perplexity", "reference_perplexity", *values}
+    assert (found.texts[0].windows, found.texts[0].length) == (ROWS, LENGTH)
+    for kind, rows in (("error", lambda x: x.mean(1)), ("token_error", lambda x: x.ravel())):
+        errors = errors_of(found, kind)
+        assert set(errors) >= {"perplexity", "reference_perplexity", *values}
         for name, each in values.items():
             assert errors[name] == pytest.approx(sem(rows(each)), rel=2e-3), name
         # Delta method: d exp(m) = exp(m) dm.
@@ -152,10 +158,10 @@ def test_standard_errors_are_those_of_the_stored_tokens(llama: Path, llama_w4: P
 
 def test_one_window_has_no_error_over_windows(llama: Path, ids: torch.Tensor) -> None:
     found = compress.evaluate(llama, text=ids[:1])
-    assert found.standard_errors == {"perplexity": None}
-    assert found.token_standard_errors["perplexity"] > 0
+    assert errors_of(found, "error") == {}
+    assert errors_of(found, "token_error")["perplexity"] > 0
     shortest = compress.evaluate(llama, text=ids[:1, :2])
-    assert shortest.standard_errors == shortest.token_standard_errors == {"perplexity": None}
+    assert errors_of(shortest, "error") == errors_of(shortest, "token_error") == {}
 
 
 def test_errors_over_windows_are_the_spread_of_repeated_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +181,12 @@ def test_errors_over_windows_are_the_spread_of_repeated_evaluations(monkeypatch:
         hard = torch.rand(windows, 1, generator=random, dtype=torch.float64)
         drawn.append(0.5 + hard + torch.rand(windows, length, generator=random, dtype=torch.float64))
         found.append(quality.measure(model, ids, 2))
-    spread = float(np.std([f.perplexity for f in found], ddof=1))
-    mean = {
-        kind: float(np.mean([getattr(f, kind)["perplexity"] for f in found])) for kind in ("errors", "token_errors")
-    }
+    figures = [f.figures["perplexity"] for f in found]
+    spread = float(np.std([f.value for f in figures], ddof=1))
+    mean = {kind: float(np.mean([getattr(f, kind) for f in figures])) for kind in ("error", "token_error")}
     # The spread of 150 draws is known to 1 / sqrt(2 * 149) = 6 %.
-    assert mean["errors"] == pytest.approx(spread, rel=0.2)
-    assert mean["token_errors"] < 0.4 * spread
+    assert mean["error"] == pytest.approx(spread, rel=0.2)
+    assert mean["token_error"] < 0.4 * spread
 
 
 def test_no_distribution_outlives_its_batch(
@@ -207,8 +212,8 @@ def test_a_model_against_itself_differs_in_nothing(llama: Path, llama_w4: Path, 
         found = compress.evaluate(model, reference=model, text=ids)
         assert (found.kl_mean, found.kl_median, found.kl_p99, found.same_top) == (0.0, 0.0, 0.0, 1.0)
         assert found.perplexity == found.reference_perplexity
-        assert found.log_perplexity_ratio == found.standard_errors["log_perplexity_ratio"] == 0
-        assert found.bytes == found.reference_bytes
+        assert found.log_perplexity_ratio == found.error("log_perplexity_ratio") == 0
+        assert found.bytes == found.reference_size.bytes
 
 
 def test_figures_do_not_depend_on_how_many_rows_run_at_once(
@@ -234,12 +239,14 @@ def test_models_in_memory_give_the_same_figures_without_sizes(llama: Path, ids: 
     model = compress.load(llama, torch.float32)
     inside, outside = compress.evaluate(model, text=ids), compress.evaluate(llama, text=ids)
     assert inside.perplexity == outside.perplexity
-    assert inside.bytes is inside.bits_per_weight is inside.bits_per_parameter is None
+    assert inside.bytes is inside.bits_per_weight is inside.size is None
+    assert inside.missing == {"reference": "no reference was given", "size": "the model was in memory, not in files"}
 
 
 def test_text_is_cut_into_windows_of_the_context(llama: Path, text_file: Path) -> None:
     found = compress.evaluate(llama, text=str(text_file), samples=3)
-    assert (found.length, found.tokens, found.text) == (CONTEXT, 3 * (CONTEXT - 1), str(text_file))
+    (text,) = found.texts
+    assert (text.length, text.tokens, text.name) == (CONTEXT, 3 * (CONTEXT - 1), str(text_file))
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -335,3 +342,46 @@ def test_evaluating_leaves_the_training_mode_alone() -> None:
     model = make_llama().train()
     compress.evaluate(model, text=torch.randint(VOCABULARY, (2, 16)))
     assert all(module.training for module in model.modules())
+
+
+# --- in a file -----------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_read_back_as_it_was(llama: Path, llama_w4: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+    for found in (compress.evaluate(llama_w4, reference=llama, text=ids), compress.evaluate(llama, text=ids[:1])):
+        (tmp_path / "found.json").write_text(json.dumps(asdict(found)))
+        assert read_evaluation(tmp_path / "found.json") == found
+    assert found.run is found.recipe is found.reference is None
+
+
+def test_an_evaluation_says_what_was_measured(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
+    found = compress.evaluate(llama_w4, reference=make_llama(), text=ids)
+    record = json.loads((llama_w4 / "compress.json").read_text())
+    assert found.recipe == record["identity"]["recipe"]
+    assert [asdict(layer)["name"] for layer in found.run.layers] == [layer["name"] for layer in record["layers"]]
+    assert (found.run.seconds, found.run.left_alone) == (record["seconds"], record["left_alone"])
+    assert (found.model.name, found.model.architecture) == (str(llama_w4), "LlamaForCausalLM")
+    assert found.model.parameters == found.reference.parameters == found.size.parameters
+    assert (found.reference.name, found.reference.fingerprint) == ("LlamaForCausalLM", None)
+    assert found.model.fingerprint == find_source(str(llama_w4)).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda d: d.pop("format"), "format is None; it must be 1"),
+        (lambda d: d.update(format=2), "format is 2; it must be 1"),
+        (lambda d: d["texts"][0].pop("tokens"), r"texts\[0\].tokens is missing; it must be a whole number"),
+        (lambda d: d["texts"][0]["figures"].update(kl_mean=0.5), r"figures.kl_mean is 0.5; it must be a mapping"),
+        (lambda d: d["model"].update(colour="red"), "model.colour is 'red'; it must be left out"),
+    ],
+)
+def test_a_file_that_holds_no_evaluation_is_refused_by_its_key(
+    llama: Path, ids: torch.Tensor, tmp_path: Path, damage: Callable[[dict], object], says: str
+) -> None:
+    value = asdict(compress.evaluate(llama, text=ids[:1]))
+    damage(value)
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(InputError, match=f"^{path}: .*{says}"):
+        read_evaluation(path)

@@ -78,7 +78,7 @@ def test_somebody_elses_format_goes_all_the_way(module: str, llama: Path, text_f
     assert f"{KIND} has no kernel" in command("inspect", out, "--kernels").out
     measured = command("evaluate", out, "--reference", llama, "--text", text_file, "--length", "16", "--json", "-")
     assert measured.code == 0, measured.err
-    assert json.loads(measured.out)["kl_mean"] >= 0
+    assert json.loads(measured.out)["texts"][0]["figures"]["kl_mean"]["value"] >= 0
 
     # transformers alone would go on with random weights, if it found any; with us it computes the same.
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):

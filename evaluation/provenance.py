@@ -1,0 +1,63 @@
+"""Which models were measured, what made them, and where: what figures need beside them to be quoted."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.shown import command
+from compress.checkpoint.source import Source
+from compress.evaluation.document import Named, RunResult, SizeResult
+from compress.evaluation.size import measure_size
+from compress.kernels.measure.provenance import origin
+from compress.schema import built, fits
+from compress.version import VERSION
+
+
+def size_of(model: nn.Module | Source | None) -> SizeResult | None:
+    """Bytes on disk, from the headers of the files; None of a model in memory."""
+    if not isinstance(model, Source):
+        return None
+    size = measure_size(model)
+    return SizeResult(
+        bytes=size.bytes,
+        components=[],
+        parameters=size.parameters,
+        compressed_parameters=size.compressed_weights,
+        bits_per_weight=size.bits_per_weight,
+        bits_per_parameter=size.bits_per_parameter,
+        cache=size.cache,
+    )
+
+
+def named(model: nn.Module | Source, network: nn.Module, size: SizeResult | None) -> Named:
+    """A model as it was given, and the network that it was measured as."""
+    dtype = str(next(network.parameters()).dtype).removeprefix("torch.")
+    kind = type(network).__name__
+    if not isinstance(model, Source) or size is None:
+        return Named(kind, kind, sum(parameter.numel() for parameter in network.parameters()), dtype)
+    architecture = str(next(iter(model.config.get("architectures") or ()), kind))
+    return Named(model.name, architecture, size.parameters, dtype, model.fingerprint())
+
+
+def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult | None]:
+    """The recipe of a checkpoint, every option spelled out, and what its run has recorded; None and None where no run
+    of this tool has written it. Raises CheckpointError for a damaged record."""
+    path = model.path / RECORD if isinstance(model, Source) else None
+    if path is None or not path.exists():
+        return None, None
+    record = read_record(path.parent)
+    noted = {field.name: record[field.name] for field in fields(RunResult) if field.name in record}
+    fits(noted, RunResult, path)
+    identity = record.get("identity")
+    recipe = identity.get("recipe") if isinstance(identity, dict) else None
+    return recipe if isinstance(recipe, dict) else None, built(noted, RunResult)
+
+
+def circumstances(device: torch.device) -> dict[str, Any]:
+    """The command (None in a program of somebody's own), the commit, the versions, the machine."""
+    facts = origin(device)
+    return {**facts, "command": command(), "versions": {"compress": VERSION, **facts["versions"]}}
