@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compress.passes.outliers import grouped_costs, places_at, price_by_trial, sampled_rows
 from compress.passes.polish import GridRule, Polish
+from compress.passes.survivors import settled
 from compress.passes.sweep import Factor, damped, factorize, sweep
 from compress.weights.grid import Grid, fit_matrix, to_quantized
 from compress.weights.sparse import sparse
@@ -74,6 +75,7 @@ def gptq(
     sweeps: int = 0,
     scale_dtype: torch.dtype | None = None,
     kept_NK: Tensor | None = None,
+    steps: int = 0,
     outliers: float = 0.0,
 ) -> Solved:
     """Quantize a weight for the least tr(E H E^T). Pure: no rank, no device, no state.
@@ -81,7 +83,8 @@ def gptq(
     H is permuted, damped (`damp` times its mean diagonal, more where that is not enough) and factorized here. refit,
     sweeps: rounds of `polish` after the sweep. scale_dtype: that of the stored scales (the weight's own, if not given).
     kept: bool, which weights are not pruned; the others become exactly 0, whatever they were, and the ones that are
-    kept make up for it as they do for rounding. outliers: the share of weights that keep values of their own.
+    kept make up for it as they do for rounding, or in so many steps before (`passes.survivors`). outliers: the share of
+    weights that keep values of their own.
     """
     work = weight_NK.to(hessian_KK.dtype)
     seen = ordered(hessian_KK, damp, act_order, grid.group_size)
@@ -89,7 +92,7 @@ def gptq(
     price_N = None
     if outliers:
         price_N = work.new_full((len(work),), price_by_sweep(work, seen, grid, dtype, outliers))
-    how = {"grid": grid, "scale_dtype": dtype, "refit": refit, "sweeps": sweeps}
+    how = {"grid": grid, "scale_dtype": dtype, "refit": refit, "sweeps": sweeps, "steps": steps}
     return solve_ordered(work, seen, **how, kept_NK=kept_NK, price_N=price_N)  # type: ignore[arg-type]
 
 
@@ -125,6 +128,7 @@ def solve_ordered(
     zero_NG: Tensor | None = None,
     kept_NK: Tensor | None = None,
     price_N: Tensor | None = None,
+    steps: int = 0,
     refit: int = 0,
     sweeps: int = 0,
     polish_damp: float = POLISH_DAMP,
@@ -142,13 +146,25 @@ def solve_ordered(
             survivors = survivors.masked_fill(exact_NK, 0.0)
         scale_NG, zero_NG = fit_matrix(survivors, grid, scale_dtype, seen.diagonal_K)
     kept_KN, exact_KN = (None if m is None else m[:, seen.order_K].t().contiguous() for m in (kept_NK, exact_NK))
-    rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
-    rule.price, rule.exact = price_N, exact_KN
-    weight = weight_NK[:, seen.order_K]
-    values, loss = sweep(weight, seen.factor, rule)
-    if refit or sweeps:
-        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        loss = state.rounds(state.refit_scales, refit, sweeps)
+    weight, polished_KK = weight_NK[:, seen.order_K], damped(seen.hessian_KK, polish_damp)
+
+    def rounded(target_NK: Tensor) -> tuple[GridRule, Tensor, Tensor]:
+        rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
+        rule.price, rule.exact = price_N, None if exact_KN is None else exact_KN.clone()
+        values, loss = sweep(target_NK, seen.factor, rule)
+        if refit or sweeps or kept_KN is not None:
+            state = Polish(weight, values, rule, polished_KK)
+            loss = state.rounds(state.refit_scales, refit, sweeps)
+        return rule, values, loss
+
+    rule, values, loss = rounded(weight)
+    if steps and kept_KN is not None:
+        # Codes are too far apart to make up later for zeros that lie behind them; what has moved may need wider ranges.
+        moved, others, less = rounded(settled(weight, weight * kept_KN.t(), polished_KK, kept_KN.t(), steps))
+        better_N = less < loss
+        rule = rule.mixed(moved, better_N)
+        values = torch.where(better_N.unsqueeze(1), others, values)
+        loss = torch.where(better_N, less, loss)
     scale, zero = (t.t().contiguous() for t in (rule.scale, rule.zero_point))
     quantized = to_quantized(seen.back(rule.codes.t()), scale, zero, grid, scale_dtype)
     if rule.exact is None:

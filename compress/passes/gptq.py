@@ -32,8 +32,8 @@ Departs from the paper:
   single codes while that lowers the loss (`passes.polish`). Free to move every code, they fit noise more than the
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
-- a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it as they
-  do for rounding (as in SparseGPT, arXiv 2301.00774, for a mask that is given).
+- a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it before
+  they are rounded (`passes.survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
@@ -54,6 +54,7 @@ from compress.passes.rtn import nearest
 from compress.passes.second_order import Relied, SecondOrder
 from compress.passes.sites import Site
 from compress.passes.solve import Solve
+from compress.passes.survivors import STEPS
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix
 from compress.weights.terms import Weight
@@ -75,11 +76,15 @@ class GPTQ(SecondOrder, QuantizeWeights):
     sweeps: int = 2
     """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
 
+    steps: int = STEPS
+    """0 or more: steps in which what an earlier pass has left of a weight makes up for its zeros before it is rounded;
+    0: as it is rounded."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in ("refit", "sweeps"):
+        for option, unit in (("refit", "rounds"), ("sweeps", "rounds"), ("steps", "steps")):
             if getattr(self, option) < 0:
-                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more rounds")
+                raise InputError(f"{option} {getattr(self, option)}; allowed: 0 or more {unit}")
         if self.per_tensor and self.refit:
             raise InputError("refit needs a scale per channel or group; set refit=0 with per_tensor")
 
@@ -96,7 +101,7 @@ class GPTQ(SecondOrder, QuantizeWeights):
         return nearest(site.weights[name].to(dtype), grid, site.scale_dtypes[name], self.outliers)
 
     def solver(self, relied: Relied) -> Solve:
-        polish = {"refit": self.refit, "sweeps": self.sweeps, "polish_damp": relied.polish_damp}
+        polish = {"steps": self.steps, "refit": self.refit, "sweeps": self.sweeps, "polish_damp": relied.polish_damp}
         solve = partial(solve_ordered, seen=relied.ordered, grid=self.weight_grid(), **polish)  # type: ignore[arg-type]
         return lambda **rows: solve(**rows).weight
 

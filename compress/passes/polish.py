@@ -6,8 +6,8 @@ parabola that the loss is in it, `descend` one code.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,13 @@ class GridRule:
     def at(self, column: int) -> tuple[Tensor, ...]:
         """What `decide` writes for a column."""
         return (self.codes[column],)
+
+    def mixed(self, other: "GridRule", from_other_N: Tensor) -> "GridRule":
+        """What this rule has decided, but for some outputs, of which the other has."""
+        held = ("codes", "scale", "zero_point", "exact")
+        pairs = {name: (getattr(other, name), getattr(self, name)) for name in held if getattr(self, name) is not None}
+        taken: dict[str, Any] = {name: torch.where(from_other_N, *pair) for name, pair in pairs.items()}
+        return replace(self, **taken)
 
     def _exact(self, column: int, error_N: Tensor) -> Tensor:
         """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""

@@ -19,8 +19,8 @@ joint quantization -> a pass that rounds after this one, to which a mask is give
 Departs from the paper:
 - `drift`, `shrink` and what very few tokens bear out are those of gptq (`passes.gptq` has the equations); where nothing
   is borne out, a layer gets the mask of wanda, and its survivors stay.
-- a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `sweeps` of
-  coordinate descent move every survivor to the optimum in it, w_j + (gradient of the loss)_j / H_jj, in turns.
+- a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `steps` of
+  conjugate gradients move the survivors to the optimum in it (`passes.survivors`).
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
 - `allocate` shares one budget of zeros out between layers (`passes.sparsity_budget`); `permute` lets inputs change
   groups of N:M beforehand, by the scores of wanda (`passes.permutation`).
@@ -40,13 +40,13 @@ from torch import Tensor
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
 from compress.passes.columns import Ordered
-from compress.passes.polish import Polish
 from compress.passes.prune import Survivors, survivors
 from compress.passes.scores import relative_products
 from compress.passes.second_order import Relied, SecondOrder, Solution
 from compress.passes.sites import Site
 from compress.passes.solve import Solve, solve_rows
 from compress.passes.sparsity_budget import SparsityBudget
+from compress.passes.survivors import STEPS, settled
 from compress.passes.sweep import BLOCK, damped, sweep
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
@@ -65,13 +65,13 @@ class SparseGPT(SparsityBudget, SecondOrder):
         "gptq": "sparsegpt",
     }
 
-    sweeps: int = 2
-    """0 or more: rounds of coordinate descent, in which survivors move once the mask is whole; 0 is the paper."""
+    steps: int = STEPS
+    """0 or more: steps of conjugate gradients, in which survivors move once the mask is whole; 0 is the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sweeps < 0:
-            raise InputError(f"sweeps {self.sweeps}; allowed: 0 or more rounds")
+        if self.steps < 0:
+            raise InputError(f"steps {self.steps}; allowed: 0 or more")
         if self.of_each is not None and self.act_order == "static":
             raise InputError(
                 f"act_order static visits inputs apart that {self.pattern} prunes together; allowed: none, group"
@@ -101,10 +101,10 @@ class SparseGPT(SparsityBudget, SecondOrder):
         return rows
 
     def solver(self, relied: Relied) -> Solve:
-        return self._solver(relied, self.choice(""), self.sweeps)
+        return self._solver(relied, self.choice(""), self.steps)
 
-    def _solver(self, relied: Relied, how: Choice, sweeps: int) -> Solve:
-        return partial(prune_ordered, seen=relied.ordered, how=how, sweeps=sweeps, polish_damp=relied.polish_damp)
+    def _solver(self, relied: Relied, how: Choice, steps: int) -> Solve:
+        return partial(prune_ordered, seen=relied.ordered, how=how, steps=steps, polish_damp=relied.polish_damp)
 
     def solve(
         self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
@@ -113,7 +113,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
             return super().solve(site, rows, relied)
         found = {}
         for name, each in rows.items():
-            solver = partial(self._solver(relied, self.choice(name), self.sweeps), scale_dtype=site.scale_dtypes[name])
+            solver = partial(self._solver(relied, self.choice(name), self.steps), scale_dtype=site.scale_dtypes[name])
             found[name] = self._solved_alone(site, each, solver)
         return found
 
@@ -126,7 +126,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
 
         def pruned(name: str, share: float) -> Tensor:
             how = Choice(None, share, together=self.per == "layer")
-            solver = partial(self._solver(relied, how, sweeps=0), scale_dtype=torch.float64)
+            solver = partial(self._solver(relied, how, steps=0), scale_dtype=torch.float64)
             return self._solved_alone(site, {"weight_NK": site.weights[name].double()}, solver).dequantize()
 
         return pruned
@@ -167,7 +167,7 @@ def prune_ordered(
     how: Choice,
     scale_dtype: torch.dtype,
     earlier_NK: Tensor | None = None,
-    sweeps: int = 0,
+    steps: int = 0,
     polish_damp: float = 0.0,
 ) -> Survivors:
     """SparseGPT of rows of a weight, [N, K] in its own column order and the Hessian's dtype. how: what is to be zero.
@@ -178,8 +178,6 @@ def prune_ordered(
     kept_KN = torch.zeros(weight.t().shape, dtype=torch.bool, device=weight.device)
     rule = MaskRule(how, group, seen.factor.diagonal, kept_KN, earlier_KN)
     values, _ = sweep(weight, seen.factor, rule)
-    if sweeps:
-        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        for _ in range(sweeps):
-            state.descend()
+    if steps:
+        values = settled(weight, values, damped(seen.hessian_KK, polish_damp), kept_KN.t(), steps)
     return survivors(seen.back(values), seen.back(rule.kept.t()), scale_dtype)

@@ -503,7 +503,7 @@ MASKS: dict[str, Case] = {
         lambda d: prune(d, "sparsegpt", "--pattern", "2:4", "--set", "act_order=static"),
         ("act_order static visits inputs apart that 2:4 prunes together", "none, group"),
     ),
-    "descent below 0": (lambda d: prune(d, "sparsegpt", "--set", "sweeps=-1"), ("sweeps -1", "0 or more")),
+    "descent below 0": (lambda d: prune(d, "sparsegpt", "--set", "steps=-1"), ("steps -1", "0 or more")),
     "pruned by what rounds": (
         lambda d: prune(d, "gptq"),
         ("method 'gptq' makes no mask", "magnitude, wanda, sparsegpt, taylor", "compress quantize"),

@@ -44,7 +44,7 @@ PRUNING: list[Pass] = [
     Wanda(pattern="2:4"),
     Wanda(sparsities=(("model.layers.0.k_proj", 0.75),)),
     SparseGPT(statistics="float64", drift=0.0),
-    SparseGPT(statistics="float64", drift=0.0, per="layer", sparsity=0.7, act_order="static", sweeps=0),
+    SparseGPT(statistics="float64", drift=0.0, per="layer", sparsity=0.7, act_order="static", steps=0),
     SparseGPT(statistics="float64", drift=0.0, pattern="2:4"),
     SparseGPT(statistics="float64", drift=0.0, pattern="4:8", act_order="group"),
     SparseGPT(statistics="float64", drift=0.0, sparsities=(("model.layers.0.k_proj", 0.75),)),

@@ -27,10 +27,11 @@ from compress.errors import InputError
 from compress.model.layers import Layer
 from compress.passes.base import Aspect
 from compress.passes.binary import Binary
-from compress.passes.columns import gptq
+from compress.passes.columns import POLISH_DAMP, gptq
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.sites import Site
+from compress.passes.sweep import damped
 from compress.run.installed import Versions
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
@@ -144,6 +145,20 @@ def test_survivors_beat_plain_rounding_of_the_masked_weight(options):
     # A layer beside pruned ones is decided as it is alone.
     alone = one.apply(make_site({"c": weights["c"]}, x))["c"]
     assert_same_quantized(found[True]["c"].weight, alone.weight)
+
+
+@every("bits", [3, 4])
+def test_survivors_move_before_they_are_rounded_where_that_costs_less(bits):
+    weight, x = realistic_layer(16, 96, seed=71, tokens=2000)
+    hessian, grid = mean_square(x), Grid(bits=bits, granularity="group", group_size=32)
+    kept = weight.abs().unflatten(1, (-1, 2)).argmax(2, keepdim=True) == torch.arange(2)
+    how = {"grid": grid, "kept_NK": kept.flatten(1), "damp": 1e-6}
+    as_rounded, before = (gptq(weight, hessian, **how, steps=steps) for steps in (0, 64))
+    assert_zero_where_pruned(before.weight, how["kept_NK"])
+    expected = row_losses(weight - before.weight.dequantize(), damped(hessian, POLISH_DAMP))
+    torch.testing.assert_close(before.loss_N, expected)
+    assert torch.all(before.loss_N <= as_rounded.loss_N * (1 + 1e-9))
+    assert (before.loss_N < 0.9 * as_rounded.loss_N).sum() >= 4
 
 
 @pytest.mark.parametrize("grid", ["signed-scale", "asymmetric"])

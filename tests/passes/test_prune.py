@@ -22,7 +22,7 @@ from compress.weights.decision import Decision
 from compress.weights.dense import dense
 from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
 
-PLAIN = {"drift": 0.0, "shrink": False, "sweeps": 0, "statistics": "float64"}  # the paper's
+PLAIN = {"drift": 0.0, "shrink": False, "steps": 0, "statistics": "float64"}  # the paper's
 
 
 def published_wanda(weight: Tensor, x: Tensor, prune_n: int, prune_m: int, sparsity: float) -> Tensor:
@@ -179,12 +179,12 @@ def test_sparsegpt_is_the_published_one(options: dict[str, object], columns: int
 
 
 @pytest.mark.parametrize("options", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
-def test_descent_comes_to_the_optimum_in_the_mask(options: dict[str, object]) -> None:
+def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object]) -> None:
     weight, x = realistic_layer(4, 48, seed=34, tokens=2000)
     hessian, losses = mean_square(x), []
     hessian = damped(hessian, POLISH_DAMP + len(hessian) / len(x))  # as far as the tokens carry
-    for sweeps in (0, 2, 20, 400):
-        one = compress.SparseGPT(**options, **{**PLAIN, "sweeps": sweeps})
+    for steps in (0, 2, 20, 400):
+        one = compress.SparseGPT(**options, **{**PLAIN, "steps": steps})
         decision = applied(one, weight, x)
         losses.append(row_losses(weight - decision.weight.dequantize(), hessian).sum())
     assert losses[0] > losses[1] > losses[2] >= losses[3] * (1 - 1e-12)
