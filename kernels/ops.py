@@ -29,6 +29,7 @@ from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.operators import operator
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
 from compress.kernels.tuning.choose import choose, device_of
 from compress.kernels.tuning.table import Shape
@@ -99,10 +100,10 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
 
 def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
     """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
-    fused, dequantized = why_not_weight_only(x_MK, weight), why_not_dequantize(x_MK, weight)
+    dequantized = why_not_dequantize(x_MK, weight)
     if dequantized:
         return path_of(x_MK.device, dequantized), None
-    if fused:
+    if why_not_weight_only(x_MK, weight):
         return "dequantize", None
     sizes = (len(x_MK), len(weight.words), x_MK.shape[1])
     chosen = choose(*sizes, weight.bits, weight.group_size, device_of(x_MK.device))
@@ -139,7 +140,7 @@ def _like_product(x: Tensor, words: Tensor, bits: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], words.shape[0])
 
 
-@torch.library.custom_op("compress::weight_only_linear", mutates_args=())
+@operator("compress::weight_only_linear")
 def weight_only_linear(
     x: Tensor,
     words: Tensor,
@@ -166,7 +167,7 @@ def weight_only_linear(
         out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
     else:
         out_MN = _unpacked_product(x_MK, weight, bias)
-    return out_MN.view(*x.shape[:-1], len(words))
+    return out_MN.view(*x.shape[:-1], words.shape[0])
 
 
 @weight_only_linear.register_fake
@@ -189,7 +190,7 @@ def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
 
 
-@torch.library.custom_op("compress::weight_only_gradient", mutates_args=())
+@operator("compress::weight_only_gradient")
 def weight_only_gradient(
     grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
 ) -> Tensor:
@@ -238,7 +239,7 @@ def why_not_input_group(input_group: int) -> list[str]:
     return [f"input group {input_group}; allowed: multiples of {step}, -1 (one scale per token)"]
 
 
-@torch.library.custom_op("compress::int8_activation_linear", mutates_args=())
+@operator("compress::int8_activation_linear")
 def int8_activation_linear(
     x: Tensor,
     words: Tensor,
@@ -296,7 +297,7 @@ def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
 
 
-@torch.library.custom_op("compress::w8a8_linear", mutates_args=())
+@operator("compress::w8a8_linear")
 def w8a8_linear(
     x: Tensor,
     weight: Tensor,
