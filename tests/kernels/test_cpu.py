@@ -219,6 +219,18 @@ def test_without_kernels_torch_gives_the_same_numbers(fresh):
         torch.testing.assert_close(one, other)
 
 
+def test_the_instructions_can_be_chosen(fresh):
+    fresh.setenv("COMPRESS_CPU", "avx2")
+    if cpu.machine_reasons() or not cpu.compilers():
+        pytest.skip("no compiled kernels here")
+    assert cpu.why_not() == ()
+    assert cpu.library().instructions() == b"avx2"
+    fresh.setenv("COMPRESS_CPU", "avx9")
+    cpu._loaded.cache_clear()
+    with pytest.raises(InputError, match="COMPRESS_CPU=avx9; allowed: native, avx2"):
+        cpu.why_not()
+
+
 def test_a_group_that_the_kernels_do_not_take_is_unpacked():
     x, words, _, _, _, bits, _, _ = op_arguments(torch.float32)
     scale = torch.rand(16, 48, generator=torch.Generator().manual_seed(0))
