@@ -6,8 +6,8 @@ gradient. A call of it passes the dispatcher, the Python kernels of autograd and
 is called itself, below autograd as the dispatcher would call it: the same kernels on the same tensors.
 
 Everything else goes the long way: where a graph is compiled, exported or traced, a tensor is a subclass (fake,
-distributed), a gradient is recorded, a transform of torch.func or a mode (of dispatch, of functions) is at work, or a
-profiler that shows operators by their names.
+distributed) or a negated view, a gradient is recorded, a transform of torch.func or a mode (of dispatch, of functions)
+is at work, or a profiler that shows operators by their names.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
     for given in arguments:
         kind = type(given)
         if kind in TENSORS:
-            if recorded and given.requires_grad:
+            if (recorded and given.requires_grad) or given.is_neg():
                 return True
         elif kind not in OTHERS:
             return True

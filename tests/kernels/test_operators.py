@@ -101,6 +101,9 @@ def test_what_needs_the_dispatcher():
     assert not needs_dispatch(given)
     assert needs_dispatch((given[0].as_subclass(Plain), *given[1:]))
     assert needs_dispatch((given[0], "words"))
+    assert torch.equal(
+        ops.weight_only_linear(given[0]._neg_view(), *given[1:]), ops.weight_only_linear(-given[0], *given[1:])
+    )
     with Functions():
         assert needs_dispatch(given)
     with torch.autograd.forward_ad.dual_level():
