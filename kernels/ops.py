@@ -112,8 +112,13 @@ def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
 
 def _rows(x: Tensor) -> Tensor:
     """x as [M, K], contiguous along K."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _shaped(out_MN: Tensor, x: Tensor) -> Tensor:
+    """[M, N] in the leading shape of x."""
+    return out_MN if x.dim() == 2 else out_MN.view(*x.shape[:-1], out_MN.shape[1])
 
 
 def _parts(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
@@ -167,7 +172,7 @@ def weight_only_linear(
         out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
     else:
         out_MN = _unpacked_product(x_MK, weight, bias)
-    return out_MN.view(*x.shape[:-1], words.shape[0])
+    return _shaped(out_MN, x)
 
 
 @weight_only_linear.register_fake
@@ -269,7 +274,7 @@ def int8_activation_linear(
             codes_NK = unpack_planar(part.words, bits, x_MK.shape[1])
             added = None if bias is None else bias[rows]
             out_MN[:, rows] = reference.int8_activation(x_MK, codes_NK, part.scale, middle, added, input_group)
-    return out_MN.view(*x.shape[:-1], len(words))
+    return _shaped(out_MN, x)
 
 
 @int8_activation_linear.register_fake
@@ -322,7 +327,7 @@ def w8a8_linear(
     path = path_of(x.device, why_not_w8a8(x, weight))
     if path == "cpu" and not cpu_gemm.why_not("w8a8", x, weight_scale):
         out_MN = cpu_gemm.w8a8(x_MK, weight, weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
-        return out_MN.view(*x.shape[:-1], len(weight))
+        return _shaped(out_MN, x)
     quantize_static, quantize_tokens = reference.quantize_static, reference.quantize_tokens
     if path == "triton":
         from compress.kernels.triton.int8_quantize import quantize_static, quantize_tokens
@@ -339,7 +344,7 @@ def w8a8_linear(
             torch.ops.aten._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
         )
         out_MN = reference.rescale(product, scale, weight_scale, zero, row_sum, bias, x.dtype)
-    return out_MN.view(*x.shape[:-1], len(weight))
+    return _shaped(out_MN, x)
 
 
 @w8a8_linear.register_fake
