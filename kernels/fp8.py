@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from compress.errors import InputError
+from compress.kernels.operators import operator
 from compress.kernels.reference import rescale
 
 E4M3 = torch.float8_e4m3fn
@@ -134,7 +135,7 @@ def reference(
     return out_MN if bias is None else out_MN + bias.to(torch.float64)
 
 
-@torch.library.custom_op("compress::fp8_linear", mutates_args=())
+@operator("compress::fp8_linear")
 def fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> Tensor:

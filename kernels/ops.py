@@ -29,6 +29,7 @@ from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.operators import operator
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
 from compress.kernels.tuning.choose import choose, device_of
 from compress.kernels.tuning.table import Shape
@@ -99,10 +100,10 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
 
 def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
     """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
-    fused, dequantized = why_not_weight_only(x_MK, weight), why_not_dequantize(x_MK, weight)
+    dequantized = why_not_dequantize(x_MK, weight)
     if dequantized:
         return path_of(x_MK.device, dequantized), None
-    if fused:
+    if why_not_weight_only(x_MK, weight):
         return "dequantize", None
     sizes = (len(x_MK), len(weight.words), x_MK.shape[1])
     chosen = choose(*sizes, weight.bits, weight.group_size, device_of(x_MK.device))
@@ -111,8 +112,13 @@ def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
 
 def _rows(x: Tensor) -> Tensor:
     """x as [M, K], contiguous along K."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _shaped(out_MN: Tensor, x: Tensor) -> Tensor:
+    """[M, N] in the leading shape of x."""
+    return out_MN if x.dim() == 2 else out_MN.view(*x.shape[:-1], out_MN.shape[1])
 
 
 def _parts(weight: Planar, columns: int) -> Iterator[tuple[slice, Planar]]:
@@ -139,7 +145,7 @@ def _like_product(x: Tensor, words: Tensor, bits: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], words.shape[0])
 
 
-@torch.library.custom_op("compress::weight_only_linear", mutates_args=())
+@operator("compress::weight_only_linear")
 def weight_only_linear(
     x: Tensor,
     words: Tensor,
@@ -166,7 +172,7 @@ def weight_only_linear(
         out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
     else:
         out_MN = _unpacked_product(x_MK, weight, bias)
-    return out_MN.view(*x.shape[:-1], len(words))
+    return _shaped(out_MN, x)
 
 
 @weight_only_linear.register_fake
@@ -189,7 +195,7 @@ def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
 
 
-@torch.library.custom_op("compress::weight_only_gradient", mutates_args=())
+@operator("compress::weight_only_gradient")
 def weight_only_gradient(
     grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group_size: int, columns: int
 ) -> Tensor:
@@ -238,7 +244,7 @@ def why_not_input_group(input_group: int) -> list[str]:
     return [f"input group {input_group}; allowed: multiples of {step}, -1 (one scale per token)"]
 
 
-@torch.library.custom_op("compress::int8_activation_linear", mutates_args=())
+@operator("compress::int8_activation_linear")
 def int8_activation_linear(
     x: Tensor,
     words: Tensor,
@@ -268,7 +274,7 @@ def int8_activation_linear(
             codes_NK = unpack_planar(part.words, bits, x_MK.shape[1])
             added = None if bias is None else bias[rows]
             out_MN[:, rows] = reference.int8_activation(x_MK, codes_NK, part.scale, middle, added, input_group)
-    return out_MN.view(*x.shape[:-1], len(words))
+    return _shaped(out_MN, x)
 
 
 @int8_activation_linear.register_fake
@@ -296,7 +302,7 @@ def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
 
 
-@torch.library.custom_op("compress::w8a8_linear", mutates_args=())
+@operator("compress::w8a8_linear")
 def w8a8_linear(
     x: Tensor,
     weight: Tensor,
@@ -321,7 +327,7 @@ def w8a8_linear(
     path = path_of(x.device, why_not_w8a8(x, weight))
     if path == "cpu" and not cpu_gemm.why_not("w8a8", x, weight_scale):
         out_MN = cpu_gemm.w8a8(x_MK, weight, weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
-        return out_MN.view(*x.shape[:-1], len(weight))
+        return _shaped(out_MN, x)
     quantize_static, quantize_tokens = reference.quantize_static, reference.quantize_tokens
     if path == "triton":
         from compress.kernels.triton.int8_quantize import quantize_static, quantize_tokens
@@ -338,7 +344,7 @@ def w8a8_linear(
             torch.ops.aten._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
         )
         out_MN = reference.rescale(product, scale, weight_scale, zero, row_sum, bias, x.dtype)
-    return out_MN.view(*x.shape[:-1], len(weight))
+    return _shaped(out_MN, x)
 
 
 @w8a8_linear.register_fake

@@ -7,8 +7,9 @@ N outputs, K inputs, G groups.
     scale      [G, N], zero uint8 [G, N]   of codes, whose value is (code - zero) * scale
 
 The positions of a quad rise, so a quad that keeps fewer than two has a zero among its pair. This is the layout on
-disk, and that of every 2:4 weight that no fused kernel reads: 16-bit numbers (9 bits a weight instead of 16) and codes
-of more than 4 bits (5 instead of 8). A product makes a block of rows dense at a time, by torch, on every device.
+disk, and that of every 2:4 weight but codes of up to 4 bits: 16-bit numbers (9 bits a weight instead of 16) and codes
+of more than 4 bits (5 instead of 8). On a CPU a product of few tokens reads the pairs and nothing else
+(`cpu.sparse24`); others make a block of rows dense at a time.
 """
 
 from collections.abc import Iterator
@@ -20,13 +21,15 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels import reference
 from compress.kernels.blocks import gradient_of_blocks, product_of_blocks, row_blocks
+from compress.kernels.cpu import sparse24 as cpu24
+from compress.kernels.operators import operator
 from compress.kernels.ops import _rows
 from compress.kernels.pack import pack_rows, words_of
 from compress.kernels.pack24 import KEPT, QUAD, check_kept
 
 # Bits of a position.
 POSITION = 2
-NO_KERNEL = "no kernel reads pairs: torch makes a block of rows dense at a time"
+NO_KERNEL = "no GPU kernel reads pairs: torch makes a block of rows dense at a time"
 
 
 class Pairs(NamedTuple):
@@ -88,19 +91,20 @@ def pairs_weight(weight: Pairs) -> Tensor:
     return spread(held, unpack_positions(weight.position, columns))
 
 
+def half_of(weight: Pairs) -> cpu24.Half:
+    """A weight as the CPU's loops read it."""
+    return cpu24.Half(*weight, cpu24.NUMBERS if weight.scale is None else cpu24.PAIRED)
+
+
 def dense_blocks(weight: Pairs) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their values) of a weight."""
+    """(rows, their values) of a weight, by torch alone: a gradient is traced through it."""
     for rows in row_blocks(len(weight.held), weight.held.shape[1] * QUAD // KEPT):
         scale, zero = (None if part is None else part[:, rows] for part in (weight.scale, weight.zero))
-        yield (
-            rows,
-            pairs_weight(
-                weight._replace(held=weight.held[rows], position=weight.position[rows], scale=scale, zero=zero)
-            ),
-        )
+        part = Pairs(weight.held[rows], weight.position[rows], scale, zero, weight.group_size)
+        yield rows, pairs_weight(part)
 
 
-@torch.library.custom_op("compress::pairs24_linear", mutates_args=())
+@operator("compress::pairs24_linear")
 def pairs24_linear(
     x: Tensor,
     held: Tensor,
@@ -114,7 +118,11 @@ def pairs24_linear(
     if held.shape[1] * QUAD != x.shape[-1] * KEPT:
         raise InputError(f"x has {x.shape[-1]} columns; {held.shape[1]} pairs' halves do not make as many")
     weight = Pairs(held, position, scale, zero, group_size)
-    return product_of_blocks(_rows(x), dense_blocks(weight), len(held), bias).view(*x.shape[:-1], len(held))
+    if not cpu24.why_not(x, half_of(weight)):
+        out_MN = cpu24.linear(_rows(x), half_of(weight), bias)
+    else:
+        out_MN = product_of_blocks(_rows(x), dense_blocks(weight), len(held), bias)
+    return out_MN.view(*x.shape[:-1], len(held))
 
 
 @pairs24_linear.register_fake

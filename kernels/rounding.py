@@ -14,9 +14,10 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels import fp8, reference
+from compress.kernels.operators import operator
 
 
-@torch.library.custom_op("compress::round_output", mutates_args=())
+@operator("compress::round_output")
 def round_output(y: Tensor, scale: Tensor, zero: Tensor | None, floating: bool) -> Tensor:
     """y [..., N] rounded, in its own dtype. scale fp32 [N]; zero int32 [N], of int8 codes only; floating: float8 codes.
 

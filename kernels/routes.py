@@ -2,6 +2,7 @@
 
 triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
+cpu blocks   blocks of the weight by C++, multiplied by torch
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 scaled_mm    torch's product of float8 matrices
 
@@ -79,16 +80,20 @@ def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, dev
     return Route("dequantize" if fused else "triton", tuple(fused))
 
 
-def sparse24_route(M: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
+def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """Of 2:4 codes of 4 bits."""
+    if device.type == "cpu":
+        return _cpu_route("sparse24", M, N, K, group_size, dtype)
     nothing = torch.empty(0, dtype=dtype, device="meta")
     weight = Sparse24(nothing, nothing, nothing, None, group_size)
     reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
     return Route("torch" if reasons else "triton", tuple(reasons))
 
 
-def pairs24_route() -> Route:
-    """Of 2:4 pairs."""
+def pairs24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of 2:4 pairs, of numbers or codes."""
+    if device.type == "cpu":
+        return _cpu_route("sparse24", M, N, K, group_size, dtype)
     return Route("torch", (NO_KERNEL,))
 
 
@@ -133,4 +138,6 @@ def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dt
     reasons = [*cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
     if dtype not in cpu_gemm.TYPES:
         name, reasons = "torch", [f"x is {dtype}; allowed: float32, float16, bfloat16"]
-    return Route(f"cpu {name}" if name in ("rows", "slabs") else name, tuple(reasons))
+    if name == "blocks":
+        reasons.append(MANY)
+    return Route(f"cpu {name}" if name in ("rows", "slabs", "blocks") else name, tuple(reasons))

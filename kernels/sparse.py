@@ -22,6 +22,7 @@ from compress.errors import InputError
 from compress.kernels import ops, reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.entries import Entries
+from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _check_words, _like_product, _rows, _unpacked_product, _why_not_triton, path_of
 from compress.kernels.pack import Planar
 
@@ -45,7 +46,7 @@ def check_columns(x: Tensor, columns: int) -> None:
         raise InputError(f"x has {x.shape[-1]} columns, the weight {columns}")
 
 
-@torch.library.custom_op("compress::sparse_linear", mutates_args=())
+@operator("compress::sparse_linear")
 def sparse_linear(
     x: Tensor, row_start: Tensor, column: Tensor, value: Tensor, bias: Tensor | None, columns: int
 ) -> Tensor:
@@ -84,7 +85,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 sparse_linear.register_autograd(_gradient, setup_context=_save)
 
 
-@torch.library.custom_op("compress::sparse_gradient", mutates_args=())
+@operator("compress::sparse_gradient")
 def sparse_gradient(grad: Tensor, row_start: Tensor, column: Tensor, value: Tensor, columns: int) -> Tensor:
     """[..., K] = grad entries, in the dtype of grad [..., N]: the input gradient of `sparse_linear`."""
     entries, grad_MN = Entries(row_start, column, value), _rows(grad)
@@ -115,7 +116,7 @@ def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 sparse_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
 
 
-@torch.library.custom_op("compress::weight_only_sparse_linear", mutates_args=())
+@operator("compress::weight_only_sparse_linear")
 def weight_only_sparse_linear(
     x: Tensor,
     words: Tensor,

@@ -1,8 +1,8 @@
 """The linear of 4-bit 2:4 weights as a torch operator: x times a weight in the words of `pack24.Sparse24`.
 
-Like those of `ops`: a Triton path, a CPU path and a reference, chosen by `why_not_sparse24`; weights are frozen, only x
-gets a gradient. What is not Triton makes a block of rows dense at a time. Shapes: x [..., K], M tokens once flattened,
-N outputs.
+Like those of `ops`: a Triton path, a CPU path (`cpu.sparse24`) and a reference, chosen by `why_not_sparse24`; weights
+are frozen, only x gets a gradient. The reference makes a block of rows dense at a time. Shapes: x [..., K], M tokens
+once flattened, N outputs.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels.blocks import gradient_of_blocks, product_of_blocks, row_blocks
+from compress.kernels.cpu import sparse24 as cpu24
+from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _rows, _why_not_triton
 from compress.kernels.pack import PLANE
 from compress.kernels.pack24 import QUAD, Sparse24, blocks_of, quad_planar, sparse24_weight
@@ -30,15 +32,20 @@ def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
     return reasons
 
 
+def half_of(weight: Sparse24) -> cpu24.Half:
+    """A weight as the CPU's loops read it."""
+    return cpu24.Half(*weight, cpu24.WORDS)
+
+
 def _blocks(weight: Sparse24, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, their values) of a weight."""
+    """(rows, their values) of a weight, by torch alone: a gradient is traced through it."""
     for rows in row_blocks(len(weight.codes), columns):
         zero = None if weight.zero is None else weight.zero[:, rows]
         part = Sparse24(weight.codes[rows], weight.kept[rows], weight.scale[:, rows], zero, weight.group_size)
         yield rows, sparse24_weight(part, columns)
 
 
-@torch.library.custom_op("compress::sparse24_linear", mutates_args=())
+@operator("compress::sparse24_linear")
 def sparse24_linear(
     x: Tensor, codes: Tensor, kept: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, group_size: int
 ) -> Tensor:
@@ -48,12 +55,14 @@ def sparse24_linear(
         raise InputError(f"x has {columns} columns; {kept.shape[1]} words of kept bits do not hold as many")
     weight = Sparse24(codes, kept, scale, zero, group_size)
     x_MK = _rows(x)
-    if why_not_sparse24(x, weight):
-        out_MN = product_of_blocks(x_MK, _blocks(weight, columns), len(codes), bias)
-    else:
+    if not why_not_sparse24(x, weight):
         from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
         out_MN = sparse24_gemm(quad_planar(x_MK), columns, weight, bias)
+    elif not cpu24.why_not(x, half_of(weight)):
+        out_MN = cpu24.linear(x_MK, half_of(weight), bias)
+    else:
+        out_MN = product_of_blocks(x_MK, _blocks(weight, columns), len(codes), bias)
     return out_MN.view(*x.shape[:-1], len(codes))
 
 

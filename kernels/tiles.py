@@ -9,13 +9,13 @@ Shapes: x [..., K], M tokens once flattened, N outputs, E entries.
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.kernels import reference
 from compress.kernels.blocks import gradient_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.entries import Entries
+from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _check_words, _like_product, _rows, _why_not_triton
 from compress.kernels.pack_tiles import TileWords, tile_block, tile_weight
 from compress.kernels.sparse import DECODE_TOKENS, FLOATS, sparse_gradient, why_not_sparse
@@ -49,7 +49,7 @@ def _blocks(weight: TileWords, columns: int) -> Iterator[tuple[slice, Tensor]]:
         yield rows, tile_weight(tile_block(weight, rows.start, rows.stop), columns)
 
 
-@torch.library.custom_op("compress::tiles_linear", mutates_args=())
+@operator("compress::tiles_linear")
 def tiles_linear(
     x: Tensor,
     words: Tensor,
@@ -125,7 +125,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 tiles_linear.register_autograd(_gradient, setup_context=_save)
 
 
-@torch.library.custom_op("compress::tiles_gradient", mutates_args=())
+@operator("compress::tiles_gradient")
 def tiles_gradient(
     grad: Tensor,
     words: Tensor,

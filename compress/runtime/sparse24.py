@@ -47,7 +47,7 @@ class Sparse24Linear(QuantLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        return pairs24_route()
+        return pairs24_route(M, *shape, -1, dtype, device)
 
     def dequantize(self) -> Tensor:
         return pairs_weight(self.pairs)
@@ -82,9 +82,8 @@ class PackedSparse24Linear(WordLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        if scheme.weights.bits > NARROW:
-            return pairs24_route()
-        return sparse24_route(M, shape[1], scheme.weights.group_size or -1, dtype, device)
+        route = sparse24_route if scheme.weights.bits <= NARROW else pairs24_route
+        return route(M, *shape, scheme.weights.group_size or -1, dtype, device)
 
     def dequantize(self) -> Tensor:
         weight = (self.codes, self.kept, self.scale, self.zero, self.group_size)

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from compress.evaluation.speed.report import Report
+from compress.kernels.measure.halved import HALVED
 
 MIB = 2**20
 UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
@@ -18,6 +19,7 @@ def tables(report: Report) -> list[Table | str]:
         shown.append(f"tuned: {len(report.tuned)} entries of the table of this user")
     shown += [_linears(report)] if report.what == "linears" else [_models(report)]
     shown += list(dict.fromkeys(line for entry in report.results for line in kernels(entry)))
+    shown += slower(report.results)
     shown += [f"not measured: {line}" for line in skipped(report.results)]
     shown += [f"note: {line}" for line in dict.fromkeys(report.notes)]
     return shown
@@ -27,6 +29,17 @@ def kernels(entry: Mapping[str, Any]) -> list[str]:
     """What multiplies in each part of a variant with compressed layers."""
     found = entry.get("kernels", {})
     return [f"{entry['variant']}, {part}: {', '.join(names)}" for part, names in found.items() if names]
+
+
+def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for every 2:4 candidate that is somewhere no faster than the same bits of all weights, and where."""
+    places: dict[str, list[str]] = {}
+    for entry in results:
+        name = entry.get("candidate", "")
+        ratio = entry.get("speedup_over", {}).get(HALVED.get(name))
+        if ratio is not None and ratio <= 1:
+            places.setdefault(name, []).append(f"{entry['N']}x{entry['K']} M={entry['M']}: {_ratio(ratio)}")
+    return [f"{name} is no faster than {HALVED[name]}: {', '.join(found)}" for name, found in places.items()]
 
 
 def skipped(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,10 +1,13 @@
-"""Builds `cpu_gemm.cpp` for the processor it finds, once, and loads it. Nothing here raises: `why_not` says why not.
+"""Builds `cpu_gemm.cpp` for the processor it finds, once, and loads it.
+
+Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not.
 
 The library lies in the cache directory under a name that is a hash of everything it depends on: sources, flags,
 compiler and processor (a home directory may be shared by machines that differ). A process compiles to a name of its
 own and renames the result, so that several may build at the same time.
 
     COMPRESS_CPU_KERNELS=0     build nothing and use torch's products
+    COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; otherwise native, for this one
     COMPRESS_CACHE_DIR         where the library lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
     CXX                        the compiler that is tried first
 """
@@ -22,15 +25,17 @@ from pathlib import Path
 
 import torch
 
+from compress.errors import InputError
 from compress.kernels.cache import cache_directory
 
-HEADERS = ("floats", "ints", "tiles", "sparse", "work", "numbers", "vectors")
+HEADERS = ("floats", "ints", "tiles", "sparse", "sparse24", "work", "numbers", "vectors")
 NAMES = ("cpu_gemm.cpp", *(f"cpu_{name}.h" for name in HEADERS))
 SOURCES = tuple(Path(__file__).resolve().with_name(name) for name in NAMES)
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
-FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
+TARGETS = {"native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c")}
 NEEDED = ("avx2", "fma", "f16c")
 BUILD_SECONDS = 300
 
@@ -52,7 +57,20 @@ def _loaded() -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     reasons = machine_reasons()
     if reasons:
         return None, reasons
-    return build_and_load(cache_directory(), FLAGS)
+    return build_and_load(cache_directory(), flags_for(target()))
+
+
+def target() -> str:
+    """What COMPRESS_CPU asks for. Raises InputError for what there is not."""
+    asked = os.environ.get("COMPRESS_CPU") or "native"
+    if asked not in TARGETS:
+        raise InputError(f"COMPRESS_CPU={asked}; allowed: {', '.join(TARGETS)}, or leave it out for native")
+    return asked
+
+
+def flags_for(name: str) -> tuple[str, ...]:
+    """What a compiler is told to build for a name of `TARGETS`."""
+    return (*FLAGS, *TARGETS[name])
 
 
 def machine_reasons() -> tuple[str, ...]:

@@ -41,6 +41,7 @@ struct Arguments {
   const int32_t *input_zero, *row_sum;
   const int32_t* row_start;  // of sparse rows that are added to the weight; null: there are none
   const void *column, *value;
+  const void* kept;  // of a 2:4 weight, which columns its codes or numbers belong to
   void* out;
   int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
   Type x_type, scale_type, bias_type, value_type;

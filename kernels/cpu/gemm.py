@@ -7,6 +7,7 @@ more than unpacking a slab.
 
 import ctypes
 import sys
+from functools import cache
 from typing import Literal
 
 import torch
@@ -17,12 +18,14 @@ from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
 from compress.kernels.pack_tiles import NIBBLE, TileWords
 
-Operation = Literal["weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows"]
+Operation = Literal["weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows", "sparse24"]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
 ROWS_UP_TO["sparse_rows"] = sys.maxsize
+# Above, a block of rows is made dense and torch multiplies it.
+ROWS_UP_TO["sparse24"] = 16
 ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
@@ -31,7 +34,7 @@ INPUT_GROUP_STEP = 128
 # Groups of tiles are whole halves of a plane.
 TILE_GROUP = PLANE // 2
 POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
-POINTERS += ("row_start", "column", "value", "out")
+POINTERS += ("row_start", "column", "value", "kept", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
 CHOICES: tuple[str, ...] = (
     "x_type",
@@ -82,14 +85,22 @@ def why_not(operation: Operation, x: Tensor, scale: Tensor, group_size: int = -1
 
 
 def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1) -> str:
-    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, slabs, torch, reference."""
+    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, slabs, blocks, torch, reference."""
     if why_not_sizes(operation, K, group_size) or cpu.why_not():
         return "reference" if operation == "int8_activation" else "torch"
-    return "rows" if _by_rows(operation, M) else "slabs"
+    if operation == "sparse24" and not by_rows(operation, M):
+        return "blocks"
+    return "rows" if by_rows(operation, M) else "slabs"
 
 
-def _by_rows(operation: Operation, M: int) -> bool:
-    limits = ROWS_UP_TO_AVX2 if cpu.library().instructions() == b"avx2" else ROWS_UP_TO
+@cache
+def _narrow(library: ctypes.CDLL) -> bool:
+    return bool(library.instructions() == b"avx2")
+
+
+def by_rows(operation: Operation, M: int) -> bool:
+    """Whether the loop over rows multiplies so many tokens."""
+    limits = ROWS_UP_TO_AVX2 if _narrow(cpu.library()) else ROWS_UP_TO
     return limits[operation] >= M
 
 
@@ -102,12 +113,13 @@ def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, b
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
     filled.G = scale.shape[0] if scale.dim() == 2 else 1
     filled.group = filled.input_group = -1
-    filled.by_rows = _by_rows(operation, M)
+    filled.by_rows = by_rows(operation, M)
     filled.threads = torch.get_num_threads()
     return filled
 
 
-def _bias(bias: Tensor | None) -> Tensor | None:
+def bias_of(bias: Tensor | None) -> Tensor | None:
+    """A bias as the loops read it."""
     if bias is None:
         return None
     return (bias if bias.dtype in TYPES else bias.to(torch.float32)).contiguous()
@@ -126,9 +138,10 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> None:
     filled.short_columns = entries.column.dtype == torch.int16
 
 
-def _call(
-    name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows"], filled: Arguments, x_MK: Tensor
+def call(
+    name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows", "sparse24"], filled: Arguments, x_MK: Tensor
 ) -> Tensor:
+    """[M, N] in the dtype of x: what a loop makes of arguments that live until it returns."""
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):
@@ -145,7 +158,7 @@ def _planar(
     entries: Entries | None = None,
 ) -> Tensor:
     # What is made contiguous here must live until the call returns.
-    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
+    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
     filled = _filled(operation, x_MK, words, scale, bias)
@@ -153,7 +166,7 @@ def _planar(
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
     _add_entries(filled, entries)
-    return _call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
+    return call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
 
 
 def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
@@ -168,25 +181,25 @@ def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, in
 
 def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
-    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), _contiguous(entries)
+    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
     filled = _filled("tiles", x_MK, words, ranges, bias)
     filled.zero, filled.bits, filled.level_bits = levels.data_ptr(), weight.bits, NIBBLE if len(levels) == 1 else 8
     filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
     _add_entries(filled, entries)
-    return _call("tiles", filled, x_MK)
+    return call("tiles", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:
     """[M, N] = x entries^T + bias, in the dtype of x."""
-    x_MK, bias, entries = x_MK.contiguous(), _bias(bias), Entries(*(tensor.contiguous() for tensor in entries))
+    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), Entries(*(tensor.contiguous() for tensor in entries))
     M, K = x_MK.shape
     filled = Arguments(x=x_MK.data_ptr(), M=M, N=len(entries.row_start) - 1, K=K, x_type=TYPES[x_MK.dtype], bits=8)
     if bias is not None:
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
     filled.by_rows, filled.threads = True, torch.get_num_threads()
     _add_entries(filled, entries)
-    return _call("sparse_rows", filled, x_MK)
+    return call("sparse_rows", filled, x_MK)
 
 
 def w8a8(
@@ -200,7 +213,7 @@ def w8a8(
     symmetric: bool,
 ) -> Tensor:
     """[M, N] with x rounded to int8, from a weight that is plain int8; bit for bit `reference.w8a8`."""
-    x_MK, weight_NK, scale_N, bias_N = x_MK.contiguous(), weight_NK.contiguous(), scale_N.contiguous(), _bias(bias_N)
+    x_MK, weight_NK, scale_N, bias_N = x_MK.contiguous(), weight_NK.contiguous(), scale_N.contiguous(), bias_of(bias_N)
     filled = _filled("w8a8", x_MK, weight_NK, scale_N, bias_N)
     filled.bits, filled.planar, filled.symmetric = 8, False, symmetric
     given = {"input_scale": (input_scale, torch.float32), "input_zero": (input_zero, torch.int32)}
@@ -208,7 +221,7 @@ def w8a8(
     kept = {name: tensor.to(dtype).contiguous() for name, (tensor, dtype) in given.items() if tensor is not None}
     for name, tensor in kept.items():
         setattr(filled, name, tensor.data_ptr())
-    return _call("int8_activation", filled, x_MK)
+    return call("int8_activation", filled, x_MK)
 
 
 def quantize_tokens(

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from compress.kernels import ops, pack, reference
 from compress.kernels.entries import Entries
-from compress.kernels.measure.roofline import OUTLIERS, SPARSE_KINDS, TILE_GROUP, TILE_ROWS, WEIGHTS, achieved, cost
+from compress.kernels.measure.halved import HALVED, halve
+from compress.kernels.measure.roofline import (
+    HALVED_KINDS,
+    OUTLIERS,
+    SPARSE_KINDS,
+    TILE_GROUP,
+    TILE_ROWS,
+    WEIGHTS,
+    achieved,
+    cost,
+)
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.sparse import weight_only_sparse_linear
@@ -43,8 +53,8 @@ MAX_COPIES = 64
 # What the candidates of other libraries are called; all others are ours.
 THEIRS = ("torch.", "gemlite")
 WRONG = "wrong result"
-# {candidate: the same codes without outliers}, whose ratio is what outliers cost.
-WITHOUT = {"w4a16 + 1% sparse": "w4a16", "spqr + 1% sparse": "w4a16"}
+# {candidate: the same codes without outliers, or without zeros}, whose ratio is what outliers cost and what 2:4 gains.
+WITHOUT = {"w4a16 + 1% sparse": "w4a16", "spqr + 1% sparse": "w4a16", **HALVED}
 TILE_BITS = 3
 
 
@@ -63,6 +73,7 @@ class Operands:
         self.dense = reference.dequantize(self.codes, self.scale)
         self.entries = _outliers(N, K, dtype, g)
         self.tiles = _tiles(N, K, dtype, g)
+        self.halved = halve(self.dense, self.codes8, self.scale8, self.codes, self.scale, g)
 
     def values(self, kind: str) -> Tensor:
         """[N, K] what the weight of a product stands for, in fp64."""
@@ -72,6 +83,8 @@ class Operands:
                 self.entries.row_start.long().diff()
             )
             return values.index_put_((row, self.entries.column.long()), self.entries.value.double(), accumulate=True)
+        if kind in HALVED_KINDS:
+            return self.halved.values(kind).double()
         if kind in ("dense", "dense fp32", "w4"):
             return self.dense.double()
         if kind == "w4a8":
@@ -146,6 +159,10 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
             "w4 sparse",
         ),
         "spqr + 1% sparse": (lambda w: lambda: tiles_linear(x, *w.tiles[:3], None, *w.tiles[3:], *w.entries), "spqr"),
+        # On a GPU only words of 4 bits have a kernel.
+        **({} if x.is_cuda else {"2:4": (lambda w: lambda: w.halved.product("2:4", x), "2:4")}),
+        **({} if x.is_cuda else {"2:4 w8a16": (lambda w: lambda: w.halved.product("2:4 w8", x), "2:4 w8")}),
+        "2:4 w4a16": (lambda w: lambda: w.halved.product("2:4 w4", x), "2:4 w4"),
         "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
         "w4a8": (
             lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
@@ -170,7 +187,7 @@ def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
         given = codes.double() if kind == "int32" else codes.double() * scale.double()[:, None]
     truth = given @ values.t()
     allowed = reference.tolerance(given, values, truth, x.dtype)
-    if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS):
+    if kind in ("dense", "dense fp32", "w4", "w8", *SPARSE_KINDS, *HALVED_KINDS):
         allowed += reference.weight_rounding(given, values, x.dtype)
     return ((out[rows].double() - truth).abs() / allowed).max().item()
 
@@ -225,7 +242,7 @@ def compare(
     """Add to the entries of one product their times, their share of what is possible, and their ratios.
 
     speedup_over: to the dense product and, for ours, to every other library's product of weights as wide; with
-    outliers, to our product of codes without.
+    outliers or zeros, to the product without.
     """
     for name, times in timed.items():
         entry = entries[name]

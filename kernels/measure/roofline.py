@@ -29,13 +29,16 @@ class Cost:
     arithmetic: str
 
 
-# kind -> (bits of a weight; 0: as wide as x, bytes of a scale; 0: as wide as x, whether there is one per group)
+# kind -> (bits of a weight that is kept; 0: as wide as x, bytes of a scale; 0: as wide as x, whether one per group)
 WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
     "dense": (0, 0, False),
     "dense fp32": (32, 0, False),
     "w4": (4, 0, True),
     "w4 sparse": (4, 0, True),
     "spqr": (4, 0, False),
+    "2:4": (0, 0, False),
+    "2:4 w8": (8, 0, False),
+    "2:4 w4": (4, 0, True),
     "w8": (8, 0, False),
     "w4a8": (4, 0, True),
     "w8a8": (8, 4, False),
@@ -43,17 +46,20 @@ WEIGHTS: Mapping[str, tuple[int, int, bool]] = {
 }
 INT8_KINDS = ("w4a8", "w8a8", "int32")
 SPARSE_KINDS = ("w4 sparse", "spqr")
+# Two of four weights, and a bit for each of the four.
+HALVED_KINDS = ("2:4", "2:4 w8", "2:4 w4")
 
 
 def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> Cost:
     """Of a product [M, K] x [N, K] -> [M, N]. width: bytes of x; dtype: its name; group: columns per scale."""
     bits, scale_bytes, grouped = WEIGHTS[kind]
-    weight = N * K * (bits or 8 * width) // 8
+    kept = bits or 8 * width
+    weight = N * K * (kept // 2 + 1 if kind in HALVED_KINDS else kept) // 8
     scales = N * (K // group if grouped else 1) * (scale_bytes or width)
     inputs, outputs = M * K * width, M * N * width
     if kind == "dense fp32":
         inputs, outputs, dtype = 4 * M * K, 4 * M * N, "float32"
-    if kind.startswith("dense"):
+    if kind in ("dense", "dense fp32", "2:4"):
         scales = 0
     if kind == "spqr":  # a byte of codes per group, four numbers per tile
         scales = N * K // TILE_GROUP + N * K // (TILE_GROUP * TILE_ROWS) * 4 * width

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
 from compress.evaluation import page
-from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot
+from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
 from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
 from compress.kernels import ops
@@ -422,6 +422,16 @@ def test_a_peak_is_seen_after_it_is_gone() -> None:
         torch.ones(2**24).sum()
     assert peak.bytes is not None
     assert peak.bytes > 2**24 * 4 * 0.9
+
+
+def test_where_two_of_four_gain_nothing_is_said() -> None:
+    where = {"N": 64, "K": 128, "candidate": "2:4 w4a16"}
+    found = [{**where, "M": M, "speedup_over": {"dense": 3.0, "w4a16": ratio}} for M, ratio in ((1, 1.2), (8, 0.5))]
+    found += [
+        {**where, "M": 64, "skipped": "why"},
+        {**where, "M": 1, "candidate": "2:4", "speedup_over": {"dense": 2.0}},
+    ]
+    assert table.slower(found) == ["2:4 w4a16 is no faster than w4a16: 64x128 M=8: 0.50x"]
 
 
 # --- the page ------------------------------------------------------------------------------------------------------

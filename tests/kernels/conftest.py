@@ -5,8 +5,6 @@ import torch
 
 from compress.kernels.cpu import build as cpu
 
-AVX2 = (*(flag for flag in cpu.FLAGS if flag != "-march=native"), "-mavx2", "-mfma", "-mf16c")
-
 
 @pytest.fixture(scope="module", params=["native", "avx2"])
 def compiled(request):
@@ -15,7 +13,7 @@ def compiled(request):
         pytest.skip("; ".join(cpu.why_not()))
     if request.param == "native":
         return cpu.library()
-    library, reasons = cpu.build_and_load(cpu.cache_directory(), AVX2)
+    library, reasons = cpu.build_and_load(cpu.cache_directory(), cpu.flags_for("avx2"))
     assert library is not None, reasons
     return library
 

@@ -41,6 +41,9 @@ def test_every_candidate_is_timed_or_has_a_reason():
         "w4a8",
         "w8a16",
         "w8a8",
+        "2:4",
+        "2:4 w8a16",
+        "2:4 w4a16",
         "torch._int_mm",
         "torch._weight_int4pack_mm",
     } <= timed.keys()
@@ -80,6 +83,8 @@ def test_ratios_are_to_dense_and_to_libraries_with_weights_as_wide():
     assert set(timed["w8a8"]["speedup_over"]) == {"dense", "torch._int_mm"}
     assert set(timed["torch._int_mm"]["speedup_over"]) == {"dense"}
     assert timed["dense"]["speedup_over"] == {}
+    assert set(timed["2:4"]["speedup_over"]) == {"dense"}
+    assert set(timed["2:4 w4a16"]["speedup_over"]) == {"dense", "w4a16"}
     ratio = timed["dense"]["time_ms"] / timed["w4a16"]["time_ms"]
     assert timed["w4a16"]["speedup_over"]["dense"] == ratio
 
@@ -105,6 +110,8 @@ def test_what_a_product_costs():
     assert narrow.bytes == 1000 * 2048 // 2 + 2 * 1000 * 16 + 2 * (2048 + 1000)
     assert roofline.cost("w8", 4, 10, 128, 2, "bfloat16", 128).bytes == 10 * 128 + 2 * 10 + 2 * 4 * (128 + 10)
     assert roofline.cost("w8a8", 4, 10, 128, 2, "bfloat16", 128).bytes == 10 * 128 + 4 * 10 + 2 * 4 * (128 + 10)
+    halves = [roofline.cost(kind, 1, 16, 128, 2, "bfloat16", 128).bytes for kind in roofline.HALVED_KINDS]
+    assert halves == [n + 2 * (128 + 16) for n in (16 * 128 * 9 // 8, 16 * 128 * 5 // 8 + 32, 16 * 128 * 3 // 8 + 32)]
     integers = roofline.cost("int32", 4, 10, 128, 2, "bfloat16", 128)
     assert integers == roofline.Cost(10 * 128 + 4 * 128 + 4 * 4 * 10, 2 * 4 * 10 * 128, "int8")
 

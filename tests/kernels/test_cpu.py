@@ -139,7 +139,7 @@ def op_arguments(dtype=torch.bfloat16, bits=4, group=64, bias=True, gradient=Fal
 
 @pytest.mark.parametrize(("bias", "gradient"), [(True, True), (False, False)])
 def test_contract(bias, gradient):
-    torch.library.opcheck(ops.int8_activation_linear, op_arguments(bias=bias, gradient=gradient))
+    torch.library.opcheck(ops.int8_activation_linear.registered, op_arguments(bias=bias, gradient=gradient))
 
 
 def test_gradient_is_straight_through():
@@ -217,6 +217,18 @@ def test_without_kernels_torch_gives_the_same_numbers(fresh):
     assert cpu_gemm.cpu_route("weight_only", 1, 64, 64) == "torch"
     for one, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_the_instructions_can_be_chosen(fresh):
+    fresh.setenv("COMPRESS_CPU", "avx2")
+    if cpu.machine_reasons() or not cpu.compilers():
+        pytest.skip("no compiled kernels here")
+    assert cpu.why_not() == ()
+    assert cpu.library().instructions() == b"avx2"
+    fresh.setenv("COMPRESS_CPU", "avx9")
+    cpu._loaded.cache_clear()
+    with pytest.raises(InputError, match="COMPRESS_CPU=avx9; allowed: native, avx2"):
+        cpu.why_not()
 
 
 def test_a_group_that_the_kernels_do_not_take_is_unpacked():

@@ -93,7 +93,7 @@ def test_rounded_outputs_are_the_grids(kind, symmetric, dtype):
     ("kind", "symmetric", "gradient"), [("int", True, True), ("int", False, False), ("float", True, True)]
 )
 def test_contract_of_rounding(kind, symmetric, gradient):
-    torch.library.opcheck(round_output, rounding_arguments(kind, symmetric, gradient))
+    torch.library.opcheck(round_output.registered, rounding_arguments(kind, symmetric, gradient))
     y, *fixed = rounding_arguments(kind, symmetric, gradient=True)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3)).to(y.dtype)
     round_output(y, *fixed).backward(grad)
@@ -106,7 +106,7 @@ def test_contract_of_rounding(kind, symmetric, gradient):
 @pytest.mark.parametrize("arguments", [weight_only_arguments, w8a8_arguments])
 def test_contract(arguments, gradient):
     op = ops.weight_only_linear if arguments is weight_only_arguments else ops.w8a8_linear
-    torch.library.opcheck(op, arguments(gradient=gradient))
+    torch.library.opcheck(op.registered, arguments(gradient=gradient))
 
 
 def test_weight_only_gradient():
@@ -121,7 +121,7 @@ def test_gradient_operator_contract_and_its_own_gradient():
     _, words, scale, zero, _, bits, group = weight_only_arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3)).requires_grad_()
     arguments = (grad, words, scale, zero, bits, group, 256)
-    torch.library.opcheck(ops.weight_only_gradient, arguments)
+    torch.library.opcheck(ops.weight_only_gradient.registered, arguments)
     dense = pack.planar_weight(pack.Planar(words, scale, zero, group, bits), 256)
     back = ops.weight_only_gradient(*arguments)
     torch.testing.assert_close(back, grad @ dense)

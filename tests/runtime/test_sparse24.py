@@ -12,6 +12,8 @@ from layers import holds
 from torch import nn
 
 from compress.kernels import blocks
+from compress.kernels.cpu import build as cpu
+from compress.kernels.tiles import MANY
 from compress.runtime.fused import FusedLinear
 from compress.runtime.linear import PackedSparse24Linear, QuantLinear, Sparse24Linear, SumLinear, run_of
 from compress.runtime.twin import error, plain
@@ -134,13 +136,19 @@ def test_memory_is_that_of_the_layout(name, bits):
 
 
 def test_routes_name_the_kernel_and_what_speaks_against_a_faster_one(monkeypatch):
-    def route(name, dtype=torch.bfloat16, device="cpu"):
+    def route(name, dtype=torch.bfloat16, device="cpu", M=8):
         scheme = scheme_of(term_of(name))
-        return run_of(scheme).route(scheme, 8, (4096, 4096), dtype, torch.device(device))
+        return run_of(scheme).route(scheme, M, (4096, 4096), dtype, torch.device(device))
 
-    pairs = ("torch", ("no kernel reads pairs: torch makes a block of rows dense at a time",))
-    assert route("numbers") == route("8 bits") == pairs
-    assert route("4 bits") == ("torch", ("the device is cpu, not cuda",))
+    if not cpu.why_not():
+        for name in ("numbers", "8 bits", "4 bits"):
+            assert route(name) == ("cpu rows", ())
+            assert route(name, M=64) == ("cpu blocks", (MANY,))
+            assert route(name, torch.float64)[0] == "torch"
+    monkeypatch.setattr("compress.kernels.cpu.build._loaded", lambda: (None, ("no compiler",)))
+    assert route("numbers") == route("4 bits") == ("torch", ("no compiler",))
+    pairs = ("torch", ("no GPU kernel reads pairs: torch makes a block of rows dense at a time",))
+    assert route("numbers", device="meta") == route("8 bits", device="meta") == pairs
     monkeypatch.setattr("compress.kernels.sparse24._why_not_triton", lambda device: ())
     assert route("4 bits", device="meta") == route("3 bits, asymmetric", device="meta") == ("triton", ())
     assert "float32" in route("4 bits", torch.float32, "meta").why_not[0]

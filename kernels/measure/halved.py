@@ -1,0 +1,53 @@
+"""2:4 weights for the measurement: two of every four weights of what the other candidates multiply."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kernels.pack24 import KEPT, QUAD, Sparse24, sparse24_weight, to_sparse24
+from compress.kernels.pairs24 import Pairs, pack_positions, pairs24_linear, pairs_weight, positions_of, take
+from compress.kernels.sparse24 import sparse24_linear
+
+# {candidate: the same bits of a weight without zeros}, whose ratio is what 2:4 gains.
+HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}
+MIDDLE = 128
+
+
+class Halved(NamedTuple):
+    """Numbers, codes of 8 bits with one scale per output, codes of 4 bits in groups."""
+
+    numbers: Pairs
+    eight: Pairs
+    four: Sparse24
+
+    def values(self, kind: str) -> Tensor:
+        """[N, K] what the weight of a kind of `roofline.HALVED_KINDS` stands for."""
+        if kind == "2:4 w4":
+            return sparse24_weight(self.four, self.numbers.held.shape[1] * QUAD // KEPT)
+        return pairs_weight(self.numbers if kind == "2:4" else self.eight)
+
+    def product(self, kind: str, x: Tensor) -> Tensor:
+        """[M, N] x times that weight."""
+        if kind == "2:4 w4":
+            return sparse24_linear(x, *self.four[:4], None, self.four.group_size)
+        weight = self.numbers if kind == "2:4" else self.eight
+        return pairs24_linear(x, *weight[:4], None, weight.group_size)
+
+
+def halve(
+    dense_NK: Tensor, codes8_NK: Tensor, scale8_N1: Tensor, codes4_NK: Tensor, scale4_NG: Tensor, g: torch.Generator
+) -> Halved:
+    """Two of every four weights, drawn by g. codes int8, symmetric; the scales in the dtype of the dense weight."""
+    N, K = dense_NK.shape
+    kept = (torch.rand(N, K // QUAD, QUAD, generator=g, device=g.device).argsort(-1) < KEPT).flatten(1)
+    position = positions_of(kept)
+    words, dtype = pack_positions(position), dense_NK.dtype
+    scale8_1N = scale8_N1.to(dtype).t().contiguous()
+    middle = torch.full_like(scale8_1N, MIDDLE, dtype=torch.uint8)
+    unsigned = codes8_NK.view(torch.uint8) ^ MIDDLE
+    return Halved(
+        Pairs(take(dense_NK, position), words, None, None, -1),
+        Pairs(take(unsigned, position), words, scale8_1N, middle, -1),
+        to_sparse24(codes4_NK, scale4_NG, None, dtype, kept),
+    )

@@ -1,0 +1,87 @@
+"""Torch operators written in Python, and the way around their layers where these have nothing to do.
+
+`torch.library.custom_op` makes an operator of a function: one node of a compiled graph, with a shape for tracing and a
+gradient. A call of it passes the dispatcher, the Python kernels of autograd and of the backend, and checks on the way:
+30 to 100 us, more than a small product takes. Calls of eager code without a gradient need none of that, so the function
+is called itself, below autograd as the dispatcher would call it: the same kernels on the same tensors.
+
+Everything else goes the long way: where a graph is compiled, exported or traced, a tensor is a subclass (fake,
+distributed) or a negated view, a gradient is recorded, a transform of torch.func or a mode (of dispatch, of functions)
+is at work, or a profiler that shows operators by their names.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from types import NoneType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+# Exactly these: what a subclass adds is for the dispatcher to see.
+TENSORS = (Tensor, nn.Parameter)
+OTHERS = (int, float, bool, NoneType)
+_C: Any = torch._C
+
+
+def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call with these arguments has to pass the dispatcher, whatever for."""
+    recorded = torch.is_grad_enabled()
+    for given in arguments:
+        kind = type(given)
+        if kind in TENSORS:
+            if (recorded and given.requires_grad) or given.is_neg():
+                return True
+        elif kind not in OTHERS:
+            return True
+    return bool(
+        _C._len_torch_dispatch_stack()
+        or _C._len_torch_function_stack()
+        or _C._are_functorch_transforms_active()
+        or _C._get_tracing_state() is not None
+        or _C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+
+
+class Operator(Protocol):
+    """An operator: takes positional arguments. registered: what torch knows of it."""
+
+    registered: Any
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The function on these arguments, by the shorter way where it serves."""
+        ...
+
+    def register_fake(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The shape of the result, for tracing."""
+        ...
+
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
+    ) -> None:
+        """The gradient, and what it needs of the arguments."""
+        ...
+
+
+def operator(name: str) -> Callable[[Callable[..., Tensor]], Operator]:
+    """Register a function of tensors, numbers and None, which changes none of them, as the operator NAME."""
+
+    def registering(function: Callable[..., Tensor]) -> Operator:
+        registered: Any = torch.library.custom_op(name, mutates_args=())(function)
+
+        @wraps(function)
+        def call(*arguments: Any) -> Tensor:
+            if torch.compiler.is_compiling() or needs_dispatch(arguments):
+                result: Tensor = registered(*arguments)
+                return result
+            with _C._AutoDispatchBelowAutograd():
+                return function(*arguments)
+
+        found: Any = call
+        found.registered = registered
+        found.register_fake, found.register_autograd = registered.register_fake, registered.register_autograd
+        return cast(Operator, found)
+
+    return registering
