@@ -56,8 +56,8 @@ class TextResult:
     """A text, how it was read, and the figures on it.
 
     role: what the text is to the model. length, stride: tokens of a window, and between the beginnings of two; tokens:
-    those that were predicted. figures, noise: by the names of `compress.evaluation.quality`; noise: the reference
-    against itself, rounded to its own dtype. kl_histogram: of log10 of the KL per token.
+    those that were predicted. figures, noise: by the names of `compress.evaluation.statistics`; noise: the reference
+    against itself, computed in its own dtype (`compress.evaluation.noise`). kl_histogram: of log10 of the KL per token.
     """
 
     name: str
@@ -175,7 +175,10 @@ class Evaluation:
     """What a model costs and how good it is, beside its reference.
 
     recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
-    provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes.
+    provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes. gap: by
+    the names of figures, those of the first held-out text less those of the calibration text, with errors as of two
+    independent texts: what was fitted to the calibration text is lost elsewhere. Texts differ in difficulty, too: KL,
+    which asks how far from the reference the model is, depends on it less than perplexity.
     """
 
     model: Named
@@ -188,6 +191,7 @@ class Evaluation:
     speed: SpeedResult | None = None
     generations: list[Generation] = field(default_factory=list)
     run: RunResult | None = None
+    gap: dict[str, Figure] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT

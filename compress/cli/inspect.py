@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.exits import exits_cleanly
+from compress.cli.exits import GATE, exits_cleanly, fail
 from compress.cli.options import (
     begin,
     check_page,
@@ -27,31 +27,69 @@ from compress.errors import InputError
 @click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
 @click.argument("model")
 @click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
-@click.option("--text", required=True, metavar="TEXT", help="Held-out text, or token ids (evaluated row by row).")
+@click.option(
+    "--text",
+    "texts",
+    required=True,
+    multiple=True,
+    metavar="TEXT",
+    help="Held-out text, or token ids (evaluated row by row). Repeatable.",
+)
+@click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
-@click.option("--samples", type=int, help="At most so many windows, spread over the text.")
+@click.option(
+    "--stride", type=int, help="Tokens between the beginnings of windows, which overlap then.  [default: --length]"
+)
+@click.option("--samples", type=int, help="At most so many windows of each text, spread over it.")
+@click.option("--noise-floor", is_flag=True, help="Measure the original against itself in its own 16 bits, too.")
+@click.option("--no-cache", is_flag=True, help="Keep nothing of what the original says, and read nothing.")
+@click.option(
+    "--fail-if",
+    "gates",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with 3 where it is true, like 'kl_mean > 0.05', or cannot be told. Repeatable.",
+)
 @trust_option
 @plugin_option
 @device_option
 @json_option
 @quiet_option
 @exits_cleanly
-def evaluate(model: str, reference: str | None, text: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+def evaluate(
+    model: str,
+    reference: str | None,
+    texts: tuple[str, ...],
+    gates: tuple[str, ...],
+    no_cache: bool,
+    json_file: str | None,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Measure perplexity, KL divergence to the original, and true size.
 
-    Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
-    token. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens, too).
+    Non-overlapping windows; every token after a window's first is predicted (--stride: those that no earlier window has
+    had). KL is KL(original || MODEL) in nats per token, delta p the probability of the text's token less the
+    original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
+    too).
     """
     begin()
     from compress.cli.progress import reporting
+    from compress.evaluation.gates import broken_gates, parse_gate
 
+    asked = [parse_gate(gate) for gate in gates]
+    options |= {"text": texts, "cache": not no_cache}
     with reporting("evaluate", quiet) as reporter:
-        found = compress.evaluate(model, reference=reference, text=text, reporter=reporter, **options)
+        found = compress.evaluate(model, reference=reference, reporter=reporter, **options)
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
+        from compress.cli import figures
         from compress.cli import tables as show
 
         show.evaluations([(model, found)], reference)
+        figures.details(found)
+    if broken := broken_gates(found, asked):
+        fail("; ".join(broken), GATE)
 
 
 @click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")
