@@ -75,6 +75,28 @@ class TextResult:
 
 
 @dataclass(frozen=True)
+class EmbeddingResult:
+    """An encoder on pairs of sentences (`compress.evaluation.encoders`). pooling: what makes an embedding of tokens."""
+
+    name: str
+    sha256: str
+    pooling: str
+    pairs: int
+    sentences: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
+class ClassificationResult:
+    """A classifier on inputs whose classes are known (`compress.evaluation.classifiers`). sha256: of the labels."""
+
+    sha256: str
+    inputs: int
+    classes: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
@@ -186,6 +208,8 @@ class Evaluation:
     reference: Named | None = None
     recipe: dict[str, Any] | None = None
     tasks: list[TaskResult] = field(default_factory=list)
+    embeddings: list[EmbeddingResult] = field(default_factory=list)
+    classifications: list[ClassificationResult] = field(default_factory=list)
     size: SizeResult | None = None
     reference_size: SizeResult | None = None
     speed: SpeedResult | None = None

@@ -15,16 +15,13 @@ from compress.evaluation.document import Evaluation, Figure, SizeResult, TextRes
 from compress.evaluation.kept import Note
 from compress.evaluation.language import Model, check_vocabulary, config_of, loaded, opened, tokenizer_of
 from compress.evaluation.predictor import predictor
-from compress.evaluation.provenance import circumstances, named, run_of, size_of
+from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality import measure
 from compress.evaluation.reference import Original
 from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
 
-# Why something that a caller may ask for was not measured.
-NO_REFERENCE = "no reference was given"
-IN_MEMORY = "the model was in memory, not in files"
 Given = str | Tensor
 
 
@@ -131,9 +128,8 @@ def evaluate(
 
 def _missing(original: Original | None, size: SizeResult | None, floors: object) -> dict[str, str]:
     """What was not measured, and why. floors: the reason, where there is no noise floor although it was asked for."""
-    missing = {"reference": NO_REFERENCE} if original is None else {}
-    missing |= {"noise": floors} if isinstance(floors, str) else {}
-    return {**missing, **({"size": IN_MEMORY} if size is None else {})}
+    missing = missing_of(original is not None, size)
+    return {**missing, "noise": floors} if isinstance(floors, str) else missing
 
 
 def _measured(

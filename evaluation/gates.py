@@ -2,7 +2,7 @@
 
     gate     FIGURE (> | >= | < | <=) NUMBER
     FIGURE   a figure of `statistics`, on whichever held-out text meets the condition; gap.FIGURE (`Evaluation.gap`);
-             bytes, bits_per_weight, bits_per_parameter
+             a figure of `encoders`; bytes, bits_per_weight, bits_per_parameter
 
 A figure that was not measured, or is no number, fails its gate: nothing that was asked for is let through unseen.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from compress.errors import InputError, one_of
 from compress.evaluation.document import Evaluation
+from compress.evaluation.encoders import NAMES as EMBEDDINGS
 from compress.evaluation.statistics import NAMES
 from compress.evaluation.texts import COMPARED
 
@@ -58,7 +59,7 @@ def parse_gate(text: str) -> Gate:
         raise InputError(
             f"gate {text!r}; write a figure, one of {', '.join(COMPARISONS)} and a number, like 'kl_mean > 0.05'"
         )
-    figure = one_of("figure", match[1], (*NAMES, *SIZES, *GAPS))
+    figure = one_of("figure", match[1], (*NAMES, *EMBEDDINGS, *SIZES, *GAPS))
     return Gate(text.strip(), figure, match[2], limit)
 
 
@@ -90,6 +91,9 @@ def _values(found: Evaluation, figure: str) -> Iterator[tuple[float, str]]:
     for text in found.texts:
         if text.role == "held-out" and figure in text.figures:
             yield text.figures[figure].value, f" on {text.name}"
+    for pairs in found.embeddings:
+        if figure in pairs.figures:
+            yield pairs.figures[figure].value, f" on {pairs.name}"
 
 
 def _why_not(found: Evaluation, figure: str) -> str:
@@ -97,4 +101,8 @@ def _why_not(found: Evaluation, figure: str) -> str:
         return found.missing.get("size", "there is no size")
     if figure in GAPS and all(text.role == "held-out" for text in found.texts):
         return "no calibration text was given"
+    if figure in EMBEDDINGS and not found.embeddings:
+        return "no pairs of sentences were given"
+    if figure in NAMES and not found.texts:
+        return "no text was given"
     return found.missing.get("reference", "it is not defined on this text")

@@ -36,14 +36,19 @@ def tokenizer_of(*models: Model | None) -> Any:
     return load_tokenizer(sources[0])
 
 
+def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """A network. Of a checkpoint with dense weights, exactly what the codes stand for, unless inputs are quantized too:
+    only codes can show that. One in memory is taken as it is."""
+    if not isinstance(model, Source):
+        return model
+    layers = stored_in(model).layers
+    weights_only = all(stored.scheme.inputs is None for stored in layers.values())
+    return load_source(model, dtype, device, dequantize=bool(layers) and weights_only)
+
+
 def loaded(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """A network that predicts the next token. Of a checkpoint dense weights, exactly what the codes stand for, unless
-    inputs are quantized too: only codes can show that. Raises InputError for one that predicts none."""
-    network: Any = model
-    if isinstance(model, Source):
-        layers = stored_in(model).layers
-        weights_only = all(stored.scheme.inputs is None for stored in layers.values())
-        network = load_source(model, dtype, device, dequantize=bool(layers) and weights_only)
+    """A network that predicts the next token. Raises InputError for one that predicts none."""
+    network = dense(model, dtype, device)
     if not hasattr(network, "generate") or network.get_output_embeddings() is None:
         raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
     return network

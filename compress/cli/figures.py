@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
-from compress.cli.tables import measured
+from compress.cli.tables import MIB, measured, number
 from compress.cli.terminal import console
-from compress.evaluation.document import Band, Evaluation, Figure, TextResult
+from compress.evaluation.document import Band, EmbeddingResult, Evaluation, Figure, TextResult
 from compress.evaluation.statistics import PERCENTILES
 
 ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
@@ -16,9 +16,12 @@ NOISE = {"kl_mean": ".2e", "log_perplexity_ratio": ".2e", "delta_p_rms": ".2e", 
 GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", "same_top": "+.2%"}
 
 
-def details(found: Evaluation) -> None:
-    """Of every text, what differs from token to token; then the gap, and what was not measured though asked for."""
+def details(found: Evaluation, model: str) -> None:
+    """Of every text, what differs from token to token; then the gap, and what was not measured though asked for. Of an
+    encoder, its row."""
     out = console()
+    for pairs in found.embeddings:
+        out.print(_encoder(found, pairs, model))
     for text in found.texts:
         if "kl_mean" in text.figures:
             out.print(_spread(text))
@@ -28,6 +31,23 @@ def details(found: Evaluation) -> None:
         out.print(f"gap, held-out less calibration text: {_listed(found.gap, GAP)}")
     if "noise" in found.missing:
         out.print(f"no noise floor: {found.missing['noise']}")
+
+
+def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
+    """An encoder beside its original: Spearman's correlation, cosine of embeddings."""
+    title = f"{pairs.name}: {pairs.pairs} pairs, {pairs.sentences} sentences, {found.model.dtype}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "Spearman", "less the original", "cosine mean", "cosine p01", "cosine min", "MiB"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    figures = pairs.figures
+    if found.reference is not None:
+        size = None if found.reference_size is None else found.reference_size.bytes
+        score = measured(figures.get("reference_spearman"), ".4f")
+        table.add_row(found.reference.name, score, *"----", number(size, ".2f", MIB))
+    rest = ("spearman_difference", "cosine_mean", "cosine_p01", "cosine_min")
+    forms = (measured(figures.get(name), ".4f") for name in ("spearman", *rest))
+    table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
+    return table
 
 
 def _spread(text: TextResult) -> Table:

@@ -12,6 +12,7 @@ from compress.cli.options import (
     begin,
     check_page,
     device_option,
+    given,
     html_option,
     json_option,
     plugin_option,
@@ -23,6 +24,8 @@ from compress.cli.options import (
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
+OF_TEXT = ("texts", "calibration", "length", "stride", "samples", "noise_floor", "no_cache")
+
 
 @click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
 @click.argument("model")
@@ -30,10 +33,12 @@ from compress.errors import InputError
 @click.option(
     "--text",
     "texts",
-    required=True,
     multiple=True,
     metavar="TEXT",
-    help="Held-out text, or token ids (evaluated row by row). Repeatable.",
+    help="Held-out text, or token ids (evaluated row by row). Repeatable. Needed but for --pairs.",
+)
+@click.option(
+    "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
 )
 @click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
@@ -60,8 +65,8 @@ def evaluate(
     model: str,
     reference: str | None,
     texts: tuple[str, ...],
+    pairs: str | None,
     gates: tuple[str, ...],
-    no_cache: bool,
     json_file: str | None,
     quiet: bool,
     **options: Any,
@@ -73,21 +78,32 @@ def evaluate(
     original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
     too).
     """
+    if not texts and pairs is None:
+        raise click.MissingParameter(param_type="option", param_hint="'--text'")
+    if pairs is not None and (unused := [name for name in OF_TEXT if given(name)]):
+        raise InputError(f"--pairs is for encoders; --{unused[0].replace('_', '-')} is for text: drop one of them")
     begin()
     from compress.cli.progress import reporting
     from compress.evaluation.gates import broken_gates, parse_gate
 
     asked = [parse_gate(gate) for gate in gates]
-    options |= {"text": texts, "cache": not no_cache}
+    of_text = {name: options.pop(name) for name in OF_TEXT if name != "texts"}
     with reporting("evaluate", quiet) as reporter:
-        found = compress.evaluate(model, reference=reference, reporter=reporter, **options)
+        words = {"reference": reference, "reporter": reporter, **options}
+        if pairs is not None:
+            from compress.evaluation.encoders import evaluate_encoder
+
+            found = evaluate_encoder(model, pairs, **words)
+        else:
+            cache = not of_text.pop("no_cache")
+            found = compress.evaluate(model, text=texts, cache=cache, **of_text, **words)
     write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
         from compress.cli import figures
         from compress.cli import tables as show
 
         show.evaluations([(model, found)], reference)
-        figures.details(found)
+        figures.details(found, model)
     if broken := broken_gates(found, asked):
         fail("; ".join(broken), GATE)
 
