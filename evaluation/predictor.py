@@ -87,8 +87,12 @@ def compared(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor) -> It
     top_C, first_C = p_CV.max(-1)
     yield "reference_top", top_C.double().cpu()
     yield "same_top", (first_C == log_q_CV.argmax(-1)).double().cpu()
-    terms_CV = torch.sub(log_p_CV, log_q_CV).mul_(p_CV).masked_fill_(p_CV == 0, 0)  # 0 ln 0 = 0
-    yield "kl", terms_CV.sum(-1).double().clamp(min=0).cpu()
+    kl_C = torch.sub(log_p_CV, log_q_CV).mul_(p_CV).sum(-1).double()
+    lost_C = kl_C.isnan()
+    if bool(lost_C.any()):  # of logits that are -inf: 0 ln 0 = 0
+        terms_CV = (log_p_CV[lost_C] - log_q_CV[lost_C]) * p_CV[lost_C]
+        kl_C[lost_C] = terms_CV.masked_fill(p_CV[lost_C] == 0, 0).sum(-1).double()
+    yield "kl", kl_C.clamp(min=0).cpu()
 
 
 def chunked(model: Says, reference: Says | None, batch: Batch, vocabulary: int) -> Iterator[dict[str, Tensor]]:

@@ -1,11 +1,15 @@
 """Every figure and its standard error against plain computations on stored logits, and against a bootstrap."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import compress
+from compress.checkpoint.source import DEMO
 from compress.evaluation import predictor, quality
 from compress.evaluation.statistics import BANDS, NAMES, figures_of
 from compress.evaluation.windows import Batch, rows_of
@@ -195,3 +199,23 @@ def test_logits_are_compared_a_chunk_at_a_time(
     in_chunks = quality.measure(Noted(ours), rows_of(ids), VOCABULARY, Stored(theirs))
     assert max(seen) == 7
     assert in_chunks == at_once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["babyllama-105", "ts-llama-3.7m", "demo"])
+def test_perplexity_of_a_trained_model_is_that_of_fifteen_lines(real_data: Path, name: str) -> None:
+    path = DEMO if name == "demo" else real_data / "models" / name
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if name == "demo":
+        text = (DEMO / "heldout.txt").read_text()
+        ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt")["input_ids"][0][: 12 * 256].view(12, 256)
+    else:
+        ids = torch.load(real_data / "tokens" / f"{name}.eval.pt", weights_only=True)[:40]
+    total = 0.0
+    for row in ids:
+        with torch.no_grad():
+            logits = model(row[None]).logits[0].double()
+        for t in range(len(row) - 1):
+            total += float(torch.logsumexp(logits[t], 0) - logits[t, row[t + 1]])
+    expected = math.exp(total / (ids.shape[0] * (ids.shape[1] - 1)))
+    assert compress.evaluate(path, text=ids).perplexity == pytest.approx(expected, rel=1e-6)
