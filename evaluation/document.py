@@ -100,9 +100,12 @@ class ClassificationResult:
 class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
-    difference: accuracy less the reference's, with its paired error; interval: 95 % of it by a paired bootstrap.
-    gained, lost: questions that only one of the two got right. p_value: McNemar's exact test;
-    p_adjusted: Holm, over all tasks.
+    sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
+    with its paired error; interval: 95 % of it by a paired bootstrap. gained, lost: questions that only one of the two
+    got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: what `accuracy` is, where
+    lm-eval calls it something else. accuracy_norm: choices by log-probability per character. perplexity: of the words
+    that are asked for. truncated: questions whose context the window had no room for. outcomes: a character for each
+    question, 1 for a right answer; empty where questions are not right or wrong.
     """
 
     name: str
@@ -117,6 +120,18 @@ class TaskResult:
     lost: int | None = None
     p_value: float | None = None
     p_adjusted: float | None = None
+    metric: str = "accuracy"
+    protocol: str = ""
+    available: int | None = None
+    truncated: int | None = None
+    accuracy_norm: Figure | None = None
+    reference_accuracy_norm: Figure | None = None
+    difference_norm: Figure | None = None
+    perplexity: Figure | None = None
+    reference_perplexity: Figure | None = None
+    log_perplexity_ratio: Figure | None = None
+    outcomes: str = ""
+    reference_outcomes: str = ""
 
 
 @dataclass(frozen=True)

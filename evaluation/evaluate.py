@@ -1,8 +1,9 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ from torch import Tensor, nn
 
 from compress.device import find_device
 from compress.errors import InputError
-from compress.evaluation.document import Evaluation, Figure, SizeResult, TextResult
+from compress.evaluation.document import Evaluation, Figure, SizeResult, TaskResult, TextResult
 from compress.evaluation.kept import Note
 from compress.evaluation.language import Model, check_vocabulary, config_of, loaded, opened, tokenizer_of
 from compress.evaluation.predictor import predictor
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality import measure
 from compress.evaluation.reference import Original
+from compress.evaluation.tasks.evaluate import Prepared, evaluate_tasks, prepare_tasks, read_tasks
 from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
 
 Given = str | Tensor
+NO_TEXT = "no text was given"
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Steps:
 def _texts(
     held_out: Given | Sequence[Given],
     calibration: Given | None,
+    tokenizer: Callable[[], Any],
     ours: Model,
     theirs: Model | None,
     note: Note,
@@ -48,13 +52,9 @@ def _texts(
 ) -> list[Text]:
     """All texts in windows, those that are held out first. Raises InputError for what no model could be asked."""
     several = [held_out] if isinstance(held_out, str | Tensor) else list(held_out)
-    if not several:
-        raise InputError("text is an empty list; give one text or more")
+    if not several and (unused := [name for name, given in windows.items() if given is not None]):
+        raise InputError(f"{unused[0]} is for text, and there is none; give one, or leave it out")
     config = config_of(ours)
-
-    def tokenizer() -> Any:
-        return tokenizer_of(ours, theirs)
-
     given: list[tuple[Given, Role]] = [(text, "held-out") for text in several]
     given += [] if calibration is None else [(calibration, "calibration")]
     texts = [load_text(text, role, tokenizer, config, **windows) for text, role in given]
@@ -65,70 +65,121 @@ def _texts(
     return texts
 
 
+def _tasks(
+    tasks: Sequence[str | Path], questions: int | None, tokenizer: Callable[[], Any], *models: Model | None
+) -> Prepared | None:
+    """Tasks as the models are shown them; None where there are none."""
+    asked = read_tasks(tasks, questions)
+    configs = [config_of(each) for each in models if each is not None]
+    return prepare_tasks(asked, tokenizer(), configs) if asked else None
+
+
+def _tokenizer(given: Any, *models: Model | None) -> Any:
+    """The one that was given, or that of the first model that was given by name."""
+    return tokenizer_of(*models) if given is None else given
+
+
 def evaluate(
     model: nn.Module | str | Path,
     *,
     reference: nn.Module | str | Path | None = None,
-    text: Given | Sequence[Given] = "demo",
+    text: Given | Sequence[Given] | None = None,
     calibration: Given | None = None,
     length: int | None = None,
     stride: int | None = None,
     samples: int | None = None,
     noise_floor: bool = False,
     cache: bool = True,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
+    tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
-    """Measure a language model, compressed or not, on held-out text or token ids [samples, length].
+    """Measure a language model, compressed or not, on held-out text or token ids [samples, length], and on tasks.
 
     model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration, one or
-    several. calibration: what the model was calibrated on, to be measured, too (`Evaluation.gap`). length: tokens per
-    window of text (the model's context, at most 2048). stride: tokens between the beginnings of windows, 1 to length;
-    fewer than length: overlapping windows, of which only new tokens are predicted. samples: at most so many windows of
-    each text. noise_floor: measure the reference against itself, too, in the 16 bits that it is stored in. cache: keep
-    what a reference in files says of a text, or read it where that was done. dtype: of the arithmetic (float32 on a
-    CPU, the checkpoint's own on a GPU); models in memory are taken as they are. trust_remote_code: run Python code that
-    comes with models given by name, if any does.
+    several ('demo'; none beside tasks). calibration: what the model was calibrated on, to be measured, too
+    (`Evaluation.gap`). length: tokens per window of text (the model's context, at most 2048). stride: tokens between
+    the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
+    predicted. samples: at most so many windows of each text. noise_floor: measure the reference against itself, too, in
+    the 16 bits that it is stored in. cache: keep what a reference in files says of a text, or read it where that was
+    done. tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME.
+    questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or tasks are words.
+    dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
+    trust_remote_code: run Python code that comes with models given by name, if any does.
 
-    Raises InputError for models that predict no next token and for text that cannot be used.
+    Raises InputError for models that predict no next token, and for text and tasks that cannot be used.
     """
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
     ours = opened(model, trust_remote_code)
     theirs = None if reference is None else opened(reference, trust_remote_code)
-    if noise_floor and theirs is None:
-        raise InputError("the noise floor is the reference's against itself; give a reference")
+    text = text if text is not None else [] if tasks else "demo"
+    if noise_floor and (theirs is None or not len(text)):
+        raise InputError("the noise floor is the reference's against itself on a text; give a reference and a text")
+    reporter, words = reporter or Silent(), partial(_tokenizer, tokenizer, ours, theirs)
+    prepared = _tasks(tasks, questions, words, ours, theirs)
+    windows = {"length": length, "samples": samples, "stride": stride}
+    texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
+    if not texts and prepared is None:
+        raise InputError("text is an empty list; give one text or more")
+    original = partial(Original, texts=texts, dtype=work, device=target, cache=cache, note=reporter.note)
+    work_on = partial(_evaluated, noise_floor=noise_floor, dtype=work, device=target, reporter=reporter)
+    return work_on(ours, None if theirs is None else original(theirs), texts, prepared)
+
+
+def _evaluated(
+    ours: Model,
+    original: Original | None,
+    texts: Sequence[Text],
+    prepared: Prepared | None,
+    *,
+    noise_floor: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    reporter: Reporter,
+) -> Evaluation:
+    """A model on texts and tasks that are read and checked."""
     size, (recipe, run) = size_of(ours), run_of(ours)
-    reporter = reporter or Silent()
-    texts = _texts(text, calibration, ours, theirs, reporter.note, length=length, samples=samples, stride=stride)
     vocabulary = config_of(ours).vocab_size
-    original = None
-    if theirs is not None:
-        original = Original(theirs, texts, dtype=work, device=target, cache=cache, note=reporter.note)
     step = Steps(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
     floors = original.floors(vocabulary, step) if original is not None and noise_floor else None
-    network = loaded(ours, work, target)
-    step(0)
+    network = loaded(ours, dtype, device)
+    if texts:
+        step(0)
     results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
     return Evaluation(
         model=named(ours, network, size),
         texts=results,
+        tasks=_answers(prepared, network, original, reporter),
         reference=None if original is None else original.name,
         recipe=recipe,
         size=size,
         reference_size=None if original is None else original.size,
         run=run,
         gap=gap(results),
-        missing=_missing(original, size, floors),
-        provenance=circumstances(target),
+        missing=_missing(original, size, floors, texts),
+        provenance=circumstances(device),
     )
 
 
-def _missing(original: Original | None, size: SizeResult | None, floors: object) -> dict[str, str]:
+def _answers(
+    prepared: Prepared | None, network: nn.Module, original: Original | None, reporter: Reporter
+) -> list[TaskResult]:
+    """What a model says to the questions, and its original."""
+    if prepared is None:
+        return []
+    return evaluate_tasks(prepared, network, None if original is None else original.network, reporter)
+
+
+def _missing(
+    original: Original | None, size: SizeResult | None, floors: object, texts: Sequence[Text]
+) -> dict[str, str]:
     """What was not measured, and why. floors: the reason, where there is no noise floor although it was asked for."""
-    missing = missing_of(original is not None, size)
+    missing = missing_of(original is not None, size) | ({} if texts else {"texts": NO_TEXT})
     return {**missing, "noise": floors} if isinstance(floors, str) else missing
 
 

@@ -21,7 +21,8 @@ from compress.model.calls import evaluating
 
 class Original:
     """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether what it says
-    may be kept. Loads it, and lets its body go where all that it would be asked is kept already."""
+    may be kept. Loads it, and lets its body go where all that it would be asked is kept already; of no text, keeps it
+    for what else there is to be asked (`network`)."""
 
     def __init__(
         self,
@@ -33,17 +34,32 @@ class Original:
         cache: bool,
         note: Note,
     ) -> None:
-        self.model, self.texts, self.device, self.note = model, texts, device, note
+        self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
         network: nn.Module = loaded(model, dtype, device)
         self.size = size_of(model)
         self.name = named(model, network, self.size)
         self.arithmetic = next(network.parameters()).dtype
+        self.whole: nn.Module | None = None if texts else network
+        self.asked: Predictor | None = None
+        if texts:
+            self._prepare(network, cache)
+
+    def _prepare(self, network: nn.Module, cache: bool) -> None:
+        """What is kept of each text, and whether there is anything left to ask."""
+        model, texts = self.model, self.texts
         with evaluating(network):
             asked = predictor(network, texts[0].windows)
         self.head = asked.head
         self.places = self._places(asked) if cache and isinstance(model, Source) else [None for _ in texts]
         self.kept = [self._read(i) for i in range(len(texts))]
-        self.asked: Predictor | None = None if all(self.kept) else asked
+        self.asked = None if all(self.kept) else asked
+
+    @property
+    def network(self) -> nn.Module:
+        """The model itself, loaded again where it was let go."""
+        if self.asked is not None:
+            return self.asked.network
+        return loaded(self.model, self.dtype, self.device) if self.whole is None else self.whole
 
     def _places(self, asked: Predictor) -> list[Path | None]:
         """Where what it says of each text is kept; nowhere, with a note, where it cannot be."""

@@ -842,7 +842,7 @@ def test_a_model_that_is_quantized_already_is_refused(desk: Desk, llama_w4: Path
         (["quantize", "demo"], "Missing option '--output'"),
         (["quantize"], "Missing argument 'MODEL'"),
         (["quantize", "demo", "--output", "x", "--batch-size", "many"], "'many' is not a valid integer"),
-        (["evaluate", "demo"], "Missing option '--text'"),
+        (["evaluate", "demo"], "nothing to measure on; give --text TEXT, --task FILE, or both"),
         (["evaluate", "demo", "--text", "demo", "--json", "no/such/file"], "'no/such/file' cannot be written"),
         (["inspect", "demo", "--json", "/"], "'/' is a directory"),
         (["generate", "demo", "--prompt", "a", "--tokens", "0"], "0 is not in the range"),
