@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from compress.caching import Cached, cache_logits
     from compress.checkpoint.exported import Exported, export_dense
     from compress.checkpoint.exported24 import export_sparse24
+    from compress.evaluation.classifiers import evaluate_classifier
     from compress.evaluation.document import Evaluation
+    from compress.evaluation.encoders import evaluate_encoder
     from compress.evaluation.evaluate import evaluate
     from compress.job import Result
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
@@ -87,6 +89,8 @@ _HOMES = {
     "but": "compress.passes.where",
     "cache_logits": "compress.caching",
     "evaluate": "compress.evaluation.evaluate",
+    "evaluate_classifier": "compress.evaluation.classifiers",
+    "evaluate_encoder": "compress.evaluation.encoders",
     "export_dense": "compress.checkpoint.exported",
     "export_sparse24": "compress.checkpoint.exported24",
     "fake_quantize": "compress.weights.grid",
@@ -137,6 +141,8 @@ __all__ = [
     "but",
     "cache_logits",
     "evaluate",
+    "evaluate_classifier",
+    "evaluate_encoder",
     "export_dense",
     "export_sparse24",
     "fake_quantize",

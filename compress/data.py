@@ -173,11 +173,16 @@ def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tenso
     return value
 
 
-def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:
-    """Non-overlapping windows [samples, length] of the tokenized text; a last partial window is dropped."""
+def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Tensor:
+    """Ids [N] of a text, with what the tokenizer puts before and after one. Raises InputError for an empty text."""
     if not text.strip():
         raise InputError(f"{source} is empty")
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
+
+
+def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> Tensor:
+    """Non-overlapping windows [samples, length] of the tokenized text; a last partial window is dropped."""
+    ids = tokenized(text, tokenizer, source)
     if len(ids) < length:
         raise InputError(
             f"{source} has {len(ids)} tokens; at least one window of {length} is needed: give more text or a "
@@ -186,10 +191,25 @@ def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: 
     return ids[: len(ids) // length * length].view(-1, length)
 
 
+def check_windows(length: int | None, samples: int | None) -> None:
+    """Raises InputError for windows that hold nothing to predict, and for none of them."""
+    if length is not None and length < 2:
+        raise InputError(f"length {length}; allowed: 2 or more tokens")
+    if samples is not None and samples < 1:
+        raise InputError(f"samples {samples}; allowed: 1 or more")
+
+
 def default_length(config: Any) -> int:
     """The window length where none is asked for: the model's context, at most 2048."""
     longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or DEFAULT_LENGTH
     return min(int(longest), DEFAULT_LENGTH)
+
+
+def check_context(name: str, length: int, config: Any) -> None:
+    """Raises InputError for windows that are longer than what a model reads."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise InputError(f"{name} has windows of {length} tokens; the model reads at most {longest}")
 
 
 def load_tokens(
@@ -207,10 +227,7 @@ def load_tokens(
     samples: at most so many windows, spread evenly over the text; the first rows of a token file.
     """
     vocabulary = getattr(config, "vocab_size", None)
-    if length is not None and length < 2:
-        raise InputError(f"length {length}; allowed: 2 or more tokens")
-    if samples is not None and samples < 1:
-        raise InputError(f"samples {samples}; allowed: 1 or more")
+    check_windows(length, samples)
     notes: list[str] = []
     if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
         name = "token tensor" if isinstance(source, Tensor) else source
@@ -235,9 +252,7 @@ def load_tokens(
             f"{what} text {name!r} gives {len(picked)} samples of {picked.shape[1]} tokens, fewer than the "
             f"{samples} asked for"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and picked.shape[1] > longest:
-        raise InputError(f"{name} has windows of {picked.shape[1]} tokens; the model reads at most {longest}")
+    check_context(name, picked.shape[1], config)
     return Tokens(picked, name, tuple(notes))
 
 

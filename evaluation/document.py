@@ -56,8 +56,8 @@ class TextResult:
     """A text, how it was read, and the figures on it.
 
     role: what the text is to the model. length, stride: tokens of a window, and between the beginnings of two; tokens:
-    those that were predicted. figures, noise: by the names of `compress.evaluation.quality`; noise: the reference
-    against itself, rounded to its own dtype. kl_histogram: of log10 of the KL per token.
+    those that were predicted. figures, noise: by the names of `compress.evaluation.statistics`; noise: the reference
+    against itself, computed in its own dtype (`compress.evaluation.noise`). kl_histogram: of log10 of the KL per token.
     """
 
     name: str
@@ -75,12 +75,37 @@ class TextResult:
 
 
 @dataclass(frozen=True)
+class EmbeddingResult:
+    """An encoder on pairs of sentences (`compress.evaluation.encoders`). pooling: what makes an embedding of tokens."""
+
+    name: str
+    sha256: str
+    pooling: str
+    pairs: int
+    sentences: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
+class ClassificationResult:
+    """A classifier on inputs whose classes are known (`compress.evaluation.classifiers`). sha256: of the labels."""
+
+    sha256: str
+    inputs: int
+    classes: int
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True)
 class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
-    difference: accuracy less the reference's, with its paired error; interval: 95 % of it by a paired bootstrap.
-    gained, lost: questions that only one of the two got right. p_value: McNemar's exact test;
-    p_adjusted: Holm, over all tasks.
+    sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
+    with its paired error; interval: 95 % of it by a paired bootstrap. gained, lost: questions that only one of the two
+    got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: what `accuracy` is, where
+    lm-eval calls it something else. accuracy_norm: choices by log-probability per character. perplexity: of the words
+    that are asked for. truncated: questions whose context the window had no room for. outcomes: a character for each
+    question, 1 for a right answer; empty where questions are not right or wrong.
     """
 
     name: str
@@ -95,6 +120,18 @@ class TaskResult:
     lost: int | None = None
     p_value: float | None = None
     p_adjusted: float | None = None
+    metric: str = "accuracy"
+    protocol: str = ""
+    available: int | None = None
+    truncated: int | None = None
+    accuracy_norm: Figure | None = None
+    reference_accuracy_norm: Figure | None = None
+    difference_norm: Figure | None = None
+    perplexity: Figure | None = None
+    reference_perplexity: Figure | None = None
+    log_perplexity_ratio: Figure | None = None
+    outcomes: str = ""
+    reference_outcomes: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,7 +212,10 @@ class Evaluation:
     """What a model costs and how good it is, beside its reference.
 
     recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
-    provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes.
+    provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes. gap: by
+    the names of figures, those of the first held-out text less those of the calibration text, with errors as of two
+    independent texts: what was fitted to the calibration text is lost elsewhere. Texts differ in difficulty, too: KL,
+    which asks how far from the reference the model is, depends on it less than perplexity.
     """
 
     model: Named
@@ -183,11 +223,14 @@ class Evaluation:
     reference: Named | None = None
     recipe: dict[str, Any] | None = None
     tasks: list[TaskResult] = field(default_factory=list)
+    embeddings: list[EmbeddingResult] = field(default_factory=list)
+    classifications: list[ClassificationResult] = field(default_factory=list)
     size: SizeResult | None = None
     reference_size: SizeResult | None = None
     speed: SpeedResult | None = None
     generations: list[Generation] = field(default_factory=list)
     run: RunResult | None = None
+    gap: dict[str, Figure] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT

@@ -1,137 +1,202 @@
 """`evaluate`: quality and size of a model, beside its original."""
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.pretrained import load_tokenizer, read_config
-from compress.checkpoint.source import Source, find_source
-from compress.checkpoint.stored import stored_in
-from compress.data import Tokens, load_tokens
 from compress.device import find_device
 from compress.errors import InputError
-from compress.evaluation.document import Evaluation, TextResult
-from compress.evaluation.provenance import circumstances, named, run_of, size_of
-from compress.evaluation.quality import PROTOCOL, Quality, measure
+from compress.evaluation.document import Evaluation, Figure, SizeResult, TaskResult, TextResult
+from compress.evaluation.kept import Note
+from compress.evaluation.language import Model, check_vocabulary, config_of, loaded, opened, tokenizer_of
+from compress.evaluation.predictor import predictor
+from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
+from compress.evaluation.quality import measure
+from compress.evaluation.reference import Original
+from compress.evaluation.tasks.evaluate import Prepared, evaluate_tasks, prepare_tasks, read_tasks
+from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
-from compress.runtime.loading import load_source
 
-# Why something that a caller may ask for was not measured.
-NO_REFERENCE = "no reference was given"
-IN_MEMORY = "the model was in memory, not in files"
+Given = str | Tensor
+NO_TEXT = "no text was given"
 
 
-def _open(model: nn.Module | str | Path, trusted: bool) -> nn.Module | Source:
-    """A model in memory, or a checkpoint, opened once for all that is asked of it."""
-    return model if isinstance(model, nn.Module) else find_source(str(model), trusted)
+@dataclass
+class Steps:
+    """Windows that are done, of all texts and models."""
+
+    reporter: Reporter
+    total: int
+    done: int = 0
+
+    def __call__(self, windows: int) -> None:
+        self.done += windows
+        self.reporter.step(self.done, self.total, "windows" if self.done else "")
 
 
-def _config_of(model: nn.Module | Source) -> Any:
-    """The configuration, without loading weights."""
-    config: Any = read_config(model) if isinstance(model, Source) else getattr(model, "config", None)
-    if not isinstance(getattr(config, "vocab_size", None), int):
-        raise InputError(f"{type(config or model).__name__} has no vocabulary; perplexity and KL need a language model")
-    return config
+def _texts(
+    held_out: Given | Sequence[Given],
+    calibration: Given | None,
+    tokenizer: Callable[[], Any],
+    ours: Model,
+    theirs: Model | None,
+    note: Note,
+    **windows: int | None,
+) -> list[Text]:
+    """All texts in windows, those that are held out first. Raises InputError for what no model could be asked."""
+    several = [held_out] if isinstance(held_out, str | Tensor) else list(held_out)
+    if not several and (unused := [name for name, given in windows.items() if given is not None]):
+        raise InputError(f"{unused[0]} is for text, and there is none; give one, or leave it out")
+    config = config_of(ours)
+    given: list[tuple[Given, Role]] = [(text, "held-out") for text in several]
+    given += [] if calibration is None else [(calibration, "calibration")]
+    texts = [load_text(text, role, tokenizer, config, **windows) for text, role in given]
+    if theirs is not None:
+        check_vocabulary(config, config_of(theirs))
+    for remark in (remark for text in texts for remark in text.notes):
+        note(remark)
+    return texts
 
 
-def _loaded(source: Source, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    """Dense weights, exactly what the codes stand for, unless inputs are quantized too: only codes can show that."""
-    layers = stored_in(source).layers
-    weights_only = all(stored.scheme.inputs is None for stored in layers.values())
-    return load_source(source, dtype, device, dequantize=bool(layers) and weights_only)
+def _tasks(
+    tasks: Sequence[str | Path], questions: int | None, tokenizer: Callable[[], Any], *models: Model | None
+) -> Prepared | None:
+    """Tasks as the models are shown them; None where there are none."""
+    asked = read_tasks(tasks, questions)
+    configs = [config_of(each) for each in models if each is not None]
+    return prepare_tasks(asked, tokenizer(), configs) if asked else None
 
 
-def _ready(model: nn.Module | Source, dtype: torch.dtype | None, device: torch.device) -> Any:
-    network: Any = _loaded(model, dtype, device) if isinstance(model, Source) else model
-    if not hasattr(network, "generate") or network.get_output_embeddings() is None:
-        raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
-    return network
-
-
-def _check_vocabulary(config: Any, original: Any) -> None:
-    """Refuse a reference that predicts other tokens."""
-    if original.vocab_size != config.vocab_size:
-        raise InputError(
-            f"the reference has a vocabulary of {original.vocab_size}, the model of {config.vocab_size}; KL needs the "
-            "same one"
-        )
-
-
-def _text_result(tokens: Tokens, quality: Quality) -> TextResult:
-    """The figures on a text, with what they were measured on."""
-    return TextResult(
-        name=tokens.source,
-        sha256=tokens.fingerprint(),
-        role="held-out",
-        protocol=PROTOCOL,
-        windows=quality.windows,
-        length=quality.length,
-        stride=quality.length,
-        tokens=quality.tokens,
-        figures=quality.figures,
-    )
+def _tokenizer(given: Any, *models: Model | None) -> Any:
+    """The one that was given, or that of the first model that was given by name."""
+    return tokenizer_of(*models) if given is None else given
 
 
 def evaluate(
     model: nn.Module | str | Path,
     *,
     reference: nn.Module | str | Path | None = None,
-    text: str | Tensor = "demo",
+    text: Given | Sequence[Given] | None = None,
+    calibration: Given | None = None,
     length: int | None = None,
+    stride: int | None = None,
     samples: int | None = None,
+    noise_floor: bool = False,
+    cache: bool = True,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
+    tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Evaluation:
-    """Measure a language model, compressed or not, on held-out text or token ids [samples, length].
+    """Measure a language model, compressed or not, on held-out text or token ids [samples, length], and on tasks.
 
-    model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration. length:
-    tokens per window of text (the model's context, at most 2048). samples: at most so many windows. dtype: of the
-    arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
+    model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration, one or
+    several ('demo'; none beside tasks). calibration: what the model was calibrated on, to be measured, too
+    (`Evaluation.gap`). length: tokens per window of text (the model's context, at most 2048). stride: tokens between
+    the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
+    predicted. samples: at most so many windows of each text. noise_floor: measure the reference against itself, too, in
+    the 16 bits that it is stored in. cache: keep what a reference in files says of a text, or read it where that was
+    done. tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME.
+    questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or tasks are words.
+    dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
     trust_remote_code: run Python code that comes with models given by name, if any does.
 
-    Raises InputError for models that predict no next token and for text that cannot be used.
+    Raises InputError for models that predict no next token, and for text and tasks that cannot be used.
     """
     target = find_device(device)
     work = torch.float32 if dtype is None and target.type == "cpu" else dtype
-    ours = _open(model, trust_remote_code)
-    theirs = None if reference is None else _open(reference, trust_remote_code)
-    sizes = size_of(ours), size_of(theirs)
-    recipe, run = run_of(ours)
-    config = _config_of(ours)
-    sources = [each for each in (ours, theirs) if isinstance(each, Source)]
+    ours = opened(model, trust_remote_code)
+    theirs = None if reference is None else opened(reference, trust_remote_code)
+    text = text if text is not None else [] if tasks else "demo"
+    if noise_floor and (theirs is None or not len(text)):
+        raise InputError("the noise floor is the reference's against itself on a text; give a reference and a text")
+    reporter, words = reporter or Silent(), partial(_tokenizer, tokenizer, ours, theirs)
+    prepared = _tasks(tasks, questions, words, ours, theirs)
+    windows = {"length": length, "samples": samples, "stride": stride}
+    texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
+    if not texts and prepared is None:
+        raise InputError("text is an empty list; give one text or more")
+    original = partial(Original, texts=texts, dtype=work, device=target, cache=cache, note=reporter.note)
+    work_on = partial(_evaluated, noise_floor=noise_floor, dtype=work, device=target, reporter=reporter)
+    return work_on(ours, None if theirs is None else original(theirs), texts, prepared)
 
-    def tokenizer() -> Any:
-        if not sources:
-            raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
-        return load_tokenizer(sources[0])
 
-    tokens = load_tokens(text, tokenizer, config, what="held-out", length=length, samples=samples)
-    if theirs is not None:
-        _check_vocabulary(config, _config_of(theirs))
-    reporter = reporter or Silent()
-    for note in tokens.notes:
-        reporter.note(note)
-    network = _ready(ours, work, target)
-    original = None if theirs is None else _ready(theirs, work, target)
-    reporter.step(0, len(tokens.ids), "")
-    with evaluating(network), evaluating(network if original is None else original):
-        quality = measure(
-            network, tokens.ids, config.vocab_size, original, lambda n, of: reporter.step(n, of, "windows")
-        )
-    missing = {} if sizes[0] is not None else {"size": IN_MEMORY}
+def _evaluated(
+    ours: Model,
+    original: Original | None,
+    texts: Sequence[Text],
+    prepared: Prepared | None,
+    *,
+    noise_floor: bool,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    reporter: Reporter,
+) -> Evaluation:
+    """A model on texts and tasks that are read and checked."""
+    size, (recipe, run) = size_of(ours), run_of(ours)
+    vocabulary = config_of(ours).vocab_size
+    step = Steps(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
+    floors = original.floors(vocabulary, step) if original is not None and noise_floor else None
+    network = loaded(ours, dtype, device)
+    if texts:
+        step(0)
+    results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
     return Evaluation(
-        model=named(ours, network, sizes[0]),
-        texts=[_text_result(tokens, quality)],
-        reference=None if theirs is None or original is None else named(theirs, original, sizes[1]),
+        model=named(ours, network, size),
+        texts=results,
+        tasks=_answers(prepared, network, original, reporter),
+        reference=None if original is None else original.name,
         recipe=recipe,
-        size=sizes[0],
-        reference_size=sizes[1],
+        size=size,
+        reference_size=None if original is None else original.size,
         run=run,
-        missing=missing if theirs is not None else {"reference": NO_REFERENCE, **missing},
-        provenance=circumstances(target),
+        gap=gap(results),
+        missing=_missing(original, size, floors, texts),
+        provenance=circumstances(device),
     )
+
+
+def _answers(
+    prepared: Prepared | None, network: nn.Module, original: Original | None, reporter: Reporter
+) -> list[TaskResult]:
+    """What a model says to the questions, and its original."""
+    if prepared is None:
+        return []
+    return evaluate_tasks(prepared, network, None if original is None else original.network, reporter)
+
+
+def _missing(
+    original: Original | None, size: SizeResult | None, floors: object, texts: Sequence[Text]
+) -> dict[str, str]:
+    """What was not measured, and why. floors: the reason, where there is no noise floor although it was asked for."""
+    missing = missing_of(original is not None, size) | ({} if texts else {"texts": NO_TEXT})
+    return {**missing, "noise": floors} if isinstance(floors, str) else missing
+
+
+def _measured(
+    network: nn.Module,
+    texts: Sequence[Text],
+    vocabulary: int,
+    original: Original | None,
+    floors: Sequence[dict[str, Figure]] | None,
+    step: Steps,
+) -> list[TextResult]:
+    """The figures of a model on every text, and with them the noise floor there."""
+    results = []
+    with evaluating(network):
+        for i, text in enumerate(texts):
+            asked = predictor(network, text.windows)
+            with nullcontext() if original is None else original.on(i) as says:
+                found = measure(asked, text.windows, vocabulary, says, step)
+            results.append(text.result(found, None if floors is None else floors[i]))
+    return results

@@ -16,6 +16,9 @@ from compress.kernels.measure.provenance import origin
 from compress.schema import built, fits
 from compress.version import VERSION
 
+NO_REFERENCE = "no reference was given"
+IN_MEMORY = "the model was in memory, not in files"
+
 
 def size_of(model: nn.Module | Source | None) -> SizeResult | None:
     """Bytes on disk, from the headers of the files; None of a model in memory."""
@@ -55,6 +58,12 @@ def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult 
     identity = record.get("identity")
     recipe = identity.get("recipe") if isinstance(identity, dict) else None
     return recipe if isinstance(recipe, dict) else None, built(noted, RunResult)
+
+
+def missing_of(reference: bool, size: SizeResult | None) -> dict[str, str]:
+    """What was not measured, for there was nothing to measure it on."""
+    missing = {} if reference else {"reference": NO_REFERENCE}
+    return missing if size is not None else {**missing, "size": IN_MEMORY}
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from compress.checkpoint.pretrained import load_tokenizer, read_config
 from compress.checkpoint.source import find_source
 from compress.data import load_tokens
 from compress.errors import InputError, one_of
-from compress.evaluation.quality import logits_of
 from compress.kernels.measure.provenance import cpu_name
 from compress.model.calls import evaluating
 from compress.recipe import parse_recipe
@@ -173,7 +172,7 @@ def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tup
     """Log-probabilities [T-1, V] of every row, and a greedy continuation of so many tokens that nothing ends."""
     model.generation_config.eos_token_id = None
     with evaluating(model):
-        found = [functional.log_softmax(logits_of(model, row[None])[0], -1) for row in rows]
+        found = [functional.log_softmax(model(input_ids=row[None]).logits[0, :-1].float(), -1) for row in rows]
         if not tokens:
             return found, []
         ids = torch.tensor([prompt])

@@ -33,6 +33,15 @@ def _quiet_libraries() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What references say is kept where it goes away again, and not among a person's files."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.evaluation.kept.cache_directory", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the tiny Llama, float16 in one file. Not to be changed: copy it (`copy_of`)."""

@@ -11,6 +11,7 @@ import click
 from compress.cli.terminal import visible
 from compress.errors import CompressError, InputError, first_line
 
+GATE = 3  # an evaluation that fails a gate
 STOPPED = 130  # what a shell reports for a command that was interrupted
 TRACEBACK = "COMPRESS_TRACEBACK"
 

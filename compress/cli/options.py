@@ -65,6 +65,21 @@ def html_option(about: str) -> Callable[[Callable[..., None]], Callable[..., Non
     return click.option("--html", metavar="FILE", callback=writable, help=f"{about} (needs the report extra).")
 
 
+def task_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--task and --questions."""
+    task = click.option(
+        "--task",
+        "tasks",
+        multiple=True,
+        metavar="FILE",
+        help="Questions: a .jsonl file like PIQA's, HellaSwag's or LAMBADA's, or lm-eval:NAME. Repeatable.",
+    )
+    questions = click.option(
+        "--questions", type=int, help="Ask at most so many questions of each task, the first ones.  [default: all]"
+    )
+    return task(questions(command))
+
+
 def check_page(html: str | None) -> None:
     """Refuse standard output for a page."""
     if html == "-":

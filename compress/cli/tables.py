@@ -10,7 +10,7 @@ from compress.checkpoint.record import LayerRecord, RangeRecord
 from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
-from compress.evaluation.document import Evaluation, Figure
+from compress.evaluation.document import Evaluation, Figure, TextResult
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.job import Result
@@ -18,6 +18,8 @@ from compress.job import Result
 MIB = 2**20
 # What a method holds its loss against, by the figure of the record.
 BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
+
+ERRORS = "± is the standard error over windows, paired but for perplexity"
 
 
 def number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -146,17 +148,18 @@ def measured(figure: Figure | None, form: str) -> str:
 
 
 def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
-    """One row per model, evaluated on the same text; the original first where there is one.
+    """For every text one row per model; the original first where there is one.
 
-    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality`).
+    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.statistics`).
     """
+    for i in range(len(rows[-1][1].texts)):
+        console().print(_on_text(rows, reference, i))
+
+
+def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> Table:
     last = rows[-1][1]
-    text = last.texts[0]
-    title = (
-        f"{text.name}: {text.tokens} tokens, {text.windows} windows of {text.length}, {last.model.dtype}; "
-        "± is the standard error over windows, paired but for perplexity"
-    )
-    table = Table(title=title, title_justify="left")
+    text = last.texts[i]
+    table = Table(title=f"{about(text)}, {last.model.dtype}; {ERRORS}", title_justify="left")
     headings = ("model", "perplexity", "ln ratio", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -165,19 +168,25 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
         original = measured(text.figures.get("reference_perplexity"), ".4f")
         table.add_row(reference, original, *"-----", number(size, ".2f", MIB), "-")
     for name, e in rows:
-        figures = e.texts[0].figures
+        figures = e.texts[i].figures
+        plain = (("kl_median", ".5f"), ("kl_p99", ".4f"), ("same_top", ".2%"))
         table.add_row(
             name,
             measured(figures.get("perplexity"), ".4f"),
             measured(figures.get("log_perplexity_ratio"), ".4f"),
             measured(figures.get("kl_mean"), ".5f"),
-            number(e.kl_median, ".5f"),
-            number(e.kl_p99, ".4f"),
-            number(e.same_top, ".2%"),
+            *(number(figures[key].value if key in figures else None, form) for key, form in plain),
             number(e.bytes, ".2f", MIB),
             number(e.bits_per_weight, ".2f"),
         )
-    console().print(table)
+    return table
+
+
+def about(text: TextResult) -> str:
+    """A text and its protocol: windows overlap where one begins every so many tokens."""
+    role = "" if text.role == "held-out" else " (calibration text)"
+    every = "" if text.stride == text.length else f", one every {text.stride}"
+    return f"{text.name}{role}: {text.tokens} tokens, {text.windows} windows of {text.length}{every}"
 
 
 def kernels(rows: Sequence[KernelRow], device: str) -> None:

@@ -637,6 +637,34 @@ OTHERS: dict[str, Case] = {
         lambda d: command("evaluate", d.model, "--reference", "no/such", "--text", d.tokens),
         ("'no/such'", "hub id"),
     ),
+    "evaluate: no gate": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--fail-if", "kl_mean"),
+        ("gate 'kl_mean'", "one of >, >=, <, <= and a number"),
+    ),
+    "evaluate: a gate of nothing known": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--fail-if", "kl_men > 1"),
+        ("unknown figure 'kl_men'", "did you mean 'kl_mean'"),
+    ),
+    "evaluate: a stride for tokens": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--stride", 4),
+        ("has its windows already", "stride 4 does not apply", "give text"),
+    ),
+    "evaluate: a stride beyond the window": (
+        lambda d: command("evaluate", d.model, "--text", "demo", "--length", 8, "--stride", 9),
+        ("stride 9", "1 to 8"),
+    ),
+    "evaluate: a floor of nothing": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--noise-floor"),
+        ("noise floor is the reference's", "give a reference"),
+    ),
+    "evaluate: pairs and text": (
+        lambda d: command("evaluate", d.model, "--pairs", d.tokens, "--stride", 4),
+        ("--pairs is for encoders", "--stride is for text"),
+    ),
+    "evaluate: missing pairs": (
+        lambda d: command("evaluate", d.model, "--pairs", d.here / "no.jsonl"),
+        ("no.jsonl' does not exist", "sentence1, sentence2, score"),
+    ),
     "generate: empty prompt": (
         lambda d: command("generate", d.model, "--prompt", ""),
         ("prompt is empty", "at least one token"),
@@ -814,7 +842,7 @@ def test_a_model_that_is_quantized_already_is_refused(desk: Desk, llama_w4: Path
         (["quantize", "demo"], "Missing option '--output'"),
         (["quantize"], "Missing argument 'MODEL'"),
         (["quantize", "demo", "--output", "x", "--batch-size", "many"], "'many' is not a valid integer"),
-        (["evaluate", "demo"], "Missing option '--text'"),
+        (["evaluate", "demo"], "nothing to measure on; give --text TEXT, --task FILE, or both"),
         (["evaluate", "demo", "--text", "demo", "--json", "no/such/file"], "'no/such/file' cannot be written"),
         (["inspect", "demo", "--json", "/"], "'/' is a directory"),
         (["generate", "demo", "--prompt", "a", "--tokens", "0"], "0 is not in the range"),

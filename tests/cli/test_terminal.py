@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from compress.checkpoint.record import RangeRecord
 from compress.cli import tables as show
 from compress.cli.progress import Lines, reporting
+from compress.cli.tasks import answered
 from compress.cli.terminal import PlainConsole, console, visible
-from compress.evaluation.document import Evaluation, Figure, Named, TextResult
+from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
 from compress.evaluation.routes import KernelRow
 from compress.evaluation.size import Row, Size
 from compress.evaluation.speed.report import Report
@@ -62,6 +63,7 @@ SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
 # Every table and the sentences around it: what prints it, and how often the name is in it.
 PRINTED = {
     "evaluations": (lambda: show.evaluations([(NASTY, evaluation())], NASTY), 3),
+    "tasks": (lambda: answered([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
     "kernels": (lambda: show.kernels([KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,))], NASTY), 5),
     "calibration": (lambda: show.calibration(ranges()), 4),
     "inspection": (lambda: show.inspection([Row(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +17,10 @@ from torch.nn import functional
 import compress
 from compress.checkpoint.source import find_source
 from compress.errors import InputError
-from compress.evaluation import quality
+from compress.evaluation import predictor, quality
 from compress.evaluation.size import measure_size
 from compress.evaluation.stored import read_evaluation
+from compress.progress import Silent
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
@@ -94,30 +94,6 @@ def test_kl_is_of_the_original_against_the_model_and_not_the_other_way_round(
     assert compress.evaluate(other, reference=llama, text=ids).kl_mean == pytest.approx(forward, rel=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [90, 91])
-def test_median_and_p99_interpolate_between_the_nearest_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """Two models over two words whose KL at token i is made to be i / 100 (in any order)."""
-    model, reference = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
-    goal = order.double() / 100
-
-    def logits_of(which: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        # Reference: all weight on word 0, so KL = -log q(word 0).
-        log_q = -goal if which is model else torch.zeros(tokens, dtype=torch.float64)
-        rest = torch.log(-torch.expm1(log_q)).clamp(min=-1e4)
-        return torch.stack([log_q, rest], -1).unsqueeze(0)
-
-    monkeypatch.setattr(quality, "logits_of", logits_of)
-    found = quality.measure(model, torch.zeros(1, tokens + 1, dtype=torch.int64), 2, reference)
-    assert found.tokens == tokens
-    value = {name: figure.value for name, figure in found.figures.items()}
-    assert value["kl_mean"] == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
-    assert value["kl_median"] == pytest.approx((tokens - 1) / 2 / 100, rel=1e-9)
-    assert value["kl_p99"] == pytest.approx(0.99 * (tokens - 1) / 100, rel=1e-9)
-    # Word 0 stays on top while q(word 0) > 1/2, that is KL < log 2.
-    assert value["same_top"] == sum(i / 100 < math.log(2) for i in range(tokens)) / tokens
-
-
 # --- standard errors -----------------------------------------------------------------------------------------------
 
 
@@ -164,49 +140,6 @@ def test_one_window_has_no_error_over_windows(llama: Path, ids: torch.Tensor) ->
     assert errors_of(shortest, "error") == errors_of(shortest, "token_error") == {}
 
 
-def test_errors_over_windows_are_the_spread_of_repeated_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts whose windows are easy or hard as a whole: tokens of one window resemble each other."""
-    windows, length, repeats = 24, 32, 150
-    random = torch.Generator().manual_seed(0)
-    drawn: list[torch.Tensor] = []
-
-    def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        log_p = -drawn[-1]
-        return torch.stack([log_p, torch.log(-torch.expm1(log_p))], -1)
-
-    monkeypatch.setattr(quality, "logits_of", logits_of)
-    ids, model = torch.zeros(windows, length + 1, dtype=torch.int64), torch.nn.Linear(1, 1)
-    found = []
-    for _ in range(repeats):
-        hard = torch.rand(windows, 1, generator=random, dtype=torch.float64)
-        drawn.append(0.5 + hard + torch.rand(windows, length, generator=random, dtype=torch.float64))
-        found.append(quality.measure(model, ids, 2))
-    figures = [f.figures["perplexity"] for f in found]
-    spread = float(np.std([f.value for f in figures], ddof=1))
-    mean = {kind: float(np.mean([getattr(f, kind) for f in figures])) for kind in ("error", "token_error")}
-    # The spread of 150 draws is known to 1 / sqrt(2 * 149) = 6 %.
-    assert mean["error"] == pytest.approx(spread, rel=0.2)
-    assert mean["token_error"] < 0.4 * spread
-
-
-def test_no_distribution_outlives_its_batch(
-    llama: Path, llama_w4: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    plain = functional.log_softmax
-
-    def noted(*arguments: object, **more: object) -> torch.Tensor:
-        alive = sum(ref() is not None for ref in made)
-        assert alive <= 2, "those of the batch before, until they are replaced"
-        made.append(weakref.ref(out := plain(*arguments, **more)))
-        return out
-
-    monkeypatch.setattr(quality, "LOGIT_VALUES", LENGTH * VOCABULARY)
-    monkeypatch.setattr(functional, "log_softmax", noted)
-    compress.evaluate(llama_w4, reference=llama, text=ids)
-    assert len(made) == 2 * ROWS
-
-
 def test_a_model_against_itself_differs_in_nothing(llama: Path, llama_w4: Path, ids: torch.Tensor) -> None:
     for model in (llama, llama_w4):
         found = compress.evaluate(model, reference=model, text=ids)
@@ -216,20 +149,20 @@ def test_a_model_against_itself_differs_in_nothing(llama: Path, llama_w4: Path, 
         assert found.bytes == found.reference_size.bytes
 
 
-def test_figures_do_not_depend_on_how_many_rows_run_at_once(
+def test_figures_do_not_depend_on_what_runs_at_once(
     llama: Path, llama_w4: Path, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = compress.evaluate(llama_w4, reference=llama, text=ids)
+    at_once = compress.evaluate(llama_w4, reference=llama, text=ids, cache=False)
     steps: list[tuple[int, int]] = []
-    monkeypatch.setattr(quality, "LOGIT_VALUES", 4 * LENGTH * VOCABULARY)
-    original = quality.measure
 
-    def counted(*arguments: object) -> quality.Quality:
-        return original(*arguments[:4], lambda done, total: steps.append((done, total)))
+    class Noted(Silent):
+        def step(self, done: int, total: int, what: str) -> None:
+            steps.append((done, total))
 
-    monkeypatch.setattr("compress.evaluation.evaluate.measure", counted)
-    in_parts = compress.evaluate(llama_w4, reference=llama, text=ids)
-    assert steps == [(4, 6), (6, 6)]
+    monkeypatch.setattr(quality, "FORWARD_TOKENS", 4 * LENGTH)
+    monkeypatch.setattr(predictor, "CHUNK_VALUES", 7 * VOCABULARY)
+    in_parts = compress.evaluate(llama_w4, reference=llama, text=ids, cache=False, reporter=Noted())
+    assert steps == [(0, 6), (4, 6), (6, 6)]
     assert in_parts.perplexity == pytest.approx(at_once.perplexity, rel=1e-6)
     assert in_parts.kl_mean == pytest.approx(at_once.kl_mean, rel=1e-3)
     assert in_parts.same_top == at_once.same_top
@@ -325,7 +258,7 @@ def test_text_is_refused_before_weights_are_loaded(llama: Path, monkeypatch: pyt
     def load(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("compress.evaluation.evaluate.load_source", load)
+    monkeypatch.setattr("compress.evaluation.language.load_source", load)
     with pytest.raises(InputError, match=r"no\.txt' does not exist"):
         compress.evaluate(llama, text="no.txt")
 

@@ -1,0 +1,91 @@
+"""What a person reads of an evaluation below its row: how figures spread over tokens, the noise floor, the gap between
+texts."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.table import Table
+
+from compress.cli.tables import MIB, measured, number
+from compress.cli.terminal import console
+from compress.evaluation.document import Band, EmbeddingResult, Evaluation, Figure, TextResult
+from compress.evaluation.statistics import PERCENTILES
+
+ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
+COLUMNS = {"mean": "mean", "max": "max", **{name: name.replace("p999", "p99.9") for name in PERCENTILES}, "min": "min"}
+NOISE = {"kl_mean": ".2e", "log_perplexity_ratio": ".2e", "delta_p_rms": ".2e", "same_top": ".2%"}
+GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", "same_top": "+.2%"}
+
+
+def details(found: Evaluation, model: str) -> None:
+    """Of every text, what differs from token to token; then the gap, and what was not measured though asked for. Of an
+    encoder, its row."""
+    out = console()
+    for pairs in found.embeddings:
+        out.print(_encoder(found, pairs, model))
+    for text in found.texts:
+        if "kl_mean" in text.figures:
+            out.print(_spread(text))
+            for line in _lines(text):
+                out.print(line)
+    if found.gap:
+        out.print(f"gap, held-out less calibration text: {_listed(found.gap, GAP)}")
+    if "noise" in found.missing:
+        out.print(f"no noise floor: {found.missing['noise']}")
+
+
+def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
+    """An encoder beside its original: Spearman's correlation, cosine of embeddings."""
+    title = f"{pairs.name}: {pairs.pairs} pairs, {pairs.sentences} sentences, {found.model.dtype}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "Spearman", "less the original", "cosine mean", "cosine p01", "cosine min", "MiB"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    figures = pairs.figures
+    if found.reference is not None:
+        size = None if found.reference_size is None else found.reference_size.bytes
+        score = measured(figures.get("reference_spearman"), ".4f")
+        table.add_row(found.reference.name, score, *"----", number(size, ".2f", MIB))
+    rest = ("spearman_difference", "cosine_mean", "cosine_p01", "cosine_min")
+    forms = (measured(figures.get(name), ".4f") for name in ("spearman", *rest))
+    table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
+    return table
+
+
+def _spread(text: TextResult) -> Table:
+    """Percentiles of KL and delta p per token. delta p: the probability of the text's token less the reference's."""
+    table = Table(title=f"{text.name}, per token", title_justify="left")
+    for heading in ("", *COLUMNS.values()):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, (title, form) in ROWS.items():
+        figures = (text.figures.get(f"{name}_{column}") for column in COLUMNS)
+        table.add_row(title, *("-" if figure is None else f"{figure.value:{form}}" for figure in figures))
+    return table
+
+
+def _lines(text: TextResult) -> Iterator[str]:
+    figures = text.figures
+    yield (
+        f"correlation of log-likelihoods {measured(figures.get('correlation'), '.5f')}; "
+        f"perplexity ratio {measured(figures.get('perplexity_ratio'), '.5f')}; "
+        f"RMS delta p {measured(figures.get('delta_p_rms'), '.4f')}"
+    )
+    bands = ", ".join(_band(band) for band in text.by_confidence if band.tokens)
+    yield f"KL by the probability of the original's first choice: {bands}"
+    if text.noise is not None:
+        yield f"noise floor, the original in its own dtype: {_listed(text.noise, NOISE)}"
+
+
+def _band(band: Band) -> str:
+    mean = "-" if band.kl_mean is None else f"{band.kl_mean.value:.5f}"
+    return f"{band.low:g}-{band.high:g}: {mean} ({band.tokens} tokens)"
+
+
+def _listed(figures: Mapping[str, Figure], forms: Mapping[str, str]) -> str:
+    """Figures by their names in words."""
+    words = ((name, form) for name, form in forms.items() if name in figures)
+    return ", ".join(f"{name.replace('_', ' ')} {_signed(figures[name], form)}" for name, form in words)
+
+
+def _signed(figure: Figure, form: str) -> str:
+    """A figure, and its error without a sign."""
+    error = "" if figure.error is None else f" ± {figure.error:{form.removeprefix('+')}}"
+    return f"{figure.value:{form}}{error}"

@@ -1,0 +1,66 @@
+"""What `compress evaluate --task` shows: how many questions were answered rightly."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from compress.cli.terminal import console
+from compress.evaluation.document import Figure, TaskResult
+
+TITLE = (
+    "tasks: ± is the standard error over questions, that of a difference paired; 95 % by a bootstrap over questions; "
+    "p by McNemar's exact test, Holm over tasks"
+)
+HEADINGS = (
+    *("task", "questions", "", "model", "original", "difference", "95 %"),
+    *("gained / lost", "p", "p (Holm)"),
+)
+
+
+def answered(results: Sequence[TaskResult]) -> None:
+    """A row for every figure of every task; nothing where there is none."""
+    if not results:
+        return
+    table = Table(title=TITLE, title_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("task", "") else "right")
+    for result in results:
+        for i, row in enumerate(_rows(result)):
+            table.add_row(*(_asked(result) if i == 0 else ("", "")), *row)
+    console().print(table)
+
+
+def _asked(result: TaskResult) -> tuple[str, str]:
+    lost = f", {result.truncated} cut to the window" if result.truncated else ""
+    some = "" if result.available in (None, result.questions) else f" of {result.available}"
+    return result.name, f"{result.questions}{some}{lost}"
+
+
+def _rows(result: TaskResult) -> Iterator[tuple[str, ...]]:
+    compared: tuple[str, ...] = ()
+    if result.interval is not None:
+        compared = (" .. ".join(f"{100 * bound:.2f}" for bound in result.interval),)
+    if result.gained is not None:
+        compared += (f"{result.gained} / {result.lost}", _p(result.p_value), _p(result.p_adjusted))
+    yield result.metric, *map(_percent, (result.accuracy, result.reference_accuracy, result.difference)), *compared
+    if result.accuracy_norm is not None:
+        norm = (result.accuracy_norm, result.reference_accuracy_norm, result.difference_norm)
+        yield "accuracy_norm", *map(_percent, norm)
+    if result.perplexity is not None:
+        ratio = _plain(result.log_perplexity_ratio)
+        plain = (_plain(result.perplexity), _plain(result.reference_perplexity))
+        yield "perplexity", *plain, ratio if ratio == "-" else f"ln ratio {ratio}"
+
+
+def _percent(figure: Figure | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{100 * figure.value:.2f} %" + ("" if figure.error is None else f" ± {100 * figure.error:.2f}")
+
+
+def _plain(figure: Figure | None) -> str:
+    return "-" if figure is None else f"{figure.value:.4g}" + ("" if figure.error is None else f" ± {figure.error:.2g}")
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,115 @@
+"""The original that a model is compared with: asked once for every text, where what it says can be kept (`kept`)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compress.checkpoint.source import Source, own_code
+from compress.evaluation import noise
+from compress.evaluation.document import Figure
+from compress.evaluation.kept import Kept, Note, keeping, kept, place_of
+from compress.evaluation.language import Model, loaded
+from compress.evaluation.predictor import Predictor, Says, predictor
+from compress.evaluation.provenance import named, size_of
+from compress.evaluation.quality import measure
+from compress.evaluation.texts import Text
+from compress.model.calls import evaluating
+
+
+class Original:
+    """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether what it says
+    may be kept. Loads it, and lets its body go where all that it would be asked is kept already; of no text, keeps it
+    for what else there is to be asked (`network`)."""
+
+    def __init__(
+        self,
+        model: Model,
+        texts: Sequence[Text],
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        cache: bool,
+        note: Note,
+    ) -> None:
+        self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
+        network: nn.Module = loaded(model, dtype, device)
+        self.size = size_of(model)
+        self.name = named(model, network, self.size)
+        self.arithmetic = next(network.parameters()).dtype
+        self.whole: nn.Module | None = None if texts else network
+        self.asked: Predictor | None = None
+        if texts:
+            self._prepare(network, cache)
+
+    def _prepare(self, network: nn.Module, cache: bool) -> None:
+        """What is kept of each text, and whether there is anything left to ask."""
+        model, texts = self.model, self.texts
+        with evaluating(network):
+            asked = predictor(network, texts[0].windows)
+        self.head = asked.head
+        self.places = self._places(asked) if cache and isinstance(model, Source) else [None for _ in texts]
+        self.kept = [self._read(i) for i in range(len(texts))]
+        self.asked = None if all(self.kept) else asked
+
+    @property
+    def network(self) -> nn.Module:
+        """The model itself, loaded again where it was let go."""
+        if self.asked is not None:
+            return self.asked.network
+        return loaded(self.model, self.dtype, self.device) if self.whole is None else self.whole
+
+    def _places(self, asked: Predictor) -> list[Path | None]:
+        """Where what it says of each text is kept; nowhere, with a note, where it cannot be."""
+        assert isinstance(self.model, Source)
+        why_not = "it brings code of its own, which may change" if own_code(self.model.config) else asked.why
+        if why_not:
+            self.note(f"what the reference says is not kept: {why_not}")
+            return [None for _ in self.texts]
+        return [place_of(self.model, asked, text.windows) for text in self.texts]
+
+    def _read(self, i: int) -> Kept | None:
+        place = self.places[i]
+        return None if place is None or self.head is None else kept(place, self.texts[i].windows, self.head, self.note)
+
+    @contextmanager
+    def on(self, i: int) -> Iterator[Says]:
+        """What it says of text i: read, where that is kept, or asked, and kept where it can be."""
+        found, place = self.kept[i], self.places[i]
+        if found is not None:
+            yield found
+            return
+        assert self.asked is not None
+        with evaluating(self.asked.network):
+            if place is None:
+                yield self.asked
+            else:
+                with keeping(self.asked, place, self.note) as says:
+                    yield says
+                self.kept[i] = self._read(i)
+
+    def floors(self, vocabulary: int, step: Callable[[int], None]) -> list[dict[str, Figure]] | str:
+        """The noise floor on every text (`noise`), or why there is none."""
+        narrow = noise.own_dtype(self.model)
+        if narrow is None:
+            return noise.why_none(self.model)
+        found = []
+        if self.arithmetic == torch.float32:
+            rounded = loaded(self.model, narrow, self.device)
+            for i, text in enumerate(self.texts):
+                with evaluating(rounded), self.on(i) as exact:
+                    found.append(
+                        measure(predictor(rounded, text.windows), text.windows, vocabulary, exact, step).figures
+                    )
+            return found
+        wide = (
+            loaded(self.model, torch.float32, self.device)
+            if isinstance(self.model, Source)
+            else noise.exact(self.model)
+        )
+        for i, text in enumerate(self.texts):
+            with evaluating(wide), self.on(i) as own:
+                found.append(measure(own, text.windows, vocabulary, predictor(wide, text.windows), step).figures)
+        return found

@@ -1,0 +1,156 @@
+"""Figures of two models on the same tokens, each with its standard error.
+
+Of predicted token t the reference says p_t(.) and the model q_t(.); x_t = -ln q_t(token), y_t = -ln p_t(token), and
+KL_t = sum_v p_t(v) ln(p_t(v) / q_t(v)) >= 0 over the whole vocabulary, in nats.
+
+    perplexity, reference_perplexity    exp of the mean of x, of y
+    log_perplexity_ratio                mean of x - y;  perplexity_ratio: its exponential
+    perplexity_difference               perplexity less the reference's
+    correlation                         of x and y (Pearson)
+    kl_mean, kl_median, kl_max ...      of KL_t; p999 is the 99.9th percentile, p01 the first
+    delta_p_mean, delta_p_rms ...       of q_t(token) - p_t(token), -1 to 1, of the text's own token
+    same_top                            share of tokens for which both rank the same token first
+
+These are the figures of llama.cpp's `llama-perplexity --kl-divergence`. Percentiles interpolate between the two nearest
+tokens.
+
+Standard errors. A figure f of N tokens moves by (1/N) sum_t u_t where u_t is its influence (sum_t u_t = 0): x_t - mean
+for a mean m, exp(m) (x_t - m) for a perplexity, P (x_t - m_x) - R (y_t - m_y) for a difference of perplexities P and R:
+the covariance of the two is in it, so what compares two models is paired, and its error far smaller than those of the
+two perplexities let expect. Then, with s_w the sum of u over the tokens of window w, of W windows,
+
+    error         sqrt(W / (W - 1) sum_w s_w^2) / N        none for one window
+    token_error   sqrt(sum_t u_t^2 / (N - 1) / N)          as llama.cpp states it
+
+Tokens of one window are not independent: a hard passage is hard for many of them, a topic that quantization has hurt
+hurts throughout. By tokens is too small then; by windows allows for whatever correlation there is inside a window (a
+sample of clusters, of any sizes) and is the one that is shown. Both take the windows for independent draws of text.
+Where windows overlap, w runs over stretches of the text of a window's length. Percentiles: the error of the share of
+tokens below the value, from the same sums, turned into one of the value by the neighbouring percentiles (Woodruff
+1952, J. Am. Stat. Assoc. 47); none where those lie beyond the sample. A largest or smallest value has none.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compress.evaluation.document import Band, Figure, Histogram
+
+Values = NDArray[np.float64]
+PERCENTILES = {"p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "median": 0.5, "p10": 0.1, "p05": 0.05, "p01": 0.01}
+BANDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the probability of the reference's first choice
+EDGES = tuple(-9 + i / 2 for i in range(23))  # of log10 of KL: 1e-9 to 100 nats
+SPREAD = tuple(f"{of}_{what}" for of in ("kl", "delta_p") for what in ("mean", "max", *PERCENTILES, "min"))
+NAMES = (
+    *("perplexity", "reference_perplexity", "log_perplexity_ratio", "perplexity_ratio", "perplexity_difference"),
+    *("correlation", *SPREAD, "delta_p_rms", "same_top"),
+)
+
+
+def standard_errors(influence_N: Values, stretch_N: NDArray[np.int64]) -> tuple[float | None, float | None]:
+    """(By windows, by tokens) of the mean of influences; None where there is one window, one token."""
+    count = len(influence_N)
+    centred = influence_N - influence_N.mean()
+    if not np.isfinite(centred).all():
+        return None, None
+    _, window_N = np.unique(stretch_N, return_inverse=True)
+    sums_W = np.bincount(window_N, weights=centred)
+    windows = len(sums_W)
+    by_windows = math.sqrt(windows / (windows - 1) * float(sums_W @ sums_W)) / count if windows > 1 else None
+    by_tokens = math.sqrt(float(centred @ centred) / (count - 1) / count) if count > 1 else None
+    return by_windows, by_tokens
+
+
+def mean_of(values_N: Values, stretch_N: NDArray[np.int64]) -> Figure:
+    """The mean."""
+    return Figure(float(values_N.mean()), *standard_errors(values_N, stretch_N))
+
+
+def exponential(mean: Figure) -> Figure:
+    """exp of a mean, by the delta method; infinite beyond what a number holds."""
+    try:
+        value = math.exp(mean.value)
+    except OverflowError:
+        return Figure(math.inf)
+    errors = (None if error is None else error * value for error in (mean.error, mean.token_error))
+    return Figure(value, *errors)
+
+
+def spread(name: str, values_N: Values, stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
+    """Mean, extremes and percentiles of what differs from token to token."""
+    ordered = np.sort(values_N)
+    found = {f"{name}_mean": mean_of(values_N, stretch_N), f"{name}_max": Figure(float(ordered[-1]))}
+    for word, share in PERCENTILES.items():
+        value = float(np.quantile(ordered, share))
+        below = (values_N <= value).astype(np.float64)
+        errors = (_of_value(ordered, share, error) for error in standard_errors(below, stretch_N))
+        found[f"{name}_{word}"] = Figure(value, *errors)
+    return {**found, f"{name}_min": Figure(float(ordered[0]))}
+
+
+def _of_value(ordered: Values, share: float, error: float | None) -> float | None:
+    """The error of a percentile from that of the share of values below it."""
+    if error is None or share - error < 0 or share + error > 1:
+        return None
+    low, high = np.quantile(ordered, [share - error, share + error])
+    return float(high - low) / 2
+
+
+def correlation(x_N: Values, y_N: Values, stretch_N: NDArray[np.int64]) -> Figure | None:
+    """Pearson's; None where one of the two does not vary."""
+    x, y = (v - v.mean() for v in (x_N, y_N))
+    scales = math.sqrt(float(x @ x) / len(x)), math.sqrt(float(y @ y) / len(y))
+    if not all(scale > 0 and math.isfinite(scale) for scale in scales):
+        return None
+    x, y = x / scales[0], y / scales[1]
+    value = float(x @ y) / len(x)
+    return Figure(value, *standard_errors(x * y - value * (x * x + y * y) / 2, stretch_N))
+
+
+def figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
+    """All figures, by name, from what was kept of each token: `surprisal` and, where there is a reference,
+    `reference_surprisal`, `kl` and `same_top`."""
+    x_N = tokens["surprisal"]
+    found = {"perplexity": exponential(mean_of(x_N, stretch_N))}
+    if "reference_surprisal" not in tokens:
+        return found
+    y_N = tokens["reference_surprisal"]
+    found["reference_perplexity"] = exponential(mean_of(y_N, stretch_N))
+    found["log_perplexity_ratio"] = mean_of(x_N - y_N, stretch_N)
+    found["perplexity_ratio"] = exponential(found["log_perplexity_ratio"])
+    one, other = found["perplexity"].value, found["reference_perplexity"].value
+    if math.isfinite(one) and math.isfinite(other):
+        errors = standard_errors(one * x_N - other * y_N, stretch_N)
+        found["perplexity_difference"] = Figure(one - other, *errors)
+    together = correlation(x_N, y_N, stretch_N)
+    found |= {} if together is None else {"correlation": together}
+    found |= spread("kl", tokens["kl"], stretch_N)
+    delta_N = np.exp(-x_N) - np.exp(-y_N)
+    found |= spread("delta_p", delta_N, stretch_N)
+    square = mean_of(delta_N * delta_N, stretch_N)
+    rms = math.sqrt(square.value)
+    of_root = (None if e is None else e / (2 * rms) if rms else 0.0 for e in (square.error, square.token_error))
+    found["delta_p_rms"] = Figure(rms, *of_root)
+    found["same_top"] = mean_of(tokens["same_top"], stretch_N)
+    return found
+
+
+def by_confidence(top_N: Values, kl_N: Values, stretch_N: NDArray[np.int64]) -> list[Band]:
+    """Mean KL of tokens by top_N, the probability that the reference gave its first choice."""
+    which_N = np.clip(np.searchsorted(BANDS, top_N, side="right") - 1, 0, len(BANDS) - 2)
+    bands = []
+    for i in range(len(BANDS) - 1):
+        inside = which_N == i
+        mean = mean_of(kl_N[inside], stretch_N[inside]) if inside.any() else None
+        bands.append(Band(BANDS[i], BANDS[i + 1], int(inside.sum()), mean))
+    return bands
+
+
+def kl_histogram(kl_N: Values) -> Histogram:
+    """Of log10 of the KL; what is below the first edge, zero too, is in the first bin, what is above, in the last."""
+    tiny = np.finfo(np.float64).tiny
+    logs = np.clip(np.log10(np.maximum(kl_N, tiny)), EDGES[0], EDGES[-1])
+    counts, _ = np.histogram(logs, bins=np.array(EDGES))
+    return Histogram(list(EDGES), [int(count) for count in counts])

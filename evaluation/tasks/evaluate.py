@@ -1,0 +1,159 @@
+"""`evaluate_tasks`: how many questions a model answers rightly, beside its original on the same ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.data import check_vocabulary
+from compress.errors import InputError
+from compress.evaluation.document import Figure, TaskResult
+from compress.evaluation.lm_eval import Harness, ask, read_harness
+from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelihoods, window_of
+from compress.evaluation.tasks.questions import Task, read_task
+from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
+from compress.model.calls import evaluating
+from compress.progress import Reporter, Silent
+
+HARNESS = "lm-eval:"
+Asked = tuple[TaskResult, Answers]
+
+
+def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> list[Task | Harness]:
+    """What is asked, read and checked before any model is loaded.
+
+    tasks: files of questions (`compress.evaluation.tasks.questions`), or lm-eval:NAME for a task of lm-eval. questions:
+    at most so many of each, the first ones. Raises InputError for what cannot be asked.
+    """
+    if questions is not None and not tasks:
+        raise InputError("questions are for tasks, and there is none; give a task, or leave questions out")
+    if isinstance(tasks, str | Path):
+        raise InputError(f"tasks: {str(tasks)!r} is one; give a list of them, [{str(tasks)!r}]")
+    if questions is not None and (isinstance(questions, bool) or not isinstance(questions, int) or questions < 1):
+        raise InputError(f"questions {questions!r}; allowed: 1 or more")
+    named = [str(each) for each in tasks]
+    twice = next((each for each in named if named.count(each) > 1), None)
+    if twice is not None:
+        raise InputError(f"task {twice!r} is given twice; name each once")
+    found = [
+        read_harness(each.removeprefix(HARNESS), questions) if each.startswith(HARNESS) else read_task(each, questions)
+        for each in named
+    ]
+    short = [each.name for each in found]  # files of one name, in several folders, are called by their paths
+    return [
+        replace(each, name=name) if isinstance(each, Task) and short.count(each.name) > 1 else each
+        for each, name in zip(found, named, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tasks as tokens: pairs of a context and a choice for those from files, None for those of lm-eval."""
+
+    tasks: Sequence[Task | Harness]
+    tokenizer: Any
+    pairs: Sequence[list[Pair] | None]
+
+    @property
+    def total(self) -> int:
+        """How many steps it takes to ask one model."""
+        return sum(_steps(task, pairs) for task, pairs in zip(self.tasks, self.pairs, strict=True))
+
+
+def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequence[Any]) -> Prepared:
+    """Tasks for models of these configurations, which are shown the same tokens: the smallest window counts.
+
+    Raises InputError for answers longer than that window, and for tokens that are not in the vocabulary.
+    """
+    window = min((found for each in configs if (found := window_of(each)) is not None), default=None)
+    vocabulary = min(each.vocab_size for each in configs)
+    pairs = [_encoded(task, tokenizer, window, vocabulary) if isinstance(task, Task) else None for task in tasks]
+    return Prepared(tasks, tokenizer, pairs)
+
+
+@torch.no_grad()
+def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
+    """What was asked, and what a model in memory answered. step(n, name): n more of `total` are done, of that task.
+
+    Raises CompressError for a model that gives no numbers.
+    """
+    found: list[Asked] = []
+    with evaluating(model):
+        for task, pairs in zip(prepared.tasks, prepared.pairs, strict=True):
+            if isinstance(task, Task):
+                assert pairs is not None
+                found.append(_ask(task, pairs, model, step))
+            else:
+                found += ask(task, model, prepared.tokenizer)
+                step(task.total, task.name)
+    return found
+
+
+def compare_tasks(ours: Sequence[Asked], theirs: Sequence[Asked] | None = None) -> list[TaskResult]:
+    """The figures of a model, paired with those of the reference where there are some."""
+    others = [None] * len(ours) if theirs is None else [answers for _, answers in theirs]
+    return adjusted([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
+
+
+def evaluate_tasks(
+    prepared: Prepared, model: nn.Module, reference: nn.Module | None = None, reporter: Reporter | None = None
+) -> list[TaskResult]:
+    """Ask one or two language models in memory the same questions. Raises what `ask_tasks` raises."""
+    models = [model] if reference is None else [model, reference]
+    step = Steps(reporter or Silent(), prepared.total * len(models))
+    step(0, "")
+    return compare_tasks(*(ask_tasks(prepared, each, step) for each in models))
+
+
+@dataclass
+class Steps:
+    """Steps that are done, of all tasks and models."""
+
+    reporter: Reporter
+    total: int
+    done: int = 0
+
+    def __call__(self, more: int, what: str) -> None:
+        self.done += more
+        self.reporter.step(self.done, self.total, what)
+
+
+def _steps(task: Task | Harness, pairs: list[Pair] | None) -> int:
+    return task.total if isinstance(task, Harness) else len(pairs or [])
+
+
+def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:
+    """What was asked and what the model answered, of a file of questions."""
+    asked = TaskResult(
+        name=task.name,
+        kind=task.kind.name,
+        sha256=task.fingerprint(),
+        questions=len(task.questions),
+        accuracy=Figure(0.0),
+        protocol=task.kind.protocol,
+        available=task.available,
+        truncated=_truncated(task, pairs),
+    )
+    return asked, answers_of(task, likelihoods(model, pairs, lambda more: step(more, task.name)))
+
+
+def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[Pair]:
+    """Context and choice, of every choice of every question."""
+    behind = appended(tokenizer, task.questions[0].context)
+    pairs = [
+        encode(tokenizer, question.context, f" {choice}", window, question.where, behind)
+        for question in task.questions
+        for choice in question.choices
+    ]
+    ids = torch.tensor([token for pair in pairs for token in pair.context + pair.continuation])
+    check_vocabulary(ids, task.name, vocabulary)
+    return pairs
+
+
+def _truncated(task: Task, pairs: Sequence[Pair]) -> int:
+    """Questions of which a part of the context was lost."""
+    lost = iter(pair.lost > 0 for pair in pairs)
+    return sum(sum(next(lost) for _ in question.choices) > 0 for question in task.questions)

@@ -1,0 +1,99 @@
+"""From what models answered, question by question, to the figures of a task."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from compress.evaluation.document import Figure, TaskResult
+from compress.evaluation.tasks.likelihood import Likelihood
+from compress.evaluation.tasks.paired import Values, holm, interval, mcnemar, mean_of
+from compress.evaluation.tasks.questions import CLOZE, Task
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of every question: its score, 1 where right and 0 where not; the same by log-probability per character; and
+    -log p of the word asked for. None: the task has no such thing."""
+
+    score_N: Values
+    norm_N: Values | None = None
+    surprisal_N: Values | None = None
+
+    @property
+    def binary(self) -> bool:
+        """Whether questions are right or wrong, and nothing between."""
+        return bool(np.isin(self.score_N, (0, 1)).all())
+
+    @property
+    def outcomes(self) -> str:
+        """A character for each question."""
+        return "".join("1" if score else "0" for score in self.score_N) if self.binary else ""
+
+
+def answers_of(task: Task, found: Sequence[Likelihood]) -> Answers:
+    """What log-probabilities of all continuations, question by question, say. Of equal ones the first is chosen."""
+    if task.kind.scored == CLOZE:
+        right = np.array([each.greedy for each in found], float)
+        return Answers(right, surprisal_N=np.array([-each.log_prob for each in found]))
+    plain, by_length, first = [], [], 0
+    for question in task.questions:
+        log_probs = np.array([each.log_prob for each in found[first : first + len(question.choices)]])
+        first += len(log_probs)
+        characters = np.array([len(choice) for choice in question.choices])  # without the blank before: lm-eval's
+        plain.append(log_probs.argmax() == question.answer)
+        by_length.append((log_probs / characters).argmax() == question.answer)
+    return Answers(np.array(plain, float), np.array(by_length, float))
+
+
+def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskResult:
+    """`found`, which says what was asked, with the figures; with the paired ones where there is a reference."""
+    found = replace(
+        found,
+        accuracy=mean_of(ours.score_N),
+        accuracy_norm=None if ours.norm_N is None else mean_of(ours.norm_N),
+        perplexity=None if ours.surprisal_N is None else _exp(mean_of(ours.surprisal_N)),
+        outcomes=ours.outcomes,
+    )
+    return found if theirs is None else replace(found, **_compared(ours, theirs))
+
+
+def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
+    """The fields of a `TaskResult` that take two models."""
+    differences_N = ours.score_N - theirs.score_N
+    made: dict[str, Any] = {
+        "reference_accuracy": mean_of(theirs.score_N),
+        "difference": mean_of(differences_N),
+        "interval": interval(differences_N) if len(differences_N) > 1 else None,
+        "reference_outcomes": theirs.outcomes,
+    }
+    if ours.binary and theirs.binary:
+        gained, lost = int((differences_N > 0).sum()), int((differences_N < 0).sum())
+        made |= {"gained": gained, "lost": lost, "p_value": mcnemar(gained, lost)}
+    if ours.norm_N is not None and theirs.norm_N is not None:
+        made["reference_accuracy_norm"] = mean_of(theirs.norm_N)
+        made["difference_norm"] = mean_of(ours.norm_N - theirs.norm_N)
+    if ours.surprisal_N is not None and theirs.surprisal_N is not None:
+        made["reference_perplexity"] = _exp(mean_of(theirs.surprisal_N))
+        made["log_perplexity_ratio"] = mean_of(ours.surprisal_N - theirs.surprisal_N)
+    return made
+
+
+def adjusted(results: Sequence[TaskResult]) -> list[TaskResult]:
+    """With the p-values that Holm's method makes of those that there are."""
+    tested = [i for i, each in enumerate(results) if each.p_value is not None]
+    made = list(results)
+    for i, p in zip(tested, holm([results[i].p_value or 0.0 for i in tested]), strict=True):
+        made[i] = replace(made[i], p_adjusted=p)
+    return made
+
+
+def _exp(figure: Figure) -> Figure:
+    """exp of a mean, its error by the delta method."""
+    try:
+        value = math.exp(figure.value)
+    except OverflowError:
+        value = math.inf
+    return Figure(value, None if figure.error is None else value * figure.error)

@@ -1,0 +1,116 @@
+"""Which tokens of a text are predicted, and from which: the protocol of a measurement.
+
+    non-overlapping   |0 1 2 3|4 5 6 7|      every token after a window's first, from those before it in its window
+    strided (2 of 4)  |0 1 2 3|              the first window as above; of each further one only the tokens that no
+                          |2 3 4 5|          earlier window has had, from all before them in theirs; the last window
+                              |4 5 6 7|      may be shorter. What Hugging Face's documentation calls a sliding window.
+
+A text is one sequence of ids; nothing is put between windows, and no window but the first begins with the token that
+the tokenizer puts before a text (BOS), if it has one. Rows of a token file are windows, each read from its own start.
+
+Shapes: N tokens of a text, B windows, L tokens of a window, P predicted tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.files import checksum, fingerprint
+
+
+class Span(NamedTuple):
+    """A window: ids [begin, end) of a text, of which the last `new` are predicted."""
+
+    begin: int
+    end: int
+    new: int
+
+
+class Batch(NamedTuple):
+    """Windows of one length. scored_BL: bool, at the place before each token that is predicted. first: how many tokens
+    of the text are predicted before these. stretch_P: which stretch of `length` tokens each predicted one is in."""
+
+    ids_BL: Tensor
+    scored_BL: Tensor
+    first: int
+    stretch_P: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens that are predicted [P], in the order of `scored_BL`."""
+        return self.ids_BL[:, 1:][self.scored_BL[:, :-1]]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """ids_N int64, and the windows on it. length, stride: tokens of a window, and between the beginnings of two."""
+
+    ids_N: Tensor
+    spans: tuple[Span, ...]
+    length: int
+    stride: int
+
+    @property
+    def protocol(self) -> str:
+        """In words."""
+        if self.stride == self.length:
+            return (
+                f"non-overlapping windows of {self.length} tokens; every token after a window's first is predicted "
+                "from those before it in its window"
+            )
+        return (
+            f"windows of {self.length} tokens, one every {self.stride}; of each, the tokens that no earlier window has "
+            "had are predicted from all before them in it"
+        )
+
+    @property
+    def predicted(self) -> int:
+        """How many tokens are predicted."""
+        return sum(span.new for span in self.spans)
+
+    def sha256(self) -> str:
+        """Of the ids and of the windows on them."""
+        return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans})
+
+    def batches(self, rows: int) -> Iterator[Batch]:
+        """Windows in their order, at most `rows` of them together."""
+        first = 0
+        for length, group in groupby(self.spans, key=lambda span: span.end - span.begin):
+            spans = list(group)
+            for i in range(0, len(spans), rows):
+                part = spans[i : i + rows]
+                begins = torch.tensor([span.begin for span in part])
+                places_BL = begins[:, None] + torch.arange(length)
+                news = torch.tensor([span.new for span in part])
+                after_BL = torch.arange(1, length + 1)  # the place of the token that each place predicts
+                scored_BL = (after_BL >= length - news[:, None]) & (after_BL < length)
+                stretch_P = (places_BL[scored_BL] + 1) // self.length
+                yield Batch(self.ids_N[places_BL], scored_BL, first, stretch_P)
+                first += int(news.sum())
+
+
+def rows_of(ids_BL: Tensor) -> Windows:
+    """Every row of ids [B, L] as a window that shares nothing with the others."""
+    count, length = ids_BL.shape
+    spans = tuple(Span(i * length, (i + 1) * length, length - 1) for i in range(count))
+    return Windows(ids_BL.reshape(-1), spans, length, length)
+
+
+def strided(ids_N: Tensor, length: int, stride: int, samples: int | None = None) -> Windows:
+    """Overlapping windows over all of a text of two tokens or more; of them at most `samples`, spread evenly."""
+    spans, done = [], 0
+    for begin in range(0, len(ids_N), stride):
+        end = min(begin + length, len(ids_N))
+        spans.append(Span(begin, end, min(end - done, end - begin - 1)))  # nothing comes before a window's first
+        done = end
+        if end == len(ids_N):
+            break
+    spans = [span for span in spans if span.new]
+    if samples is not None and samples < len(spans):
+        picked = torch.linspace(0, len(spans) - 1, samples).round().int().tolist()
+        spans = [spans[i] for i in picked]
+    return Windows(ids_N, tuple(spans), length, stride)
