@@ -7,6 +7,7 @@ to what the part is; any other to the dense weights, if it has two dimensions or
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -67,7 +68,7 @@ def part_kinds(stored: StoredLayer) -> dict[str, str]:
 def tables_of(source: Source) -> set[str]:
     """Names of the embeddings and of the output head; none where transformers makes no model of it."""
     try:
-        model = empty_model(source)
+        model: Any = empty_model(source)
     except (InputError, CheckpointError):
         return set()
     names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -94,7 +95,9 @@ def components(source: Source) -> list[Component]:
         found[kind] = found.get(kind, 0) + tensor.bytes
     found[HEADERS] = sum(path.stat().st_size for path in set(source.weights.values())) - sum(found.values())
     rank = {kind: i for i, kind in enumerate(ORDER)}
-    return [Component(kind, found[kind]) for kind in sorted(found, key=lambda kind: rank.get(kind, ORDER.index(RANGES)))]
+    return [
+        Component(kind, found[kind]) for kind in sorted(found, key=lambda kind: rank.get(kind, ORDER.index(RANGES)))
+    ]
 
 
 def nominal_bits(source: Source) -> float | None:

@@ -81,6 +81,7 @@ INK = (
     "svg.drawn .grid{stroke:var(--line)}svg.drawn .main{fill:var(--accent)}svg.drawn .other{fill:var(--faint)}"
     "svg.drawn .path{fill:none;stroke:var(--accent);stroke-width:1.5}svg.drawn .bar{stroke:var(--accent)}"
     "svg.drawn .otherbar{stroke:var(--faint)}svg.drawn text.strong{fill:var(--ink);font-weight:600}"
+    "svg.drawn text.on{paint-order:stroke;stroke:var(--paper);stroke-width:4px;stroke-linejoin:round}"
 )
 COLOURS = (
     "--ink:#1c1f23;--soft:#5d6670;--line:#e4e6e9;--paper:#fff;--raised:#f6f7f8;--accent:#2a6db0;--faint:#b4bac1;"
@@ -113,7 +114,7 @@ class Axis:
 
     def ticks(self) -> list[float]:
         """Three to eight round values inside: on a logarithmic axis 1, 2 and 5 times powers of ten, or powers alone."""
-        if not self.logarithmic or self.high / self.low < 3:  # noqa: PLR2004
+        if not self.logarithmic or self.high / self.low < 3:
             return round_values(self.low, self.high)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):

@@ -71,6 +71,8 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         "demo/calibration.txt",
         "demo/heldout.txt",
         "kernels/tuning/tuned.json",
+        "evaluation/showing/page.html",
+        "evaluation/showing/page.css",
     ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:

@@ -27,7 +27,8 @@ def check_beside(directory: Path, names: list[str], overwrite: bool = False) -> 
 def put_beside(directory: Path, content: dict[str, str], overwrite: bool = False) -> None:
     """Write files into the output of a run. Raises InputError as `check_beside` does, and where nothing can be written.
 
-    The record is written first: were this stopped in between, it would name a file that is not there, which is harmless.
+    The record is written first: were this stopped in between, it would name a file that is not there, which harms
+    nothing.
     """
     check_beside(directory, list(content), overwrite)
     record, own = read_json(directory / RECORD), own_files(directory)

@@ -86,7 +86,7 @@ def _check(
         raise InputError(f"--output {output!r}: the end of the name says what is written: {', '.join(FORMS)}")
     if markdown == "-":
         raise InputError("--markdown '-'; give a file (without any, Markdown goes to standard output)")
-    if diff and len(runs) != 2:  # noqa: PLR2004
+    if diff and len(runs) != 2:
         raise InputError(f"--diff is of two runs; {len(runs)} given")
     if diff and card:
         raise InputError("--card is about one run and --diff about two; ask for one")
@@ -94,7 +94,7 @@ def _check(
         raise InputError(f"--card is about one run, whose directory it goes into; {len(runs)} given")
     if overwrite and not card:
         raise InputError("--overwrite is for --card: other files are replaced anyway; drop it or add that")
-    if suffix == ".svg" and (diff or len(runs) < 2):  # noqa: PLR2004
+    if suffix == ".svg" and (diff or len(runs) < 2):
         raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
 
 

@@ -24,7 +24,10 @@ def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
     front = yaml.safe_dump(front_matter(article.name, found, own_words), sort_keys=False, allow_unicode=True)
     lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
     if found.reference is not None:
-        lines += [f"Compressed from {plain(words.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.", ""]
+        lines += [
+            f"Compressed from {plain(words.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
+            "",
+        ]
     lines += ["## Use", "", "```python", *_snippet(own_words), "```", ""]
     return "\n".join([*lines, *body(article, 2)]).rstrip("\n") + "\n"
 
@@ -68,7 +71,9 @@ def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict
     results = [{"task": task, "dataset": {"name": words.name(text.name), "type": "text"}, "metrics": metrics}]
     for each in found.tasks:
         accuracy = [{"type": "accuracy", "value": float(f"{each.accuracy.value:.6g}")}]
-        results.append({"task": task, "dataset": {"name": words.name(each.name), "type": each.kind}, "metrics": accuracy})
+        results.append(
+            {"task": task, "dataset": {"name": words.name(each.name), "type": each.kind}, "metrics": accuracy}
+        )
     return results
 
 

@@ -7,7 +7,7 @@ from compress.evaluation.drawing import alone
 from compress.evaluation.showing import facts, layers, pareto, quality, words
 from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Words
 from compress.evaluation.showing.runs import Run
-from compress.evaluation.showing.verdict import change, held_out, verdict, tiles
+from compress.evaluation.showing.verdict import change, held_out, tiles, verdict
 
 
 def compose(runs: Sequence[Run]) -> Report:
@@ -52,14 +52,24 @@ def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]
     best = {id(alike[i]) for i in pareto.front(points)}
     blocks: list[Block] = []
     if len(points) > 1:
-        note = "Smaller is to the left, better is below. Runs that another beats in both are grey; lines are 95 % intervals."
-        blocks.append(Picture("Quality against bytes", pareto.drawn(points, key), note))
+        note = "Smaller is to the left, better is below. What another run beats in both is grey; lines: 95 % intervals."
+        blocks.append(Picture("", pareto.drawn(points, key), note))
     order = sorted(runs, key=lambda run: run.evaluation.bytes or 0)
     rows = [_row(run, by_run[id(run)], id(run) in best) for run in order]
-    columns = ("run", "recipe", "weight files", "bits per weight", "perplexity", "change", "KL, mean", "same first choice", "")
+    columns = (
+        "run",
+        "weight files",
+        "KL, mean",
+        "perplexity",
+        "change",
+        "same first choice",
+        "bits per weight",
+        "",
+        "recipe",
+    )
     known = {id(run) for run in alike}
     faint = frozenset(i for i, run in enumerate(order) if id(run) in known and id(run) not in best)
-    blocks.append(Table(columns, rows, "All runs, smallest first", names=2, faint=faint))
+    blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({8}), faint=faint))
     blocks += [Words(f"Not compared: {words.clean(each)}.", "warning") for each in left]
     return Section("Quality against bytes", blocks), _said(points, runs)
 
@@ -69,17 +79,16 @@ def _row(run: Run, recipe: str, best: bool) -> tuple[str, ...]:
     text = held_out(found)
     figures = {} if text is None else text.figures
     moved = change(found)
-    bits = words.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}"
     return (
         words.name(run.name),
-        recipe or "–",  # noqa: RUF001
         words.data(found.bytes),
-        bits,
-        words.number(figures["perplexity"].value) if "perplexity" in figures else words.NOT_MEASURED,
-        "–" if moved is None else f"{'+' if moved.value >= 0 else ''}{words.with_error(moved, 100, ' %')}",  # noqa: RUF001
         words.with_error(figures.get("kl_mean")),
+        words.number(figures["perplexity"].value) if "perplexity" in figures else words.NOT_MEASURED,
+        words.NONE if moved is None else f"{'+' if moved.value >= 0 else ''}{words.with_error(moved, 100, ' %')}",
         words.figure_words("same_top", figures.get("same_top")),
+        words.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}",
         "on the front" if best else "",
+        recipe or words.NONE,
     )
 
 
@@ -88,17 +97,18 @@ def _said(points: Sequence[pareto.Point], runs: Sequence[Run]) -> str:
         return f"None of these {len(runs)} runs can be compared with another."
     best = [points[i] for i in sorted(pareto.front(points), key=lambda i: points[i].bytes)]
     names = ", ".join(words.name(point.name) for point in best)
-    said = f"Of {len(points)} runs that were measured alike, nothing beats {len(best)} in both bytes and quality: {names}."
+    said = (
+        f"Of {len(points)} runs that were measured alike, nothing beats {len(best)} in both bytes and quality: {names}."
+    )
     if len(best) > 1:
-        said += (
-            f" The smallest takes {words.data(best[0].bytes)}, the closest to the original {words.data(best[-1].bytes)}."
-        )
+        smallest, closest = (words.data(point.bytes) for point in (best[0], best[-1]))
+        said += f" The smallest takes {smallest}, the closest to the original {closest}."
     return said
 
 
 def picture(runs: Sequence[Run]) -> str:
     """Quality against bytes as a file of its own. Raises InputError where there are not two runs to compare."""
     key, alike, left = pareto.comparable(runs)
-    if len(alike) < 2:  # noqa: PLR2004
+    if len(alike) < 2:
         raise InputError(f"no two of these runs were measured alike ({'; '.join(left)}); there is nothing to draw")
     return alone(pareto.drawn(pareto.points_of(alike, key, [facts.recipe_words(run.evaluation) for run in alike]), key))

@@ -3,6 +3,7 @@
 All of it is plain text (pictures aside, which are SVG of our own drawing): who writes it escapes it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -18,18 +19,24 @@ class Words:
 
 @dataclass(frozen=True)
 class Table:
-    """rows of as many cells as there are columns; the first `names` columns are words, the others figures.
+    """rows of as many cells as there are columns; the first `names` columns and those `left` are words, the others
+    figures.
 
     faint: rows that are of less interest. folded: shown when asked for. title: what it is, one line.
     """
 
     kind: ClassVar[str] = "table"
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     title: str = ""
     names: int = 1
+    left: frozenset[int] = frozenset()
     faint: frozenset[int] = frozenset()
     folded: bool = False
+
+    def is_words(self, column: int) -> bool:
+        """Whether a column holds words, which begin at the left."""
+        return column < self.names or column in self.left
 
 
 @dataclass(frozen=True)

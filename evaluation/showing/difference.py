@@ -1,5 +1,4 @@
-"""Two runs side by side: what differs, with its sign, and the layers whose figures moved most. The second less the first.
-"""
+"""Two runs side by side: what differs, the second less the first, and the layers whose figures moved most."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,6 @@ from compress.evaluation.showing.runs import Run
 from compress.evaluation.showing.verdict import held_out
 
 MOVED = 10  # layers
-SAME = "–"  # noqa: RUF001
 LEAST = 1e-12  # what a logarithm is taken of
 
 
@@ -77,7 +75,7 @@ def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
         pair = _pair(a, b, key)
         if pair is not None:
             scale = 100 if key in words.SHARES else 1
-            moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else SAME
+            moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else words.NONE
             rows.append((words.label_of(key), *(words.figure_words(key, each) for each in pair), moved))
     blocks.append(Table(("figure", *names, "difference"), rows))
     blocks.append(Words("Errors are each run's own; of a difference on the same text they are smaller.", "note"))
@@ -93,7 +91,10 @@ def _size(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     for name in dict.fromkeys([*held[0], *held[1]]):
         first, second = held[0].get(name, 0), held[1].get(name, 0)
         rows.append((words.name(name), f"{first:,}", f"{second:,}", f"{second - first:+,}"))
-    for field, called in (("bits_per_weight", "bits per compressed weight"), ("bits_per_parameter", "bits per parameter")):
+    for field, called in (
+        ("bits_per_weight", "bits per compressed weight"),
+        ("bits_per_parameter", "bits per parameter"),
+    ):
         first, second = (getattr(s, field) for s in sizes)
         rows.append((called, f"{first:.3f}", f"{second:.3f}", f"{second - first:+.3f}"))
     return Section("Size, bytes", [Table(("", *names, "difference"), rows)])
@@ -120,7 +121,11 @@ def _speed(a: SpeedResult | None, b: SpeedResult | None, names: tuple[str, str])
     if (a.device, a.threads) != (b.device, b.threads):
         return Section("Speed", [Words("Measured on different machines: speeds do not compare.", "warning")])
     rows = []
-    for field, called in (("prefill", "prompt, tokens/s"), ("decode", "decoding, tokens/s"), ("first_token_ms", "first token, ms")):
+    for field, called in (
+        ("prefill", "prompt, tokens/s"),
+        ("decode", "decoding, tokens/s"),
+        ("first_token_ms", "first token, ms"),
+    ):
         first, second = (getattr(each.model, field) for each in (a, b))
         rows.append((called, words.with_error(first), words.with_error(second), _signed(second.value - first.value)))
     return Section("Speed", [Table(("", *names, "difference"), rows)])
@@ -137,7 +142,7 @@ def _layers(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | N
     ratios = {name: max(losses[1][name], LEAST) / max(losses[0][name], LEAST) for name in both}
     first = sorted(both, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
     rows = [
-        (words.name(name), words.share(losses[0][name]), words.share(losses[1][name]), f"× {ratios[name]:.2f}")  # noqa: RUF001
+        (words.name(name), words.share(losses[0][name]), words.share(losses[1][name]), f"{ratios[name]:.2f} times")
         for name in first
     ]
     return Section("Layers whose error moved most", [Table(("layer", *names, "by"), rows)])
@@ -147,12 +152,16 @@ def _recipes(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     if a.recipe is None or b.recipe is None:
         return Section("Recipes", [Words("Of a run without a record no recipe is known.", "note")])
     flat = dict(_flat(a.recipe)), dict(_flat(b.recipe))
-    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if flat[0].get(key, SAME) != flat[1].get(key, SAME)]
-    rows = [(words.name(key), *(words.name(str(each.get(key, SAME))) for each in flat)) for key in keys]
+    keys = [key for key in dict.fromkeys([*flat[0], *flat[1]]) if _at(flat[0], key) != _at(flat[1], key)]
+    rows = [(words.name(key), *(words.name(_at(each, key)) for each in flat)) for key in keys]
     said = [facts.recipe_words(each) for each in (a, b)]
     blocks: list[Block] = [Words(f"{names[0]}: {said[0]}. {names[1]}: {said[1]}.")]
     blocks.append(Table(("option", *names), rows, names=3) if rows else Words("They have the same options.", "note"))
     return Section("Recipes", blocks)
+
+
+def _at(flat: Mapping[str, Any], key: str) -> str:
+    return str(flat.get(key, words.NONE))
 
 
 def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from compress.evaluation.document import Evaluation, RunResult, SizeResult, SpeedResult, Timing
+from compress.evaluation.document import Evaluation, Figure, RunResult, SizeResult, SpeedResult, Timing
 from compress.evaluation.drawing import WIDE, hover, inline, label
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Picture, Section, Table, Words
@@ -24,9 +24,9 @@ def size(found: Evaluation) -> Section:
     rows = [
         ("weight files", words.data(own.bytes), _data(other, "bytes")),
         ("parameters", words.count(own.parameters), _count(other, "parameters")),
-        ("of them compressed", _part(own), "–" if other is None else _part(other)),  # noqa: RUF001
-        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), "–"),  # noqa: RUF001
-        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), "–"),  # noqa: RUF001
+        ("of them compressed", _part(own), words.NONE if other is None else _part(other)),
+        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), words.NONE),
+        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), words.NONE),
         ("bits per parameter, whole model", _bits(own, "bits_per_parameter"), _bits(other, "bits_per_parameter")),
     ]
     if own.cache is not None:
@@ -40,16 +40,16 @@ def size(found: Evaluation) -> Section:
 
 
 def _data(found: SizeResult | None, field: str) -> str:
-    return "–" if found is None else words.data(getattr(found, field))  # noqa: RUF001
+    return words.NONE if found is None else words.data(getattr(found, field))
 
 
 def _count(found: SizeResult | None, field: str) -> str:
-    return "–" if found is None else words.count(getattr(found, field))  # noqa: RUF001
+    return words.NONE if found is None else words.count(getattr(found, field))
 
 
 def _bits(found: SizeResult | None, field: str) -> str:
     value = None if found is None else getattr(found, field)
-    return "–" if value is None else f"{value:.3f}"  # noqa: RUF001
+    return words.NONE if value is None else f"{value:.3f}"
 
 
 def _part(found: SizeResult) -> str:
@@ -66,11 +66,11 @@ def _components(own: SizeResult, other: SizeResult | None) -> Table:
             words.name(name),
             f"{ours.get(name, 0):,}",
             words.share(ours.get(name, 0) / max(1, own.bytes)),
-            f"{theirs.get(name, 0):,}" if theirs else "–",  # noqa: RUF001
+            f"{theirs.get(name, 0):,}" if theirs else words.NONE,
         )
         for name in names
     ]
-    rows.append(("together", f"{own.bytes:,}", "100 %", f"{other.bytes:,}" if other is not None else "–"))  # noqa: RUF001
+    rows.append(("together", f"{own.bytes:,}", "100 %", f"{other.bytes:,}" if other is not None else words.NONE))
     return Table(("bytes", "this model", "share", "original"), rows, "What the bytes are", folded=True)
 
 
@@ -86,21 +86,29 @@ def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
         for part in each.components:
             width = (WIDE - 2) * part.bytes / most
             shade = SHADES[names.index(part.name) % len(SHADES)]
-            said = hover(f"{words.name(part.name)}: {words.data(part.bytes)}, {words.share(part.bytes / max(1, each.bytes))}")
+            said = hover(
+                f"{words.name(part.name)}: {words.data(part.bytes)}, {words.share(part.bytes / max(1, each.bytes))}"
+            )
             marks.append(
                 f'<rect x="{x:.1f}" y="{top:.1f}" width="{max(0.5, width - 1):.1f}" height="{BAR:.0f}" class="main" '
                 f'fill-opacity="{shade}">{said}</rect>'
             )
             x += width
     y = len(models) * (BAR + GAP) + 14
-    large = [name for name in names if any(p.bytes > 0.02 * each.bytes for _, each in models for p in each.components if p.name == name)]
+    large = [
+        name
+        for name in names
+        if any(p.bytes > 0.02 * each.bytes for _, each in models for p in each.components if p.name == name)
+    ]
     x = 0.0
     for name in large:
         width = 24 + 6.4 * len(name)
         if x + width > WIDE:
             x, y = 0.0, y + 18
         shade = SHADES[names.index(name) % len(SHADES)]
-        marks.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="10" height="10" rx="2" class="main" fill-opacity="{shade}"/>')
+        marks.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="10" height="10" rx="2" class="main" fill-opacity="{shade}"/>'
+        )
         marks.append(label(x + 15, y + 9, words.name(name)))
         x += width
     return Picture("Where the bytes are", inline("bytes by component", y + 16, marks))
@@ -126,9 +134,12 @@ def _timings(measured: SpeedResult) -> Table:
     own, other = measured.model, measured.reference
 
     def row(called: str, field: str) -> tuple[str, ...]:
-        figures = [None if each is None else getattr(each, field) for each in (own, other)]
-        ratio = "–" if other is None or not figures[1].value else f"{figures[0].value / figures[1].value:.2f}"  # noqa: RUF001
-        return called, words.with_error(figures[0]), "–" if other is None else words.with_error(figures[1]), ratio  # noqa: RUF001
+        figure: Figure = getattr(own, field)
+        if other is None:
+            return called, words.with_error(figure), words.NONE, words.NONE
+        theirs: Figure = getattr(other, field)
+        ratio = f"{figure.value / theirs.value:.2f}" if theirs.value else words.NONE
+        return called, words.with_error(figure), words.with_error(theirs), ratio
 
     timing: Timing = own
     return Table(
@@ -183,13 +194,17 @@ def missing(found: Evaluation) -> Section | None:
 def provenance(found: Evaluation) -> Section:
     """Where the model and its figures come from."""
     rows = [("model", _named(found.model.name, found.model.fingerprint))]
-    rows.append(("architecture", f"{found.model.architecture}, {found.model.parameters:,} parameters, {found.model.dtype}"))
+    rows.append(
+        ("architecture", f"{found.model.architecture}, {found.model.parameters:,} parameters, {found.model.dtype}")
+    )
     if found.reference is not None:
         rows.append(("original", _named(found.reference.name, found.reference.fingerprint)))
     if found.run is not None:
         rows += [("made by", found.run.command or "not recorded")]
         if found.run.seconds is not None:
-            rows.append(("in", f"{found.run.seconds:.1f} s, at most {words.data(found.run.peak_memory_bytes)} of memory"))
+            rows.append(
+                ("in", f"{found.run.seconds:.1f} s, at most {words.data(found.run.peak_memory_bytes)} of memory")
+            )
         if found.run.calibration is not None:
             rows.append(("calibrated on", _pairs(found.run.calibration)))
     for text in found.texts:

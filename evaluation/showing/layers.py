@@ -51,8 +51,9 @@ def last_of_each(records: Sequence[LayerRecord]) -> dict[str, LayerRecord]:
 def value_of(record: LayerRecord, key: str) -> float | None:
     """A figure of a layer; None where there is none."""
     found = record.figures.get(key)
-    good = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
-    return float(found) if good else None
+    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+        return None
+    return float(found)
 
 
 def section(records: Sequence[LayerRecord]) -> Section | None:
@@ -84,12 +85,12 @@ def heat_map(losses: Mapping[str, float]) -> Picture:
     marks = []
     for i, kind in enumerate(kinds):
         x = LEFT + (i + 0.5) * width
-        if turned and width >= 10:  # noqa: PLR2004
+        if turned and width >= 10:
             said = words.name(_short(kind, kinds))[:MOST_LETTERS]
             marks.append(f'<g transform="rotate(-60 {x:.1f} {top - 8:.1f})">{label(x, top - 8, said)}</g>')
         elif not turned:
             marks.append(label(x, TOP - 8, words.name(_short(kind, kinds)), "middle"))
-    shown = 1 if height >= 12 else math.ceil(12 / height)  # noqa: PLR2004
+    shown = 1 if height >= 12 else math.ceil(12 / height)
     for i, row in enumerate(rows):
         if i % shown == 0:
             marks.append(label(LEFT - 6, top + (i + 0.5) * height + 4, _number(row), "end"))
@@ -118,7 +119,9 @@ def _legend(depth: Axis, y: float) -> list[str]:
     for i in range(steps):
         shade = FAINTEST + (1 - FAINTEST) * i / (steps - 1)
         x = LEFT + 62 + i * width
-        marks.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="9" class="main" fill-opacity="{shade:.2f}"/>')
+        marks.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="9" class="main" fill-opacity="{shade:.2f}"/>'
+        )
     marks.append(label(LEFT + 56, y + 9, words.share(depth.low, 2), "end"))
     marks.append(label(LEFT + 68 + steps * width, y + 9, words.share(depth.high, 2)))
     return marks
@@ -156,7 +159,7 @@ def _health(layers: Mapping[str, LayerRecord]) -> list[Block]:
     dead = {name: n for name, each in layers.items() if (n := value_of(each, "dead_channels"))}
     if dead:
         most = max(dead, key=lambda name: dead[name])
-        said.append(f"{len(dead)} layers have input channels that are always zero, {most} {dead[most]:.0f} of them.")
+        said.append(f"Input channels that are always zero: in {len(dead)} layers, most in {most}, {dead[most]:.0f}.")
     damps = {damp for each in layers.values() if (damp := value_of(each, "damp")) is not None}
     if len(damps) > 1:
         said.append(f"Damping went from {min(damps):g} to {max(damps):g}: some Hessians needed more to be inverted.")
@@ -181,5 +184,5 @@ def every(layers: Mapping[str, LayerRecord]) -> Table:
 
 def _cell(value: float | None, how: str) -> str:
     if value is None:
-        return "–"  # noqa: RUF001
+        return words.NONE
     return words.share(value) if how == "share" else words.count(int(value)) if how == "count" else words.number(value)

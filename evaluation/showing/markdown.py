@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from compress.evaluation.showing.content import Article, Block, Continuation, Report, Section, Table, Words
+from compress.evaluation.showing.words import clean
 
 SPECIAL = re.compile(r"([\\`*\[\]<>|~&$])|(?<!\w)_|_(?!\w)")
 
@@ -47,13 +48,13 @@ def _block(block: Block) -> list[str]:
 
 def plain(text: str) -> str:
     """Text that means nothing to Markdown or HTML, on one line; addresses are not made links."""
-    found = SPECIAL.sub(lambda found: "\\" + found[0], " ".join(text.split())).replace("://", ":&#47;/")
+    found = SPECIAL.sub(lambda found: "\\" + found[0], " ".join(clean(text).split())).replace("://", ":&#47;/")
     return "\\" + found if re.match(r"(#|>|[-+]\s|\d+[.)]\s|={3}|-{3})", found) else found
 
 
 def table(block: Table) -> list[str]:
     """Rows between bars; a folded one in `details`."""
-    rules = [":--" if i < block.names else "--:" for i in range(len(block.columns))]
+    rules = [":--" if block.is_words(i) else "--:" for i in range(len(block.columns))]
     rows = [block.columns, rules, *block.rows]
     lines = [f"| {' | '.join(each if row is rules else plain(each) for each in row)} |" for row in rows]
     title = plain(block.title)

@@ -5,15 +5,17 @@ policy keeps a browser from running or fetching anything whatever it holds, and 
 they are.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from compress.evaluation.drawing import COLOURS, DARK, INK
 from compress.evaluation.showing.content import Block, Picture, Report
+from compress.evaluation.showing.words import clean
 from compress.version import VERSION
 
 HOME = Path(__file__).parent
@@ -27,11 +29,26 @@ def as_html(report: Report) -> str:
         f":root{{{COLOURS}}}@media screen and (prefers-color-scheme:dark){{:root{{{DARK}}}}}{INK}"  # paper stays white
     )
     environment = Environment(
-        loader=FileSystemLoader(HOME), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(HOME),
+        autoescape=True,
+        finalize=seen,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters |= {"runs": picture_runs, "drawn": Markup}
+    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable}
     template = environment.get_template(TEMPLATE)
-    return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"  # noqa: S704
+    return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"
+
+
+def seen(value: object) -> object:
+    """Text without what nobody would see; what is HTML already as it is."""
+    return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def breakable(text: str) -> Markup:
+    """A name that may go on in the next line behind a dot, a slash or an underscore, escaped."""
+    return Markup(re.sub(r"([._/])(?=[^\W\d])", r"\1<wbr>", str(escape(clean(text)))))
 
 
 def picture_runs(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:

@@ -14,7 +14,7 @@ from compress.evaluation.showing import words
 from compress.evaluation.showing.runs import Run
 from compress.evaluation.showing.verdict import held_out
 
-HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330.0, 52.0, 14.0, 16.0, 44.0
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330.0, 66.0, 14.0, 16.0, 44.0
 RADIUS = 5.0
 LOGARITHMIC_FROM = 4.0  # times between the ends of an axis
 LETTER, LINE = 6.6, 13.0  # about the size of a letter of a label
@@ -97,7 +97,7 @@ def drawn(points: Sequence[Point], key: str) -> str:
         said = f"{words.name(point.name)}\n{point.recipe}\n{words.data(point.bytes)}, {words.with_error(point.figure)}"
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" class="{style}"/>'
         marks.append(f"<g>{hover(said)}{bar}{circle}</g>")
-        labels += _named(point.name, x, y, taken, "strong" if i in best else "")
+        labels += _named(point.name, x, y, taken, "on strong" if i in best else "on")
     about = f"{len(points)} runs by bytes and {dict(MEASURES)[key]}; {len(best)} of them on the front"
     return inline(about, HEIGHT, [*marks, *labels])
 
@@ -122,7 +122,9 @@ def _grid(across: Axis, up: Axis, below: str, beside: str) -> list[str]:
         marks += [label(x, HEIGHT - BOTTOM + 18, f"{value:.4g}", "middle")]
     marks.append(label((LEFT + WIDE - RIGHT) / 2, HEIGHT - 6, below, "middle"))
     turned = f"rotate(-90 11 {(HEIGHT - BOTTOM) / 2:.0f})"
-    marks.append(f'<text x="11" y="{(HEIGHT - BOTTOM) / 2:.0f}" text-anchor="middle" transform="{turned}">{beside}</text>')
+    marks.append(
+        f'<text x="11" y="{(HEIGHT - BOTTOM) / 2:.0f}" text-anchor="middle" transform="{turned}">{beside}</text>'
+    )
     return marks
 
 
@@ -145,10 +147,12 @@ def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float,
     said = words.name(name)
     width = LETTER * len(said)
     places = [
-        (x + 9, y + 4, "start", x + 9),
+        (x + 7, y - 7, "start", x + 7),
+        (x + 9, y + 14, "start", x + 9),
         (x - 9, y + 4, "end", x - 9 - width),
-        (x, y - 10, "middle", x - width / 2),
-        (x, y + 19, "middle", x - width / 2),
+        (x - 7, y - 7, "end", x - 7 - width),
+        (x - 7, y + 14, "end", x - 7 - width),
+        (x, y + 18, "middle", x - width / 2),
     ]
     for at, base, anchor, start in places:
         box = (start, base - LINE + 2, start + width, base + 3)

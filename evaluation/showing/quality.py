@@ -31,11 +31,11 @@ def of_text(text: TextResult) -> list[Block]:
     """The table of a text, and its pictures."""
     keys = sorted(text.figures, key=_order)
     noise = text.noise or {}
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for key in keys:
         figure = text.figures[key]
         row = (words.label_of(key), words.figure_words(key, figure), words.figure_interval(key, figure))
-        rows.append((*row, words.figure_words(key, noise[key]) if key in noise else "–") if noise else row)  # noqa: RUF001
+        rows.append((*row, words.figure_words(key, noise[key]) if key in noise else words.NONE) if noise else row)
     columns = ("figure", "value ± standard error", "95 % interval", "noise floor")
     title = f"{words.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
     said = (
@@ -47,7 +47,7 @@ def of_text(text: TextResult) -> list[Block]:
     if noise:
         said += " The noise floor is the original against itself, rounded to its own dtype."
     blocks: list[Block] = [Table(columns if noise else columns[:3], rows, title), Words(said, "note")]
-    if text.kl_histogram is not None and sum(text.kl_histogram.counts):
+    if text.kl_histogram is not None and any(text.kl_histogram.counts):
         blocks.append(_histogram(text.kl_histogram))
     if text.by_confidence:
         blocks += _confidence(text.by_confidence)
@@ -75,22 +75,27 @@ def _histogram(found: Histogram) -> Picture:
         width = max(0.8, across.place(found.edges[i + 1]) - x - 1)
         ends = f"{10 ** found.edges[i]:.1e} to {10 ** found.edges[i + 1]:.1e}"
         said = hover(f"{count:,} tokens ({words.share(count / total)}) with KL {ends}")
-        marks.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}" class="main">{said}</rect>'
-        )
+        box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
+        marks.append(f'<rect {box} class="main">{said}</rect>')
     marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
     for power in across.ticks():
         if power == round(power):
             marks.append(label(across.place(power), HEIGHT - BOTTOM + 16, f"{10.0**power:g}", "middle"))
     marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "KL of a token, nats", "middle"))
-    return Picture("KL by token", inline(f"histogram of the KL of {total} tokens", HEIGHT, marks), "Tokens by their KL.")
+    return Picture(
+        "KL by token", inline(f"histogram of the KL of {total} tokens", HEIGHT, marks), "Tokens by their KL."
+    )
 
 
 def _confidence(bands: Sequence[Band]) -> list[Block]:
     """Mean KL where the original was sure, and where it was not."""
     measured = [band for band in bands if band.kl_mean is not None and math.isfinite(band.kl_mean.value)]
     rows = [
-        (f"{words.share(band.low)} to {words.share(band.high)}", words.count(band.tokens), words.with_error(band.kl_mean))
+        (
+            f"{words.share(band.low)} to {words.share(band.high)}",
+            words.count(band.tokens),
+            words.with_error(band.kl_mean),
+        )
         for band in bands
     ]
     table = Table(("probability of the first choice", "tokens", "KL, mean"), rows, "KL by the original's confidence",
@@ -114,7 +119,8 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
         marks.append(rule(middle, up.place(max(low, 0)), middle, up.place(high), "bar"))
     marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
     for value in (0, 0.25, 0.5, 0.75, 1):
-        marks.append(label(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %", "middle"))
+        side = "end" if value == 1 else "middle"
+        marks.append(label(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %", side))
     marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "probability that the original gave its first choice", "middle"))
     about = "mean KL by the original's confidence"
     caption = "Mean KL of the tokens on which the original was so sure; lines are 95 % intervals."
@@ -123,13 +129,15 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
 
 def calibration_gap(texts: Sequence[TextResult]) -> Table | None:
     """What a model gained on the text that it was calibrated on, beside the others."""
-    if not any(text.role == "calibration" for text in texts) or len(texts) < 2:  # noqa: PLR2004
+    if not any(text.role == "calibration" for text in texts) or len(texts) < 2:
         return None
     rows = []
     for text in texts:
         moved, kl = text.figures.get("log_perplexity_ratio"), text.figures.get("kl_mean")
         rows.append((words.name(text.name), text.role, words.with_error(moved), words.with_error(kl)))
-    return Table(("text", "role", words.LABELS["log_perplexity_ratio"], "KL, mean"), rows, "Calibration against held-out", 2)
+    return Table(
+        ("text", "role", words.LABELS["log_perplexity_ratio"], "KL, mean"), rows, "Calibration against held-out", 2
+    )
 
 
 def tasks(found: Sequence[TaskResult]) -> Section | None:
@@ -139,7 +147,7 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
     rows = []
     for task in found:
         p = task.p_adjusted if task.p_adjusted is not None else task.p_value
-        flips = "–" if task.gained is None or task.lost is None else f"+{task.gained} / −{task.lost}"  # noqa: RUF001
+        flips = words.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}"
         rows.append(
             (
                 words.name(task.name),
@@ -147,13 +155,23 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
                 words.with_error(task.accuracy, 100, " %"),
                 words.with_error(task.reference_accuracy, 100, " %"),
                 points(task.difference).removesuffix(" points"),
-                "–" if task.interval is None else _span(task.interval),  # noqa: RUF001
+                words.NONE if task.interval is None else _span(task.interval),
                 flips,
-                "–" if p is None else f"{p:.2g}",  # noqa: RUF001
+                words.NONE if p is None else f"{p:.2g}",
                 "" if task.difference is None else "differs" if significant(task) else "within noise",
             )
         )
-    columns = ("task", "questions", "accuracy", "original", "difference, points", "95 % of it", "gained / lost", "p", "")
+    columns = (
+        "task",
+        "questions",
+        "accuracy",
+        "original",
+        "difference, points",
+        "95 % of it",
+        "gained / lost",
+        "p",
+        "",
+    )
     note = (
         "Both models answer the same questions. Gained and lost are questions that only one of them got right; p is "
         "McNemar's exact test, after Holm over all tasks where there are several."
@@ -170,11 +188,15 @@ def generations(found: Sequence[Generation]) -> Section | None:
     """Continuations side by side, from where they part."""
     if not found:
         return None
-    blocks: list[Block] = [Words("Greedy continuations. What both say stands plain, what each says alone is marked.", "note")]
+    blocks: list[Block] = [
+        Words("Greedy continuations. What both say stands plain, what each says alone is marked.", "note")
+    ]
     for each in found:
         cut = _cut(each)
         rest = None if each.reference is None else words.clean(each.reference[cut:])
-        blocks.append(Continuation(words.clean(each.prompt), words.clean(each.model[:cut]), rest, words.clean(each.model[cut:])))
+        blocks.append(
+            Continuation(words.clean(each.prompt), words.clean(each.model[:cut]), rest, words.clean(each.model[cut:]))
+        )
     return Section("Continuations", blocks)
 
 

@@ -30,7 +30,6 @@ class Run:
     directory: Path | None = None
 
 
-
 def open_runs(names: Sequence[str]) -> list[Run]:
     """What the arguments name. Raises InputError or CheckpointError in one line that names the file at fault."""
     if not names:

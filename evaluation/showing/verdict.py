@@ -113,12 +113,13 @@ def _tasks(tasks: list[TaskResult]) -> list[str]:
         return [f"No task of {len(paired)} differs from the original beyond noise." if len(paired) > 1 else
                 f"{words.name(paired[0].name)} does not differ from the original beyond noise."]  # fmt: skip
     said = ", ".join(f"{words.name(task.name)} {points(task.difference)}" for task in moved)
-    rest = f"; the other {len(paired) - len(moved)} within noise" if len(moved) < len(paired) else ""
+    others = len(paired) - len(moved)
+    rest = f"; {f'{others} others' if others > 1 else 'the other'} within noise" if others else ""
     return [f"Tasks beyond noise: {said}{rest}."]
 
 
 def significant(task: TaskResult) -> bool:
-    """Whether a task's accuracy differs from the reference's: by the adjusted p, or the interval where there is none."""
+    """Whether a task's accuracy differs from the reference's: by the adjusted p, or by the interval without one."""
     p = task.p_adjusted if task.p_adjusted is not None else task.p_value
     if p is not None:
         return p < ALPHA
@@ -148,7 +149,9 @@ def tiles(found: Evaluation) -> list[Tile]:
     made = []
     if found.size is not None:
         times = smaller(found)
-        detail = "" if times is None else f"{times:.2f}× smaller" if times >= 1 else f"{1 / times:.2f}× larger"
+        detail = (
+            "" if times is None else f"{times:.2f} times smaller" if times >= 1 else f"{1 / times:.2f} times larger"
+        )
         made.append(Tile("size", words.data(found.size.bytes), detail or f"{found.size.bits_per_parameter:.2f} bits"))
     text, moved = held_out(found), change(found)
     figures = {} if text is None else text.figures
@@ -163,5 +166,8 @@ def tiles(found: Evaluation) -> list[Tile]:
     if "same_top" in figures:
         made.append(Tile("same first choice", words.share(figures["same_top"].value), "of the tokens"))
     if found.speed is not None:
-        made.append(Tile("decode", f"{words.number(found.speed.model.decode.value, 3)} /s", "tokens, one sequence"))
+        own, other = found.speed.model.decode, found.speed.reference
+        times = None if other is None or not other.decode.value else own.value / other.decode.value
+        detail = "tokens/s, one sequence" if times is None else f"tokens/s, {times:.2f} times the original's"
+        made.append(Tile("decoding", words.number(own.value, 3), detail))
     return made

@@ -7,6 +7,7 @@ from compress.evaluation.document import Figure
 
 Z95 = 1.959964  # standard errors on either side that hold 95 % of a normal distribution
 NOT_MEASURED = "not measured"
+NONE = "–"  # noqa: RUF001 - in a table, of what does not apply
 MOST_DIGITS = 6
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STEP = 1024.0
@@ -31,9 +32,7 @@ def clean(text: str) -> str:
     overrides of the direction of writing are written as escapes; line feeds and tabs stay."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else escape(c) for c in text
-    )
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else escape(c) for c in text)
 
 
 def escape(character: str) -> str:
@@ -56,7 +55,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value == 0:
         return "0"
     power = math.floor(math.log10(abs(value)))
-    if not -4 <= power < MOST_DIGITS:  # noqa: PLR2004
+    if not -4 <= power < MOST_DIGITS:
         return f"{value:.{digits - 1}e}"
     return f"{value:,.{max(0, digits - 1 - power)}f}"
 
@@ -90,7 +89,7 @@ def interval(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
     """The 95 % interval in words."""
     found = bounds(figure)
     if found is None or figure is None:
-        return "no error known"
+        return NONE
     places = decimals(figure.error * scale) if figure.error else MOST_DIGITS
     low, high = (f"{value * scale:,.{places}f}" if places <= MOST_DIGITS else f"{value * scale:.2e}" for value in found)
     return f"{low} to {high}{unit}"
@@ -106,7 +105,7 @@ def data(count: float | None) -> str:
     if count is None:
         return NOT_MEASURED
     value, unit = float(count), UNITS[0]
-    for unit in UNITS:  # noqa: B007
+    for unit in UNITS:
         if abs(value) < STEP or unit == UNITS[-1]:
             break
         value /= STEP
