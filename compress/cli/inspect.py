@@ -8,6 +8,8 @@ import click
 
 import compress
 from compress.cli.exits import exits_cleanly
+from compress.cli.keeping import asked_of, asked_options
+from compress.cli.keeping import keep as keep_evaluation
 from compress.cli.options import (
     begin,
     check_page,
@@ -35,19 +37,48 @@ from compress.errors import InputError
 @device_option
 @json_option
 @quiet_option
+@asked_options
 @exits_cleanly
-def evaluate(model: str, reference: str | None, text: str, json_file: str | None, quiet: bool, **options: Any) -> None:
+def evaluate(
+    model: str,
+    reference: str | None,
+    text: str,
+    json_file: str | None,
+    quiet: bool,
+    speed: bool,
+    memory: bool,
+    continuations: bool,
+    prompts: str | None,
+    keep: bool,
+    **options: Any,
+) -> None:
     """Measure perplexity, KL divergence to the original, and true size.
 
     Non-overlapping windows; every token after a window's first is predicted. KL is KL(original || MODEL) in nats per
     token. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens, too).
+    A directory that compress wrote keeps what was found (--no-keep: it does not).
     """
     begin()
     from compress.cli.progress import reporting
+    from compress.device import find_device
+    from compress.evaluation.asked import with_asked
 
+    asked = asked_of(speed, memory, continuations, prompts)
     with reporting("evaluate", quiet) as reporter:
         found = compress.evaluate(model, reference=reference, text=text, reporter=reporter, **options)
+        found = with_asked(
+            found,
+            model,
+            reference,
+            asked,
+            text=text,
+            device=find_device(options["device"]),
+            trust_remote_code=options["trust_remote_code"],
+            reporter=reporter,
+        )
     write_report(json_file, asdict(found))
+    if keep:
+        keep_evaluation(model, found)
     if not quiet and json_file != "-":
         from compress.cli import tables as show
 

@@ -74,7 +74,7 @@ def _quality(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section:
     for key in [*words.LABELS]:
         pair = _pair(a, b, key)
         if pair is not None:
-            scale = 100 if key in words.SHARES else 1
+            scale = words.scale_of(key)[0]
             moved = _signed(scale * (pair[1].value - pair[0].value)) if alike(a, b) else words.NONE
             rows.append((words.label_of(key), *(words.figure_words(key, each) for each in pair), moved))
     blocks.append(Table(("figure", *names, "difference"), rows))

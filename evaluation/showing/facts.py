@@ -10,8 +10,9 @@ from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Picture, Section, Table, Words
 
 BAR, GAP = 26.0, 20.0
-SMALLEST_NAMED = 0.12  # of the width, from which a part of a bar is named in it
-SHADES = (1.0, 0.72, 0.5, 0.36, 0.26, 0.18, 0.12)
+LETTER = 6.4  # about the width of a letter
+FAINTEST = 0.2  # opacity of the last part of a bar
+NAMED_FROM = 0.02  # of a bar, from which a part is in the legend
 SHOWN = 6  # names of layers in a row
 
 
@@ -75,43 +76,35 @@ def _components(own: SizeResult, other: SizeResult | None) -> Table:
 
 
 def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
-    """A bar for each model, as long as it has bytes, cut into components."""
+    """A bar for each model, as long as it has bytes, cut into components; what they are below, but for the smallest."""
     models = [("this model", own)] + ([] if other is None or not other.components else [("original", other)])
     most = max(each.bytes for _, each in models)
-    names = [*dict.fromkeys(part.name for _, each in models for part in each.components)]
+    large = [*dict.fromkeys(p.name for _, each in models for p in each.components if p.bytes > NAMED_FROM * each.bytes)]
+    steps = max(1, len(large) - 1)
+    shades = {name: 1 - (1 - FAINTEST) * i / steps for i, name in enumerate(large)}
     marks: list[str] = []
     for i, (called, each) in enumerate(models):
         top, x = i * (BAR + GAP) + GAP, 0.0
         marks.append(label(0, top - 6, f"{called}: {words.data(each.bytes)}", style="strong"))
         for part in each.components:
             width = (WIDE - 2) * part.bytes / most
-            shade = SHADES[names.index(part.name) % len(SHADES)]
-            said = hover(
-                f"{words.name(part.name)}: {words.data(part.bytes)}, {words.share(part.bytes / max(1, each.bytes))}"
-            )
-            marks.append(
-                f'<rect x="{x:.1f}" y="{top:.1f}" width="{max(0.5, width - 1):.1f}" height="{BAR:.0f}" class="main" '
-                f'fill-opacity="{shade}">{said}</rect>'
-            )
+            share = words.share(part.bytes / max(1, each.bytes))
+            said = hover(f"{words.name(part.name)}: {words.data(part.bytes)}, {share}")
+            marks.append(_block(x, top, max(0.5, width - 1), BAR, shades.get(part.name, FAINTEST), said))
             x += width
-    y = len(models) * (BAR + GAP) + 14
-    large = [
-        name
-        for name in names
-        if any(p.bytes > 0.02 * each.bytes for _, each in models for p in each.components if p.name == name)
-    ]
-    x = 0.0
-    for name in large:
-        width = 24 + 6.4 * len(name)
+    x, y = 0.0, len(models) * (BAR + GAP) + 14
+    for name, shade in shades.items():
+        width = LETTER * len(name) + 32
         if x + width > WIDE:
             x, y = 0.0, y + 18
-        shade = SHADES[names.index(name) % len(SHADES)]
-        marks.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="10" height="10" rx="2" class="main" fill-opacity="{shade}"/>'
-        )
-        marks.append(label(x + 15, y + 9, words.name(name)))
+        marks += [_block(x, y, 10, 10, shade), label(x + 15, y + 9, words.name(name))]
         x += width
     return Picture("Where the bytes are", inline("bytes by component", y + 16, marks))
+
+
+def _block(x: float, y: float, width: float, height: float, shade: float, inside: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.0f}"'
+    return f'<rect {place} class="main" fill-opacity="{shade:.2f}">{inside}</rect>'
 
 
 def speed(found: Evaluation) -> Section:
@@ -119,7 +112,8 @@ def speed(found: Evaluation) -> Section:
     measured = found.speed
     if measured is None:
         return Section("Speed", [Words(f"{words.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")])
-    where = f"{measured.device}, {measured.threads} threads, {measured.dtype}"
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    where = f"{measured.device}, {threads}, {measured.dtype}"
     blocks: list[Block] = [Words(words.clean(where), "note"), _timings(measured)]
     if measured.kernels:
         rows = [(words.name(kernel), words.count(layers)) for kernel, layers in measured.kernels.items()]

@@ -29,14 +29,10 @@ def section(found: Evaluation) -> Section:
 
 def of_text(text: TextResult) -> list[Block]:
     """The table of a text, and its pictures."""
-    keys = sorted(text.figures, key=_order)
-    noise = text.noise or {}
-    rows: list[tuple[str, ...]] = []
-    for key in keys:
-        figure = text.figures[key]
-        row = (words.label_of(key), words.figure_words(key, figure), words.figure_interval(key, figure))
-        rows.append((*row, words.figure_words(key, noise[key]) if key in noise else words.NONE) if noise else row)
-    columns = ("figure", "value ± standard error", "95 % interval", "noise floor")
+    main = [key for key in words.LABELS if key in text.figures]
+    others = [key for key in text.figures if key not in words.LABELS]
+    columns: tuple[str, ...] = ("figure", "value ± standard error", "95 % interval")
+    columns = (*columns, "noise floor") if text.noise is not None else columns
     title = f"{words.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
     said = (
         f"{words.count(text.tokens)} tokens predicted in {words.count(text.windows)} windows of {text.length}"
@@ -44,9 +40,11 @@ def of_text(text: TextResult) -> list[Block]:
     )
     if text.windows == 1:
         said += " Of a single window no standard error is known."
-    if noise:
+    if text.noise is not None:
         said += " The noise floor is the original against itself, rounded to its own dtype."
-    blocks: list[Block] = [Table(columns if noise else columns[:3], rows, title), Words(said, "note")]
+    blocks: list[Block] = [Table(columns, [_row(text, key) for key in main], title), Words(said, "note")]
+    if others:
+        blocks.append(Table(columns, [_row(text, key) for key in others], "More figures of this text", folded=True))
     if text.kl_histogram is not None and any(text.kl_histogram.counts):
         blocks.append(_histogram(text.kl_histogram))
     if text.by_confidence:
@@ -54,12 +52,14 @@ def of_text(text: TextResult) -> list[Block]:
     return blocks
 
 
-def _order(key: str) -> tuple[int, str]:
-    known = list(words.LABELS)
-    if key in known:
-        return known.index(key), key
-    percentile = key.startswith("kl_p")
-    return (known.index("kl_max") if percentile else len(known)), key
+def _row(text: TextResult, key: str) -> tuple[str, ...]:
+    """A figure, its interval, and its noise floor where any was measured."""
+    figure = text.figures[key]
+    row = (words.label_of(key), words.figure_words(key, figure), words.figure_interval(key, figure))
+    if text.noise is None:
+        return row
+    floor = text.noise.get(key)
+    return (*row, words.NONE if floor is None else words.figure_words(key, floor))
 
 
 def _histogram(found: Histogram) -> Picture:

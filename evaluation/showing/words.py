@@ -1,6 +1,7 @@
 """Figures as people read them: with as many digits as their error leaves, and a word for what is not there."""
 
 import math
+import re
 import unicodedata
 
 from compress.evaluation.document import Figure
@@ -12,17 +13,23 @@ MOST_DIGITS = 6
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STEP = 1024.0
 LONG = 400  # characters of a name
-SHARES = frozenset({"same_top"})
+PERCENTILE = re.compile(r"(kl|delta_p)_p(\d+)$")
+POINTS = "delta_p"  # figures that are differences of probabilities
 
 # What the figures of a text are called, in the order in which they are shown.
 LABELS = {
     "perplexity": "perplexity",
     "reference_perplexity": "perplexity of the original",
-    "log_perplexity_ratio": "ln of the perplexities' ratio",
-    "perplexity_correlation": "correlation of ln perplexities",
+    "perplexity_difference": "difference of the two",
+    "perplexity_ratio": "ratio of the two",
+    "log_perplexity_ratio": "ln of the ratio",
+    "correlation": "correlation of ln likelihoods",
     "kl_mean": "KL, mean (nats per token)",
     "kl_median": "KL, median",
+    "kl_p99": "KL, 99 % are below",
     "kl_max": "KL, largest",
+    "delta_p_mean": "change of p of the text's token, mean",
+    "delta_p_rms": "change of p, root mean square",
     "same_top": "same first choice",
 }
 
@@ -117,19 +124,28 @@ def count(value: int | None) -> str:
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
+def scale_of(key: str) -> tuple[float, str]:
+    """What a figure is multiplied by to be read, and its unit: shares and differences of probabilities in percent."""
+    return (100.0, " %") if key == "same_top" or key.startswith(POINTS) else (1.0, "")
+
+
 def figure_words(key: str, figure: Figure | None) -> str:
-    """A figure of a text ± its standard error, shares in percent."""
-    return with_error(figure, 100.0, " %") if key in SHARES else with_error(figure)
+    """A figure of a text ± its standard error."""
+    return with_error(figure, *scale_of(key))
 
 
 def figure_interval(key: str, figure: Figure | None) -> str:
     """Its 95 % interval."""
-    return interval(figure, 100.0, " %") if key in SHARES else interval(figure)
+    return interval(figure, *scale_of(key))
 
 
 def label_of(key: str) -> str:
     """What a figure is called."""
     if key in LABELS:
         return LABELS[key]
-    words = key.replace("_", " ")
-    return words.replace("kl p", "KL, percentile ", 1) if words.startswith("kl p") else words
+    found = PERCENTILE.match(key)
+    if found is None:
+        return key.replace("kl_", "KL, ").replace("delta_p_", "change of p, ").replace("_", " ")
+    of, digits = found.groups()
+    percent = float(f"0.{digits}") * 100
+    return f"{'KL' if of == 'kl' else 'change of p'}, {percent:.4g} % are below"

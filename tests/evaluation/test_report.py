@@ -13,19 +13,18 @@ import evaluations
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from evaluations import HOSTILE
+from evaluations import hostile, runs
 
 from compress.checkpoint.directory import stranger_in
-from compress.checkpoint.record import LayerRecord
 from compress.cli.main import cli
-from compress.evaluation.document import Evaluation, Figure, Generation, Named
+from compress.evaluation.document import Evaluation, Figure, Named
 from compress.evaluation.showing import words
 from compress.evaluation.showing.compose import compose
 from compress.evaluation.showing.content import Table
 from compress.evaluation.showing.markdown import as_markdown, plain
 from compress.evaluation.showing.page import as_html
 from compress.evaluation.showing.pareto import Point, front
-from compress.evaluation.showing.runs import Run, open_runs
+from compress.evaluation.showing.runs import open_runs
 from compress.evaluation.showing.verdict import verdict
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
@@ -62,10 +61,6 @@ class Page(HTMLParser):
         self.text += data
         if {"td", "th"} & {*self._open}:
             self.rows[-1][-1] += data
-
-
-def runs(*found: Evaluation) -> list[Run]:
-    return [Run(each.model.name, Path(f"{each.model.name}.json"), each) for each in found]
 
 
 def page(*found: Evaluation) -> Page:
@@ -319,29 +314,6 @@ def test_a_readme_of_somebody_else_stays(copy_of: Callable[..., Path], llama_w4:
 
 
 # --- hostile names -------------------------------------------------------------------------------------------------
-
-
-def hostile() -> Evaluation:
-    """Every name and text is somebody's who means ill."""
-    found = evaluations.whole()
-    assert found.run is not None
-    assert found.speed is not None
-    assert found.reference is not None
-    record = LayerRecord(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 64, (4, 4), {"loss": 0.5, "dead_channels": 3})
-    run = replace(found.run, command=HOSTILE, layers=[record], left_alone={HOSTILE: HOSTILE}, notes=[HOSTILE])
-    return replace(
-        found,
-        model=replace(found.model, name=HOSTILE, architecture=HOSTILE),
-        reference=replace(found.reference, name=HOSTILE),
-        texts=[replace(evaluations.text_result(), name=HOSTILE, protocol=HOSTILE)],
-        recipe={"passes": [{HOSTILE: {"scheme": HOSTILE, HOSTILE: HOSTILE}}]},
-        tasks=[replace(evaluations.tasks()[0], name=HOSTILE)],
-        speed=replace(found.speed, device=HOSTILE, kernels={HOSTILE: 3}, fallbacks={HOSTILE: 3}),
-        generations=[Generation(HOSTILE, HOSTILE, HOSTILE + "x", 3)],
-        run=replace(run, verification={"layers": HOSTILE, "transformers": HOSTILE}, calibration={HOSTILE: HOSTILE}),
-        missing={HOSTILE: HOSTILE},
-        provenance={HOSTILE: {HOSTILE: HOSTILE}},
-    )
 
 
 def test_hostile_names_are_text_and_nothing_else() -> None:

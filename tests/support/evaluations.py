@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from compress.checkpoint.record import LayerRecord
@@ -20,6 +21,7 @@ from compress.evaluation.document import (
     TextResult,
     Timing,
 )
+from compress.evaluation.showing.runs import Run
 
 KINDS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -169,3 +171,31 @@ def sweep() -> list[Evaluation]:
         shifted("rtn-w8", 166_500_000, 8.25, 0.0011, 0.0004, "rtn", "w8a16"),
         shifted("mixed-3.5", 104_000_000, 3.5, 0.21, 0.16, "gptq", "w3a16"),
     ]
+
+
+def runs(*found: Evaluation) -> list[Run]:
+    """As if each had been read from a file."""
+    return [Run(each.model.name, Path(f"{each.model.name}.json"), each) for each in found]
+
+
+def hostile() -> Evaluation:
+    """Every name and text is somebody's who means ill."""
+    found = whole()
+    assert found.run is not None
+    assert found.speed is not None
+    assert found.reference is not None
+    record = LayerRecord(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 64, (4, 4), {"loss": 0.5, "dead_channels": 3})
+    run = replace(found.run, command=HOSTILE, layers=[record], left_alone={HOSTILE: HOSTILE}, notes=[HOSTILE])
+    return replace(
+        found,
+        model=replace(found.model, name=HOSTILE, architecture=HOSTILE),
+        reference=replace(found.reference, name=HOSTILE),
+        texts=[replace(text_result(), name=HOSTILE, protocol=HOSTILE)],
+        recipe={"passes": [{HOSTILE: {"scheme": HOSTILE, HOSTILE: HOSTILE}}]},
+        tasks=[replace(tasks()[0], name=HOSTILE)],
+        speed=replace(found.speed, device=HOSTILE, kernels={HOSTILE: 3}, fallbacks={HOSTILE: 3}),
+        generations=[Generation(HOSTILE, HOSTILE, HOSTILE + "x", 3)],
+        run=replace(run, verification={"layers": HOSTILE, "transformers": HOSTILE}, calibration={HOSTILE: HOSTILE}),
+        missing={HOSTILE: HOSTILE},
+        provenance={HOSTILE: {HOSTILE: HOSTILE}},
+    )
