@@ -34,13 +34,13 @@ def open_runs(names: Sequence[str]) -> list[Run]:
     """What the arguments name. Raises InputError or CheckpointError in one line that names the file at fault."""
     if not names:
         raise InputError("nothing to report on; give directories that compress wrote, or files of `evaluate --json`")
-    found = [_open(name) for name in names]
     seen: dict[Path, str] = {}
-    for run, name in zip(found, names, strict=True):
-        where = run.path.resolve()
+    for name in names:
+        where = path_of(name, "run").absolute()
         if where in seen:
             raise InputError(f"{seen[where]!r} and {name!r} are the same run; give each once")
         seen[where] = name
+    found = [_open(name) for name in names]
     short = _short_names([run.path for run in found])
     return [replace(run, name=each) for run, each in zip(found, short, strict=True)]
 
