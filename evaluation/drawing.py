@@ -77,7 +77,7 @@ def picture(title: str, marks: Sequence[str]) -> str:
 
 WIDE = 480  # units of width; a phone shows about three quarters of a unit per pixel, a desk one
 INK = (
-    "svg.drawn{width:100%;height:auto;display:block;font:12px system-ui,sans-serif}svg.drawn text{fill:var(--soft)}"
+    "svg.drawn{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}svg.drawn text{fill:var(--soft)}"
     "svg.drawn .grid{stroke:var(--line)}svg.drawn .main{fill:var(--accent)}svg.drawn .other{fill:var(--faint)}"
     "svg.drawn .path{fill:none;stroke:var(--accent);stroke-width:1.5}svg.drawn .bar{stroke:var(--accent)}"
     "svg.drawn .otherbar{stroke:var(--faint)}svg.drawn text.strong{fill:var(--ink);font-weight:600}"

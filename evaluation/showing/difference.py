@@ -140,7 +140,10 @@ def _layers(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> Section | N
     if not both:
         return None
     ratios = {name: max(losses[1][name], LEAST) / max(losses[0][name], LEAST) for name in both}
-    first = sorted(both, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
+    moved = [name for name in both if losses[0][name] != losses[1][name]]
+    if not moved:
+        return Section("Layers", [Words("The error of every layer that both have is the same.", "note")])
+    first = sorted(moved, key=lambda name: -abs(math.log(ratios[name])))[:MOVED]
     rows = [
         (words.name(name), words.share(losses[0][name]), words.share(losses[1][name]), f"{ratios[name]:.2f} times")
         for name in first

@@ -57,7 +57,7 @@ def comparable(runs: Sequence[Run]) -> tuple[str, list[Run], list[str]]:
         return MEASURES[0][0], [], left
     chosen = max(groups, key=lambda key: len(groups[key]))
     others = [run for key, group in groups.items() if key != chosen for run in group]
-    left += [f"{run.name}: measured on another text, or against another original" for run in others]
+    left += [f"{run.name}: measured on other tokens, or against another original" for run in others]
     return str(chosen[0]), groups[chosen], left
 
 

@@ -10,6 +10,7 @@ Z95 = 1.959964  # standard errors on either side that hold 95 % of a normal dist
 NOT_MEASURED = "not measured"
 NONE = "–"  # noqa: RUF001 - in a table, of what does not apply
 MOST_DIGITS = 6
+MOST_PLACES = 7  # behind the point
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STEP = 1024.0
 LONG = 400  # characters of a name
@@ -80,7 +81,7 @@ def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str
     if error is None or not math.isfinite(value) or not math.isfinite(error) or error <= 0:
         return number(value) + unit
     places = decimals(error)
-    if places > MOST_DIGITS:
+    if places > MOST_PLACES:
         return f"{value:.3e} ± {error:.1e}{unit}"
     return f"{value:,.{places}f} ± {error:,.{places}f}{unit}"
 

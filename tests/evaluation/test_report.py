@@ -131,7 +131,7 @@ def test_runs_on_other_texts_are_not_compared() -> None:
     first, second, third = evaluations.sweep()[:3]
     other = replace(third, texts=[replace(third.texts[0], sha256="b" * 64)])
     found = page(first, second, other)
-    assert "awq-w4: measured on another text" in found.text
+    assert "awq-w4: measured on other tokens" in found.text
     assert found.tags.count("circle") == 2
     alone = page(first, replace(second, texts=[], size=None))
     assert "rtn-w4: size was not measured" in alone.text
