@@ -128,8 +128,10 @@ MOST_TICKS = 6
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """At most six multiples of 1, 2 or 5 times a power of ten, between two values."""
+    """At most six multiples of 1, 2 or 5 times a power of ten, between two values; none between infinite ones."""
     spread = (high - low) or abs(low) or 1.0
+    if not math.isfinite(spread):
+        return []
     power = 10.0 ** math.floor(math.log10(spread / MOST_TICKS))
     step = next(f * power for f in (1, 2, 5, 10) if spread / (f * power) <= MOST_TICKS)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from compress.reading import special
 
 EVALUATION = "evaluation.json"
 PARTIAL = ".partial"
+MOST_POWER = 300  # of ten, that a number can be
 NO_EVALUATION = "no evaluation is kept in this directory: run `compress evaluate` on it"
 
 
@@ -51,7 +53,7 @@ def _open(name: str) -> Run:
     path = path_of(name, "run")
     kind = special(path)
     if kind is None and path.exists():
-        return Run(name, path, read_evaluation(path))
+        return Run(name, path, _read(path))
     if not path.is_dir():
         raise InputError(
             f"run {name!r} {'is ' + kind if kind else 'does not exist'}; give a directory that compress wrote, or a "
@@ -78,11 +80,26 @@ def _of_directory(path: Path) -> Evaluation:
         model = named(source)
         size = size_result(source)
         return Evaluation(model, [], recipe=recipe, size=size, run=run, missing={"quality": NO_EVALUATION})
-    found = read_evaluation(path / EVALUATION)
+    found = _read(path / EVALUATION)
     if found.model.fingerprint not in (None, source.fingerprint()):
         raise CheckpointError(f"{path / EVALUATION} is about other weights than {path} holds; evaluate it again")
     size = found.size if found.size is not None and found.size.components else size_result(source)
     return replace(found, run=run, recipe=found.recipe or recipe, size=size)
+
+
+def _read(path: Path) -> Evaluation:
+    """An evaluation whose histograms can be drawn. Raises CheckpointError, naming the file, for one that cannot be."""
+    found = read_evaluation(path)
+    for i, text in enumerate(found.texts):
+        drawn = text.kl_histogram
+        if drawn is None:
+            continue
+        rising = all(a < b for a, b in pairwise(drawn.edges)) and all(abs(edge) < MOST_POWER for edge in drawn.edges)
+        if len(drawn.edges) != len(drawn.counts) + 1 or not rising or min(drawn.counts, default=-1) < 0:
+            raise CheckpointError(
+                f"{path}: texts[{i}].kl_histogram must have counts of 0 or more, and edges that rise, one more of them"
+            )
+    return found
 
 
 def named(source: Source) -> Named:

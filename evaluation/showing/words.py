@@ -88,7 +88,7 @@ def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str
 
 def bounds(figure: Figure | None) -> tuple[float, float] | None:
     """The 95 % interval of a figure; None where its error is not known."""
-    if figure is None or figure.error is None or not math.isfinite(figure.error):
+    if figure is None or figure.error is None or not 0 <= figure.error < math.inf:
         return None
     return figure.value - Z95 * figure.error, figure.value + Z95 * figure.error
 

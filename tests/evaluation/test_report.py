@@ -17,7 +17,7 @@ from commands import Outcome
 from evaluations import hostile, runs
 
 from compress.checkpoint.directory import stranger_in
-from compress.evaluation.document import Evaluation, Figure, Named
+from compress.evaluation.document import Evaluation, Figure, Histogram, Named
 from compress.evaluation.showing import words
 from compress.evaluation.showing.compose import compose
 from compress.evaluation.showing.content import Table
@@ -241,6 +241,10 @@ def test_broken_and_partial_runs_are_named(
     half = copy_of(llama_w4, "half")
     (half / "evaluation.json").write_text('{"format": 1, "model": {"na', encoding="utf-8")
     strange = written(replace(evaluations.whole(), texts=[{"name": 3}]), "strange.json")  # type: ignore[list-item]
+    text = evaluations.text_result()
+    uneven = written(
+        replace(evaluations.whole(), texts=[replace(text, kl_histogram=Histogram([0.0, 1.0], [3, 4]))]), "uneven.json"
+    )
     partial = tmp_path / "out.partial"
     partial.mkdir()
     for given, said in {
@@ -248,6 +252,7 @@ def test_broken_and_partial_runs_are_named(
         other: "evaluation.json is about other weights",
         half: "half/evaluation.json cannot be read",
         strange: "strange.json: texts[0].name is 3; it must be a word",
+        uneven: "uneven.json: texts[0].kl_histogram must have counts of 0 or more",
         llama: "holds no compress.json; give a directory that compress wrote",
         partial: "is the work of a run that is not finished",
         tmp_path / "out": "does not exist; give a directory",
