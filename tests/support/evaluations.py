@@ -157,7 +157,8 @@ def shifted(name: str, total: int, bits: float, kl: float, change: float, method
     """The same with another recipe, size and quality."""
     found = whole(name)
     recipe = {"passes": [{method: {"scheme": scheme, "group_size": 64}}]}
-    return replace(found, texts=[text_result(kl, change)], size=size_result(total, bits), recipe=recipe)
+    run = replace(run_result(), layers=layer_records(2))
+    return replace(found, texts=[text_result(kl, change)], size=size_result(total, bits), recipe=recipe, run=run)
 
 
 def sweep() -> list[Evaluation]:
