@@ -10,8 +10,8 @@ from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.shown import command
 from compress.checkpoint.source import Source
+from compress.evaluation.components import size_result
 from compress.evaluation.document import Named, RunResult, SizeResult
-from compress.evaluation.size import measure_size
 from compress.kernels.measure.provenance import origin
 from compress.schema import built, fits
 from compress.version import VERSION
@@ -24,16 +24,7 @@ def size_of(model: nn.Module | Source | None) -> SizeResult | None:
     """Bytes on disk, from the headers of the files; None of a model in memory."""
     if not isinstance(model, Source):
         return None
-    size = measure_size(model)
-    return SizeResult(
-        bytes=size.bytes,
-        components=[],
-        parameters=size.parameters,
-        compressed_parameters=size.compressed_weights,
-        bits_per_weight=size.bits_per_weight,
-        bits_per_parameter=size.bits_per_parameter,
-        cache=size.cache,
-    )
+    return size_result(model)
 
 
 def named(model: nn.Module | Source, network: nn.Module, size: SizeResult | None) -> Named:

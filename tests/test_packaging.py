@@ -71,6 +71,8 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         "demo/calibration.txt",
         "demo/heldout.txt",
         "kernels/tuning/tuned.json",
+        "evaluation/showing/page.html",
+        "evaluation/showing/page.css",
     ):
         assert f"compress/{name}" in wheel
     for folder in LINKED:
@@ -261,6 +263,7 @@ AT_ONCE = (
     (2, "quantize demo --output out --recipe no.yaml"),
     (2, "quantize demo --output out --fsdp"),
     (2, "inspect demo --device cpu"),
+    (2, "report a --diff"),
     (2, "bench --schemes w4a16"),
     (2, "demo --overwrite"),
 )

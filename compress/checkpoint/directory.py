@@ -276,15 +276,20 @@ def is_checkpoint(directory: Path) -> bool:
     return isinstance(record.get("compress"), str) and isinstance(record.get("identity"), dict)
 
 
+def own_files(directory: Path) -> list[str]:
+    """The files of a run's output beside its record."""
+    names: list[str] | None = read_record(directory).get("files")
+    if names is not None:
+        return names
+    index = directory / INDEX  # records did not always name the files
+    weights = read_json(index)["weight_map"].values() if index.exists() else ()
+    known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
+    return [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
+
+
 def stranger_in(directory: Path) -> Path | None:
     """Something in the output of a run that the run did not write; None where there is nothing."""
-    names = read_record(directory).get("files")
-    if names is None:  # records did not always name the files
-        index = directory / INDEX
-        weights = read_json(index)["weight_map"].values() if index.exists() else ()
-        known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
-        names = [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
-    own = {RECORD, *names}
+    own = {RECORD, *own_files(directory)}
     return next((p for p in sorted(directory.iterdir()) if p.name not in own or p.is_symlink() or p.is_dir()), None)
 
 

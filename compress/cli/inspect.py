@@ -1,121 +1,26 @@
-"""`compress inspect`, `evaluate` and `verify`: what a checkpoint holds, what it cost, and whether it is right."""
+"""`compress inspect` and `verify`: what a checkpoint holds, and whether it is right."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
 import compress
-from compress.cli.exits import GATE, exits_cleanly, fail
+from compress.cli.exits import exits_cleanly
 from compress.cli.options import (
     begin,
     check_page,
     device_option,
-    given,
     html_option,
     json_option,
     plugin_option,
     quiet_option,
-    task_options,
     trust_option,
     writable,
     write_report,
 )
 from compress.cli.terminal import visible
 from compress.errors import InputError
-
-OF_TEXT = ("calibration", "length", "stride", "samples", "noise_floor", "no_cache")
-OF_LANGUAGE = ("texts", *OF_TEXT, "tasks", "questions")
-
-
-@click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
-@click.argument("model")
-@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
-@click.option(
-    "--text",
-    "texts",
-    multiple=True,
-    metavar="TEXT",
-    help="Held-out text, or token ids (evaluated row by row). Repeatable. Needed but for --task and --pairs.",
-)
-@task_options
-@click.option(
-    "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
-)
-@click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
-@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
-@click.option(
-    "--stride", type=int, help="Tokens between the beginnings of windows, which overlap then.  [default: --length]"
-)
-@click.option("--samples", type=int, help="At most so many windows of each text, spread over it.")
-@click.option("--noise-floor", is_flag=True, help="Measure the original against itself in its own 16 bits, too.")
-@click.option("--no-cache", is_flag=True, help="Keep nothing of what the original says, and read nothing.")
-@click.option(
-    "--fail-if",
-    "gates",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with 3 where it is true, like 'kl_mean > 0.05', or cannot be told. Repeatable.",
-)
-@trust_option
-@plugin_option
-@device_option
-@json_option
-@quiet_option
-@exits_cleanly
-def evaluate(
-    model: str,
-    reference: str | None,
-    texts: tuple[str, ...],
-    tasks: tuple[str, ...],
-    pairs: str | None,
-    gates: tuple[str, ...],
-    json_file: str | None,
-    quiet: bool,
-    **options: Any,
-) -> None:
-    """Measure perplexity, KL divergence to the original, answers to questions, and true size.
-
-    Non-overlapping windows; every token after a window's first is predicted (--stride: those that no earlier window has
-    had). KL is KL(original || MODEL) in nats per token, delta p the probability of the text's token less the
-    original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
-    too).
-    """
-    if not texts and not tasks and pairs is None:
-        raise InputError("nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE)")
-    if pairs is not None and (unused := [name for name in OF_LANGUAGE if given(name)]):
-        told = {"texts": "text", "tasks": "task"}.get(unused[0], unused[0]).replace("_", "-")
-        about = "tasks" if unused[0] in ("tasks", "questions") else "text"
-        raise InputError(f"--pairs is for encoders; --{told} is for {about}: drop one of them")
-    if not texts and (unused := [name for name in OF_TEXT if given(name)]):
-        raise InputError(f"--{unused[0].replace('_', '-')} is for text; give --text TEXT, or drop it")
-    begin()
-    from compress.cli.progress import reporting
-    from compress.evaluation.gates import broken_gates, parse_gate
-
-    asked = [parse_gate(gate) for gate in gates]
-    of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
-    with reporting("evaluate", quiet) as reporter:
-        words = {"reference": reference, "reporter": reporter, **options}
-        if pairs is not None:
-            from compress.evaluation.encoders import evaluate_encoder
-
-            found = evaluate_encoder(model, pairs, **words)
-        else:
-            cache = not of_text.pop("no_cache")
-            found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
-    write_report(json_file, asdict(found))
-    if not quiet and json_file != "-":
-        from compress.cli import figures
-        from compress.cli import tables as show
-        from compress.cli.tasks import answered
-
-        show.evaluations([(model, found)], reference)
-        figures.details(found, model)
-        answered(found.tasks)
-    if broken := broken_gates(found, asked):
-        fail("; ".join(broken), GATE)
 
 
 @click.command(short_help="Show every layer: scheme, bits, bytes, why it was left alone.")

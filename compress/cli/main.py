@@ -9,12 +9,14 @@ import click
 import compress
 from compress.cli.bench import bench
 from compress.cli.demo import demo
+from compress.cli.evaluate import evaluate
 from compress.cli.export import export
 from compress.cli.generate import generate
-from compress.cli.inspect import evaluate, inspect, verify
+from compress.cli.inspect import inspect, verify
 from compress.cli.methods import methods, recipes
 from compress.cli.prune import prune
 from compress.cli.quantize import quantize
+from compress.cli.report import report
 from compress.cli.terminal import visible
 from compress.cli.train import distill, qat
 
@@ -51,6 +53,7 @@ def cli() -> None:
     compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
     compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
     compress evaluate OUT --reference MODEL --text TEXT
+    compress report OUT... --output report.html
     compress inspect OUT
     compress generate OUT --prompt "Once upon a time"
     compress bench
@@ -66,6 +69,7 @@ for command in (
     qat,
     distill,
     evaluate,
+    report,
     inspect,
     generate,
     verify,

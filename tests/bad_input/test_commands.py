@@ -665,6 +665,24 @@ OTHERS: dict[str, Case] = {
         lambda d: command("evaluate", d.model, "--pairs", d.here / "no.jsonl"),
         ("no.jsonl' does not exist", "sentence1, sentence2, score"),
     ),
+    "evaluate: prompts that are none": (
+        lambda d: command("evaluate", d.model, "--text", d.tokens, "--prompts", d.here / "no.txt"),
+        ("no.txt cannot be read", "a prompt on each line"),
+    ),
+    "report: no form": (
+        lambda d: command("report", "a", "--output", d.here / "x.pdf"),
+        ("the end of the name says what is written", ".html", ".svg"),
+    ),
+    "report: difference of one": (lambda d: command("report", "a", "--diff"), ("--diff is of two runs; 1 given",)),
+    "report: card of two": (lambda d: command("report", "a", "b", "--card"), ("--card is about one run", "2 given")),
+    "report: nothing to overwrite": (lambda d: command("report", "a", "--overwrite"), ("--overwrite is for --card",)),
+    "report: a picture of one": (
+        lambda d: command("report", "a", "--output", d.here / "x.svg"),
+        ("quality against bytes over several runs", "give more"),
+    ),
+    "report: twice": (lambda d: command("report", d.model, d.model), ("are the same run", "give each once")),
+    "report: no run": (lambda d: command("report", d.model), ("holds no compress.json", "that compress wrote")),
+    "report: not there": (lambda d: command("report", "no/such"), ("'no/such' does not exist", "evaluate --json")),
     "generate: empty prompt": (
         lambda d: command("generate", d.model, "--prompt", ""),
         ("prompt is empty", "at least one token"),

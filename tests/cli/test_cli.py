@@ -30,7 +30,19 @@ from compress.cli import progress
 from compress.evaluation.stored import read_evaluation
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
-COMMANDS = ("quantize", "prune", "evaluate", "inspect", "generate", "verify", "methods", "recipes", "demo", "bench")
+COMMANDS = (
+    "quantize",
+    "prune",
+    "evaluate",
+    "report",
+    "inspect",
+    "generate",
+    "verify",
+    "methods",
+    "recipes",
+    "demo",
+    "bench",
+)
 
 
 # --- what exists is not lost ---------------------------------------------------------------------------------------
@@ -384,7 +396,7 @@ def test_a_method_without_statistics_takes_calibration_data_and_says_that_it_rea
 
 def test_json_on_standard_output_is_all_there_is(desk: Desk, llama_w4: Path) -> None:
     for arguments in (
-        ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens],
+        ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--no-keep"],
         ["inspect", llama_w4],
         ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
     ):
@@ -403,7 +415,8 @@ def test_json_in_a_file_leaves_the_table_on_standard_output(desk: Desk) -> None:
 
 def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> None:
     file = desk.here / "f"
-    table = command("evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", file)
+    words = ("--reference", desk.model, "--text", desk.tokens, "--no-keep", "--json", file)
+    table = command("evaluate", llama_w4, *words)
     found = read_evaluation(file)
     record = json.loads((llama_w4 / "compress.json").read_text())
     assert (found.model.name, found.reference.name) == (str(llama_w4), str(desk.model))
@@ -428,7 +441,7 @@ def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> No
 def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
     for arguments in (
         ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
-        ["evaluate", llama_w4, "--text", desk.tokens],
+        ["evaluate", llama_w4, "--text", desk.tokens, "--no-keep"],
         ["inspect", llama_w4],
     ):
         assert command(*arguments, "--quiet") == Outcome(0, "", "")

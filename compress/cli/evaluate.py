@@ -1,0 +1,132 @@
+"""`compress evaluate`: how good a model is beside its original, and what it costs."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import compress
+from compress.cli.exits import GATE, exits_cleanly, fail
+from compress.cli.keeping import asked_of, asked_options
+from compress.cli.keeping import keep as keep_evaluation
+from compress.cli.options import (
+    begin,
+    device_option,
+    given,
+    json_option,
+    plugin_option,
+    quiet_option,
+    task_options,
+    trust_option,
+    write_report,
+)
+from compress.errors import InputError
+
+OF_TEXT = ("calibration", "length", "stride", "samples", "noise_floor", "no_cache")
+OF_TASKS = ("tasks", "questions")
+OF_GENERATION = ("speed", "memory", "continuations", "prompts")
+SAID = {"texts": "text", "tasks": "task"}
+
+
+@click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
+@click.argument("model")
+@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="Held-out text, or token ids (evaluated row by row). Repeatable. Needed but for --task and --pairs.",
+)
+@task_options
+@click.option(
+    "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
+)
+@click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
+@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option(
+    "--stride", type=int, help="Tokens between the beginnings of windows, which overlap then.  [default: --length]"
+)
+@click.option("--samples", type=int, help="At most so many windows of each text, spread over it.")
+@click.option("--noise-floor", is_flag=True, help="Measure the original against itself in its own 16 bits, too.")
+@click.option("--no-cache", is_flag=True, help="Keep nothing of what the original says, and read nothing.")
+@click.option(
+    "--fail-if",
+    "gates",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with 3 where it is true, like 'kl_mean > 0.05', or cannot be told. Repeatable.",
+)
+@trust_option
+@plugin_option
+@device_option
+@json_option
+@quiet_option
+@asked_options
+@exits_cleanly
+def evaluate(
+    model: str,
+    reference: str | None,
+    texts: tuple[str, ...],
+    tasks: tuple[str, ...],
+    pairs: str | None,
+    gates: tuple[str, ...],
+    json_file: str | None,
+    quiet: bool,
+    keep: bool,
+    **options: Any,
+) -> None:
+    """Measure perplexity, KL divergence to the original, answers to questions, and true size.
+
+    Non-overlapping windows; every token after a window's first is predicted (--stride: those that no earlier window has
+    had). KL is KL(original || MODEL) in nats per token, delta p the probability of the text's token less the
+    original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
+    too). A directory that compress wrote keeps what was found (--no-keep: it does not).
+    """
+    _check(texts, tasks, pairs)
+    begin()
+    from compress.cli.progress import reporting
+    from compress.evaluation.gates import broken_gates, parse_gate
+
+    conditions = [parse_gate(gate) for gate in gates]
+    asked = asked_of(**{name: options.pop(name) for name in OF_GENERATION})
+    of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
+    cache = not of_text.pop("no_cache")
+    with reporting("evaluate", quiet) as reporter:
+        words = {"reference": reference, "reporter": reporter, **options}
+        if pairs is not None:
+            from compress.evaluation.encoders import evaluate_encoder
+
+            found = evaluate_encoder(model, pairs, **words)
+        else:
+            from compress.evaluation.asked import with_asked
+
+            found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
+            found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)
+    write_report(json_file, asdict(found))
+    if keep:
+        keep_evaluation(model, found)
+    if not quiet and json_file != "-":
+        from compress.cli import figures
+        from compress.cli import tables as show
+        from compress.cli.tasks import answered
+
+        show.evaluations([(model, found)], reference)
+        figures.details(found, model)
+        answered(found.tasks)
+    if broken := broken_gates(found, conditions):
+        fail("; ".join(broken), GATE)
+
+
+def _check(texts: tuple[str, ...], tasks: tuple[str, ...], pairs: str | None) -> None:
+    """Refuse options that have nothing to do with what is measured."""
+    if not texts and not tasks and pairs is None:
+        raise InputError("nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE)")
+    of_language = {"texts": "text", **dict.fromkeys(OF_TEXT, "text"), **dict.fromkeys(OF_TASKS, "tasks")}
+    of_language |= dict.fromkeys(OF_GENERATION, "models that generate text")
+    for name, about in of_language.items():
+        if pairs is not None and given(name):
+            told = SAID.get(name, name).replace("_", "-")
+            raise InputError(f"--pairs is for encoders; --{told} is for {about}: drop one of them")
+    if not texts and (unused := [name for name in OF_TEXT if given(name)]):
+        raise InputError(f"--{unused[0].replace('_', '-')} is for text; give --text TEXT, or drop it")

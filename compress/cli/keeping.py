@@ -1,0 +1,63 @@
+"""What `compress evaluate` measures where it is asked to, and what it leaves beside the weights of a run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from compress.cli.terminal import visible
+from compress.errors import InputError
+
+if TYPE_CHECKING:
+    from compress.evaluation.asked import Asked
+    from compress.evaluation.document import Evaluation
+
+KEPT = ("evaluation.json", "evaluation.html", "evaluation.md")
+
+
+def asked_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--speed, --memory, --continuations, --prompts, --keep."""
+    for option in (
+        click.option(
+            "--keep/--no-keep", default=True, show_default=True, help=f"Leave {', '.join(KEPT)} in a directory of ours."
+        ),
+        click.option("--prompts", metavar="FILE", help="Continue these, a prompt on each line."),
+        click.option("--continuations", is_flag=True, help="Continue the text's beginnings, beside the original."),
+        click.option("--memory", is_flag=True, help="The most that loading and running take, in a fresh process."),
+        click.option("--speed", is_flag=True, help="Tokens a second of a prompt and of decoding, beside the original."),
+    ):
+        command = option(command)
+    return command
+
+
+def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
+    """The options as one value. Raises InputError for prompts that cannot be read: before any work."""
+    from compress.evaluation.asked import Asked
+    from compress.evaluation.generations import read_prompts
+
+    given = () if prompts is None else tuple(read_prompts(prompts))
+    return Asked(speed, memory, continuations or prompts is not None, given)
+
+
+def keep(model: str, found: "Evaluation") -> None:
+    """Leave an evaluation in the directory of its run, as JSON, as a page and as text. A directory that no run wrote is
+    left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
+    from compress.checkpoint.beside import put_beside
+    from compress.checkpoint.directory import is_checkpoint
+    from compress.evaluation.showing.compose import compose
+    from compress.evaluation.showing.markdown import as_markdown
+    from compress.evaluation.showing.page import as_html
+    from compress.evaluation.showing.runs import Run
+
+    path = Path(model)
+    if not is_checkpoint(path):
+        return
+    made = compose([Run(path.absolute().name, path, found, path)])
+    content = (json.dumps(asdict(found), indent=2) + "\n", as_html(made), as_markdown(made))
+    try:
+        put_beside(path, dict(zip(KEPT, content, strict=True)))
+    except InputError as error:
+        click.echo(visible(f"compress: the evaluation is not kept in {path}: {error}"), err=True)

@@ -1,0 +1,138 @@
+"""`compress report`: what runs came to, as a page, as Markdown, as JSON, as a picture, or as a model card."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import begin, json_option, plugin_option, quiet_option, writable, write_report
+from compress.cli.terminal import visible
+from compress.errors import InputError
+
+if TYPE_CHECKING:
+    from compress.evaluation.showing.content import Report
+    from compress.evaluation.showing.runs import Run
+
+FORMS = (".html", ".htm", ".md", ".json", ".svg")
+
+
+@click.command(short_help="Write what runs came to as one page, Markdown, JSON, or a model card.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--output",
+    metavar="FILE",
+    callback=writable,
+    help="A page (.html), text (.md), the data (.json), or quality against bytes as a picture (.svg).",
+)
+@click.option("--markdown", metavar="FILE", callback=writable, help="Write the same as Markdown, too.")
+@json_option
+@click.option("--diff", is_flag=True, help="Two runs side by side: differences, and the layers that moved most.")
+@click.option("--card", is_flag=True, help="Write a model card, README.md, into the directory of the run.")
+@click.option("--overwrite", is_flag=True, help="With --card: replace a README.md that is not ours.")
+@plugin_option
+@quiet_option
+@exits_cleanly
+def report(
+    runs: tuple[str, ...],
+    output: str | None,
+    markdown: str | None,
+    json_file: str | None,
+    diff: bool,
+    card: bool,
+    overwrite: bool,
+    quiet: bool,
+) -> None:
+    """Write what runs came to. RUN is a directory that compress wrote (with what `evaluate` has kept in it), or a file
+    of `compress evaluate --json`.
+
+    The page needs no network and no script. Without --output (or --markdown, --json, --card) the Markdown goes to
+    standard output.
+    """
+    _check(runs, output, markdown, diff, card, overwrite)
+    begin()
+    from compress.evaluation.showing.compose import compose
+    from compress.evaluation.showing.difference import differences
+    from compress.evaluation.showing.markdown import as_markdown
+    from compress.evaluation.showing.runs import as_json, open_runs
+
+    found = open_runs(runs)
+    if card:
+        _card(found[0], overwrite)
+        if not quiet:
+            click.echo(visible(f"{found[0].path / 'README.md'} written"))
+    made = differences(*found) if diff else compose(found)
+    data: dict[str, Any] = {"verdict": made.verdict, "runs": as_json(found)}
+    if output is not None:
+        _write(output, _formed(Path(output).suffix.lower(), made, found, data))
+    if markdown is not None:
+        _write(markdown, as_markdown(made))
+    write_report(json_file, data)
+    if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
+        for line in as_markdown(made).splitlines():
+            click.echo(visible(line))
+    elif not quiet and json_file != "-":
+        click.echo(visible(made.verdict))
+
+
+def _check(
+    runs: Sequence[str], output: str | None, markdown: str | None, diff: bool, card: bool, overwrite: bool
+) -> None:
+    """What can be refused without the libraries."""
+    suffix = "" if output is None else Path(output).suffix.lower()
+    if output is not None and suffix not in FORMS:
+        raise InputError(f"--output {output!r}: the end of the name says what is written: {', '.join(FORMS)}")
+    if markdown == "-":
+        raise InputError("--markdown '-'; give a file (without any, Markdown goes to standard output)")
+    if diff and len(runs) != 2:
+        raise InputError(f"--diff is of two runs; {len(runs)} given")
+    if diff and card:
+        raise InputError("--card is about one run and --diff about two; ask for one")
+    if card and len(runs) != 1:
+        raise InputError(f"--card is about one run, whose directory it goes into; {len(runs)} given")
+    if overwrite and not card:
+        raise InputError("--overwrite is for --card: other files are replaced anyway; drop it or add that")
+    if suffix == ".svg" and (diff or len(runs) < 2):
+        raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
+
+
+def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str, Any]) -> str:
+    """The report as the end of a name asks for it."""
+    if suffix == ".md":
+        from compress.evaluation.showing.markdown import as_markdown
+
+        return as_markdown(made)
+    if suffix == ".json":
+        return json.dumps(data, indent=2) + "\n"
+    if suffix == ".svg":
+        from compress.evaluation.showing.compose import picture
+
+        return picture(found)
+    from compress.evaluation.showing.page import as_html
+
+    return as_html(made)
+
+
+def _write(target: str, text: str) -> None:
+    from compress.checkpoint.files import write_whole
+
+    try:
+        write_whole(Path(target), text)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from None
+
+
+def _card(run: "Run", overwrite: bool) -> None:
+    """README.md in the directory of a run."""
+    from compress.checkpoint.beside import put_beside
+    from compress.checkpoint.source import find_source
+    from compress.evaluation.showing.card import as_card
+    from compress.evaluation.showing.compose import article
+    from compress.weights.own_words import is_own
+
+    if run.directory is None:
+        raise InputError(f"{run.path} is an evaluation alone; --card goes into the directory of a run: give that")
+    own = is_own(find_source(str(run.directory)).quantization)
+    put_beside(run.directory, {"README.md": as_card(article(run), run.evaluation, own)}, overwrite)

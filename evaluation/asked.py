@@ -1,0 +1,112 @@
+"""What an evaluation measures only where it is asked to: speed, memory, continuations. Of checkpoints, as they run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.pretrained import load_tokenizer, read_config
+from compress.checkpoint.source import find_source
+from compress.data import load_tokens
+from compress.device import find_device
+from compress.errors import CompressError, InputError
+from compress.evaluation.document import Evaluation, SizeResult
+from compress.evaluation.generations import beginnings, generate
+from compress.evaluation.peak import peak_bytes
+from compress.evaluation.speed.side_by_side import measure_speed
+from compress.model.calls import evaluating
+from compress.progress import Reporter
+from compress.runtime.loading import load
+
+NOT_ASKED = {
+    "speed": "it was not asked for (--speed)",
+    "peak memory": "it was not asked for (--memory)",
+    "continuations": "they were not asked for (--continuations)",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """prompts: to continue; those of the text's beginnings where `continuations` is True and there are none."""
+
+    speed: bool = False
+    memory: bool = False
+    continuations: bool = False
+    prompts: Sequence[str] = ()
+
+
+def with_asked(
+    found: Evaluation,
+    model: str,
+    *,
+    reference: str | None,
+    asked: Asked,
+    text: str | Tensor,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    reporter: Reporter,
+) -> Evaluation:
+    """An evaluation with what was asked for; why something could not be measured goes into `missing`, and is said."""
+    missing, target = dict(NOT_ASKED), find_device(device)
+
+    def unmeasured(what: str, error: CompressError | InputError) -> None:
+        missing[what] = str(error)
+        reporter.note(f"{what} not measured: {error}")
+
+    if asked.memory:
+        reporter.note("measuring memory in processes of their own")
+        try:
+            found = _with_memory(found, model, reference, target, trust_remote_code)
+            del missing["peak memory"]
+        except (CompressError, InputError) as error:
+            unmeasured("peak memory", error)
+    if asked.speed or asked.continuations:
+        names = (model, reference)
+        loaded = [None if name is None else _loaded(name, target, trust_remote_code) for name in names]
+        ours, theirs = loaded[0], loaded[1]
+        assert ours is not None
+        with evaluating(ours), evaluating(ours if theirs is None else theirs):
+            if asked.speed:
+                reporter.note("measuring speed")
+                try:
+                    speed = measure_speed(ours, theirs, checkpoint=model, trust_remote_code=trust_remote_code)
+                    found = replace(found, speed=speed)
+                    del missing["speed"]
+                except (CompressError, InputError) as error:
+                    unmeasured("speed", error)
+            if asked.continuations:
+                reporter.note("continuing prompts")
+                try:
+                    prompts = asked.prompts or _beginnings(model, text, trust_remote_code)
+                    tokenizer = load_tokenizer(find_source(model, trust_remote_code))
+                    found = replace(found, generations=generate(ours, theirs, tokenizer, prompts))
+                    del missing["continuations"]
+                except (CompressError, InputError) as error:
+                    unmeasured("continuations", error)
+    return replace(found, missing={**found.missing, **missing})
+
+
+def _loaded(name: str, device: torch.device, trusted: bool) -> nn.Module:
+    """A checkpoint as it runs: compressed, or dense where it is not compressed."""
+    return load(name, torch.float32 if device.type == "cpu" else None, device, trust_remote_code=trusted)
+
+
+def _beginnings(model: str, text: str | Tensor, trusted: bool) -> list[str]:
+    source = find_source(model, trusted)
+    tokenizer: Any = load_tokenizer(source)
+    tokens = load_tokens(text, tokenizer, read_config(source), what="held-out")
+    return beginnings(tokenizer, tokens.ids)
+
+
+def _with_memory(
+    found: Evaluation, model: str, reference: str | None, device: torch.device, trusted: bool
+) -> Evaluation:
+    def sized(size: SizeResult | None, name: str) -> SizeResult | None:
+        loading, running = peak_bytes(name, device, trusted)
+        return None if size is None else replace(size, peak_load_bytes=loading, peak_run_bytes=running)
+
+    own = sized(found.size, model)
+    other = found.reference_size if reference is None else sized(found.reference_size, reference)
+    return replace(found, size=own, reference_size=other)

@@ -1,0 +1,152 @@
+"""Figures as people read them: with as many digits as their error leaves, and a word for what is not there."""
+
+import math
+import re
+import unicodedata
+
+from compress.evaluation.document import Figure
+
+Z95 = 1.959964  # standard errors on either side that hold 95 % of a normal distribution
+NOT_MEASURED = "not measured"
+NONE = "–"  # noqa: RUF001 - in a table, of what does not apply
+MOST_DIGITS = 6
+MOST_PLACES = 7  # behind the point
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+STEP = 1024.0
+LONG = 400  # characters of a name
+PERCENTILE = re.compile(r"(kl|delta_p)_p(\d+)$")
+POINTS = "delta_p"  # figures that are differences of probabilities
+
+# What the figures of a text are called, in the order in which they are shown.
+LABELS = {
+    "perplexity": "perplexity",
+    "reference_perplexity": "perplexity of the original",
+    "perplexity_difference": "difference of the two",
+    "perplexity_ratio": "ratio of the two",
+    "log_perplexity_ratio": "ln of the ratio",
+    "correlation": "correlation of ln likelihoods",
+    "kl_mean": "KL, mean (nats per token)",
+    "kl_median": "KL, median",
+    "kl_p99": "KL, 99 % are below",
+    "kl_max": "KL, largest",
+    "delta_p_mean": "change of p of the text's token, mean",
+    "delta_p_rms": "change of p, root mean square",
+    "same_top": "same first choice",
+}
+
+
+def clean(text: str) -> str:
+    """Other people's text without what a reader cannot see but a browser or terminal obeys: control characters and
+    overrides of the direction of writing are written as escapes; line feeds and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else escape(c) for c in text)
+
+
+def escape(character: str) -> str:
+    """As Python writes it."""
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def name(text: str) -> str:
+    """A name on one line, of bounded length."""
+    line = clean(text).replace("\n", "\\n").replace("\t", "\\t")
+    return line if len(line) <= LONG else line[: LONG - 3] + "..."
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """To so many significant digits, never in more than nine characters."""
+    if value is None:
+        return NOT_MEASURED
+    if not math.isfinite(value):
+        return "infinite" if value > 0 else "not a number" if math.isnan(value) else "-infinite"
+    if value == 0:
+        return "0"
+    power = math.floor(math.log10(abs(value)))
+    if not -4 <= power < MOST_DIGITS:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(0, digits - 1 - power)}f}"
+
+
+def decimals(error: float) -> int:
+    """Places behind the point that leave an error two digits."""
+    return max(0, 1 - math.floor(math.log10(error)))
+
+
+def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
+    """A figure ± its standard error."""
+    if figure is None:
+        return NOT_MEASURED
+    value, error = figure.value * scale, None if figure.error is None else figure.error * scale
+    if error is None or not math.isfinite(value) or not math.isfinite(error) or error <= 0:
+        return number(value) + unit
+    places = decimals(error)
+    if places > MOST_PLACES:
+        return f"{value:.3e} ± {error:.1e}{unit}"
+    return f"{value:,.{places}f} ± {error:,.{places}f}{unit}"
+
+
+def bounds(figure: Figure | None) -> tuple[float, float] | None:
+    """The 95 % interval of a figure; None where its error is not known."""
+    if figure is None or figure.error is None or not 0 <= figure.error < math.inf:
+        return None
+    return figure.value - Z95 * figure.error, figure.value + Z95 * figure.error
+
+
+def interval(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
+    """The 95 % interval in words."""
+    found = bounds(figure)
+    if found is None or figure is None:
+        return NONE
+    places = decimals(figure.error * scale) if figure.error else MOST_DIGITS
+    low, high = (f"{value * scale:,.{places}f}" if places <= MOST_DIGITS else f"{value * scale:.2e}" for value in found)
+    return f"{low} to {high}{unit}"
+
+
+def share(value: float | None, digits: int = 3) -> str:
+    """0 to 1 in percent."""
+    return NOT_MEASURED if value is None else f"{number(100 * value, digits)} %"
+
+
+def data(count: float | None) -> str:
+    """Bytes in the largest unit that leaves a whole number of them."""
+    if count is None:
+        return NOT_MEASURED
+    value, unit = float(count), UNITS[0]
+    for unit in UNITS:
+        if abs(value) < STEP or unit == UNITS[-1]:
+            break
+        value /= STEP
+    return f"{value:.0f} {unit}" if unit == UNITS[0] else f"{value:.2f} {unit}"
+
+
+def count(value: int | None) -> str:
+    """A whole number, thousands apart."""
+    return NOT_MEASURED if value is None else f"{value:,}"
+
+
+def scale_of(key: str) -> tuple[float, str]:
+    """What a figure is multiplied by to be read, and its unit: shares and differences of probabilities in percent."""
+    return (100.0, " %") if key == "same_top" or key.startswith(POINTS) else (1.0, "")
+
+
+def figure_words(key: str, figure: Figure | None) -> str:
+    """A figure of a text ± its standard error."""
+    return with_error(figure, *scale_of(key))
+
+
+def figure_interval(key: str, figure: Figure | None) -> str:
+    """Its 95 % interval."""
+    return interval(figure, *scale_of(key))
+
+
+def label_of(key: str) -> str:
+    """What a figure is called."""
+    if key in LABELS:
+        return LABELS[key]
+    found = PERCENTILE.match(key)
+    if found is None:
+        return key.replace("kl_", "KL, ").replace("delta_p_", "change of p, ").replace("_", " ")
+    of, digits = found.groups()
+    percent = float(f"0.{digits}") * 100
+    return f"{'KL' if of == 'kl' else 'change of p'}, {percent:.4g} % are below"

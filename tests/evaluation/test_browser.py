@@ -1,0 +1,85 @@
+"""The page of a report in a real browser: nothing is fetched, nothing runs, everything is seen, whoever looks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import evaluations
+import pytest
+from evaluations import HOSTILE, hostile, runs
+
+from compress.evaluation.showing.compose import compose
+from compress.evaluation.showing.page import as_html
+
+PROGRAM = browser.found()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")]
+COMPLAINTS = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
+OPEN = "document.querySelectorAll('details').forEach(each => { each.open = true })"
+BOXES = """[...document.querySelectorAll('svg')].map(each => {
+  const box = each.getBoundingClientRect(); return [box.width, box.height, each.querySelectorAll('*').length];
+})"""
+BEYOND = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[browser.Browser]:
+    assert PROGRAM is not None
+    with browser.Browser(PROGRAM) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of one run, of several, and of one whose names mean ill."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {"one": [evaluations.whole()], "several": evaluations.sweep(), "hostile": [hostile()]}
+    for name, found in made.items():
+        (folder / f"{name}.html").write_text(as_html(compose(runs(*found))), encoding="utf-8")
+    return {name: folder / f"{name}.html" for name in made}
+
+
+@pytest.mark.parametrize("name", ["one", "several", "hostile"])
+@pytest.mark.parametrize("scripts", [True, False])
+def test_a_page_is_quiet_and_whole(seen: browser.Browser, pages: dict[str, Path], name: str, scripts: bool) -> None:
+    for width, dark in ((390, False), (390, True), (1280, False), (1280, True)):
+        seen.look(width, dark=dark)
+        seen.open(pages[name], scripts)
+        seen.value(OPEN)
+        asked = [e["params"]["request"]["url"] for e in seen.events if e.get("method") == "Network.requestWillBeSent"]
+        assert asked == [pages[name].as_uri()]
+        assert [each for each in seen.events if each.get("method") in COMPLAINTS] == []
+        boxes = seen.value(BOXES)
+        assert len(boxes) >= 4
+        assert all(w > 200 and h > 40 and inside > 5 for w, h, inside in boxes), boxes
+        assert seen.value(BEYOND) == 0, f"wider than a screen of {width}"
+        assert seen.value("document.querySelectorAll('script, img, iframe').length") == 0
+
+
+def test_tables_are_read_without_scripts_and_on_paper(seen: browser.Browser, pages: dict[str, Path]) -> None:
+    for media in ("screen", "print"):
+        seen.look(1280, media=media)
+        seen.open(pages["one"], scripts=False)
+        text = seen.value("document.body.innerText")
+        for words in ("0.0450 ± 0.0022", "lambada", "107.93 MiB", "embedding", "210 layers bit for bit"):
+            assert words in text
+    assert "every option" in text  # what is folded on a screen is not on paper
+
+
+def test_dark_is_dark_and_light_is_light(seen: browser.Browser, pages: dict[str, Path]) -> None:
+    light = {}
+    for dark in (False, True):
+        seen.look(1280, dark=dark)
+        seen.open(pages["one"])
+        found = seen.value("getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color")
+        light[dark] = [sum(map(int, part.split(",")[:3])) for part in found.replace(")", "").split("rgb(")[1:]]
+    assert light[False][0] > 700 > 200 > light[False][1]
+    assert light[True][0] < 200 < 600 < light[True][1]
+
+
+def test_hostile_names_are_seen_as_they_are(seen: browser.Browser, pages: dict[str, Path]) -> None:
+    seen.look(1280)
+    seen.open(pages["hostile"])
+    text = seen.value("document.body.innerText")
+    assert text.count("<script>alert('x')</script>") > 20
+    assert "\\u202e\\x1b[31m" in text
+    assert HOSTILE not in text
