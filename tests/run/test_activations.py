@@ -332,7 +332,7 @@ def test_a_stopped_run_resumes_to_the_same_files(options, tmp_path):
         ({"scheme": "w8a8", "activation_grid": "unsigned"}, "give activations=static with unsigned"),
         ({"scheme": "fp8", "activations": "static", "activation_grid": "unsigned"}, "fp8 is symmetric"),
         ({"scheme": "w8a8", "outputs": "dynamic"}, "outputs 'dynamic'; allowed: none, static"),
-        ({"scheme": "w4a8", "outputs": "static"}, "outputs and per_channel_inputs are for w8a8 and fp8; w4a8"),
+        ({"scheme": "w4a8", "outputs": "static"}, "outputs are for w8a8 and fp8; w4a8"),
         ({"scheme": "w8a16", "outputs": "static"}, "its inputs are not rounded"),
         ({"scheme": "w8a8", "per_channel_inputs": True}, "give activations=static with it"),
         ({"scheme": "w4a16", "per_channel_inputs": True}, "its inputs are not rounded"),
