@@ -29,12 +29,10 @@ class QuantLinear(nn.Module):
     bias: nn.Parameter | None
     # Whether rows of several such layers can be one product (`FusedLinear`).
     stackable: ClassVar[bool] = True
-    # Whether it is for layers that round their input.
-    rounds_inputs: ClassVar[bool] = False
+    rounds_inputs: ClassVar[bool] = False  # whether it is for layers that round their input
     # Whether it multiplies by the codes of an input that is rounded; where not, `SumLinear` rounds and it multiplies.
     takes_codes: ClassVar[bool] = True
-    # Whether it rounds an input by a fixed range, too; where not, `SumLinear` does.
-    takes_ranges: ClassVar[bool] = True
+    takes_ranges: ClassVar[bool] = True  # the same of a fixed range
     # Whether its kernels add sparse rows to its weight (`with_entries`).
     adds_entries: ClassVar[bool] = False
     # The buffers that hold what the kernels read, and the dimension of each that is rows of the layer; None: none is.
