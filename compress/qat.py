@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -175,7 +175,8 @@ def prepare_qat(
     """Let passes decide about a model, and leave it rounding so, to be trained by any loop.
 
     What they decide is what is trained: codes stay codes on their grids, zeros of a mask stay zeros, inputs and outputs
-    are rounded; gradients go straight through. scales: `learned` (LSQ), `fixed`, or `fitted` to the weights at every
+    are rounded; gradients go straight through. scales: `learned` (LSQ), `anchored`
+    (learned, while codes are chosen by the scales of the beginning), `fixed`, or `fitted` to the weights at every
     step. The other arguments are those of `quantize`. Embeddings and key-value caches are compressed by `convert`.
 
     The module stays the one that was given, with its names and keys; its layers change their class. A parameter of 16
@@ -185,7 +186,7 @@ def prepare_qat(
     Raises InputError before any work for input that cannot work, CompressError for work that failed; a model in memory
     is then what it was.
     """
-    if scales not in (allowed := ("learned", "fixed", "fitted")):
+    if scales not in (allowed := get_args(Scales)):
         raise InputError(f"scales {scales!r}; allowed: {', '.join(allowed)}")
     data = Data(calibration, samples, length, batch_size)
     work = Work(device, dtype, False, True)

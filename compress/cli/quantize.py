@@ -8,11 +8,14 @@ import click
 from compress.cli.exits import exits_cleanly
 from compress.cli.options import given
 from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 
 if TYPE_CHECKING:
     from compress.passes.base import Pass
 
+EFFORTS = ("fast", "default", "best")
+# What --effort fast leaves out of gptq: the searches before and behind its sweep.
+FAST = {"clip": False, "refit": 0, "sweeps": 0}
 OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
 
 
@@ -20,13 +23,19 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option(
+    "--effort",
+    help="Of gptq. fast: its sweep alone (clip=false, refit=0, sweeps=0); best: `reconstruct` behind it.  [default: "
+    "default]",
+)
+@click.option(
     "--recipe",
     metavar="FILE",
     help="A YAML file of passes, or a name from `compress recipes`, instead of --method and its options.",
 )
 @click.option(
     "--scheme",
-    help="w2a16 ... w8a16: bits of a weight; w4a8, w4a4, w8a8: of inputs, too; fp8: both float8.  [default: w4a16]",
+    help="w2a16 ... w8a16: bits of a weight; w2a2, w3a3, w4a4, w4a8, w8a8: of inputs, too; fp8: both float8.  "
+    "[default: w4a16]",
 )
 @click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 3 is --scheme w3a16.")
 @click.option(
@@ -36,7 +45,7 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
     "128; where that does not divide the inputs of all layers 64, 32, or the largest that does]",
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
-@click.option("--activations", help="Of w8a8, fp8: dynamic (fitted to every token) or static.  [default: dynamic]")
+@click.option("--activations", help="Of rounded inputs: dynamic (fitted to every token) or static.  [default: dynamic]")
 @click.option(
     "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
 )
@@ -57,6 +66,7 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 def quantize(
     model: str,
     method: str,
+    effort: str | None,
     recipe: str | None,
     embeddings: str | None,
     kv_cache: str | None,
@@ -73,7 +83,7 @@ def quantize(
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
-    passes, notes = passes_of(method, chosen) if recipe is None else passes_of_recipe(recipe, chosen)
+    passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
     run("quantize", model, passes, who, notes, fsdp=fsdp, **options)
@@ -97,12 +107,33 @@ def passes_of(method: str, chosen: Mapping[str, Any]) -> tuple[tuple["Pass", ...
     return (make_pass(method, chosen),), []
 
 
+def passes_with_effort(
+    method: str, chosen: Mapping[str, Any], effort: str | None
+) -> tuple[tuple["Pass", ...], list[str]]:
+    """The passes of a method with so much effort, and which these are, where that is not the method alone."""
+    from compress.recipe import make_pass
+
+    if effort is None:
+        return passes_of(method, chosen)
+    one_of("effort", effort, EFFORTS)
+    if method != "gptq":
+        raise InputError(f"--effort is of gptq; {method} has its own options (`compress methods {method}`)")
+    if effort == "default":
+        return passes_of(method, chosen)
+    if effort == "fast":
+        passes, _ = passes_of(method, {**FAST, **chosen})
+        said = ", ".join(f"{name}={value}" for name, value in FAST.items() if name not in chosen)
+        return passes, [f"--effort fast: gptq with {said}"] if said else []
+    passes, _ = passes_of(method, chosen)
+    return (*passes, make_pass("reconstruct", {})), ["--effort best: gptq, then reconstruct (`compress methods`)"]
+
+
 def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass", ...], list[str]]:
     """The passes of a recipe, of which a person may change the group size alone, and remarks about that."""
     from compress.recipe import load_recipe, regrouped
 
     size = chosen.pop("group_size") if given("group_size") else None
-    dropped = [name for name in ("method", "embeddings", "kv_cache") if given(name)] + [*chosen]
+    dropped = [name for name in ("method", "effort", "embeddings", "kv_cache") if given(name)] + [*chosen]
     if dropped:
         raise InputError(f"--recipe says everything about its passes but --group-size; drop {', '.join(dropped)}")
     passes = load_recipe(recipe)

@@ -46,11 +46,13 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
 @click.command(short_help="Quantize a model and train it so (quantization-aware training).")
 @click.argument("model")
 @click.option("--method", default="gptq", show_default=True, help="How training starts: see `compress methods`.")
-@click.option("--scheme", help="w2a16 ... w8a16, w4a8, w4a4, w8a8: bits of weights and inputs.  [default: w4a16]")
+@click.option(
+    "--scheme", help="w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8: bits of weights and inputs.  [default: w4a16]"
+)
 @click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 2 is --scheme w2a16.")
 @click.option("--group-size", type=int, help="Inputs that share a scale; -1: one per output.  [default: as quantize]")
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
-@click.option("--activations", help="Of w8a8: dynamic or static.  [default: dynamic]")
+@click.option("--activations", help="Of rounded inputs: dynamic or static.  [default: dynamic]")
 @click.option("--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.")
 @click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
 @training_options

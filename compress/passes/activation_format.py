@@ -15,10 +15,10 @@ Outputs = Literal["none", "static"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFormat(WeightFormat):
-    """A pass that may round the inputs and outputs of its layers, to 8 or 4 bits, as the scheme says."""
+    """A pass that may round the inputs and outputs of its layers, to 2 to 8 bits, as the scheme says."""
 
     activations: Activations = "dynamic"
-    """Whether 8-bit inputs are fitted to every token as it comes (of a convolution: every sample), or by
+    """Whether rounded inputs are fitted to every token as it comes (of a convolution: every sample), or by
     calibration."""
 
     activation_grid: ActivationGrid = "symmetric"
@@ -43,7 +43,7 @@ class ActivationFormat(WeightFormat):
                 raise InputError(f"{option} {getattr(self, option)!r}; allowed: {', '.join(get_args(allowed))}")
         if self.scheme == "fp8" and self.activation_grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
-        if self.scheme in WHOLE:
+        if not self.scheme.endswith("a16"):
             self._check_dynamic()
         elif (
             self.activations != "dynamic"
@@ -51,12 +51,12 @@ class ActivationFormat(WeightFormat):
             or self.per_channel_inputs
             or self.activation_grid != "symmetric"
         ):
-            dynamic = not self.scheme.endswith("a16")
-            hint = "its inputs are dynamic and symmetric" if dynamic else "its inputs are not rounded"
             raise InputError(
-                "activations, activation_grid, outputs and per_channel_inputs are for "
-                f"{' and '.join(WHOLE)}; {self.scheme}: {hint}"
+                "activations, activation_grid, outputs and per_channel_inputs are of schemes that round inputs; "
+                f"{self.scheme}: its inputs are not rounded"
             )
+        if self.outputs != "none" and self.scheme not in WHOLE:
+            raise InputError(f"outputs are for {' and '.join(WHOLE)}; {self.scheme}: give outputs=none")
 
     def _check_dynamic(self) -> None:
         if self.activations != "dynamic":

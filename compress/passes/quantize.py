@@ -33,7 +33,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
         if self.outliers and (self.per_tensor or self.scheme in WHOLE):
             given = "per_tensor" if self.per_tensor else f"scheme {self.scheme}"
             raise InputError(
-                f"outliers go beside codes in groups or channels of w2a16 ... w8a16, w4a8 and w4a4; drop {given}"
+                f"outliers go beside codes in groups or channels, and not with {' or '.join(WHOLE)}; drop {given}"
             )
         if self.activations == "static" or self.outputs == "static":
             self.fixed_range(self.activation_grid_of("tensor"))

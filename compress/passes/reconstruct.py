@@ -4,17 +4,22 @@ X' is what the block is given behind the compressed blocks before it, X what it 
 
     min over codes and scales of   |block'(X') - block(X)|^2        of all tokens, a mean
 
-The weights behind the codes of earlier passes (gptq, say) and their scales learn by LSQ (`compress/train/learned.py`);
-what was best on all calibration data is kept, which may be what it began with.
+The scales behind the codes of earlier passes (gptq, say) learn, and with a `rate` the codes, too; what was best on all
+calibration data is kept, which may be what it began with.
+
+    y = (q - z) s        dy/ds = q - z        codes are chosen by the scales of the beginning: they stay when s changes
 
 Sources: block reconstruction: BRECQ (Li et al. 2021, arXiv 2102.05426); learned rounding by gradients, a linear decay
-of the rate, the best kept: SignRound (Cheng et al. 2023, arXiv 2309.05516); weights, scales and zero points of a block
-together: EfficientQAT, Block-AP (Chen et al. 2024, arXiv 2407.11062).
+of the rate, the best kept: SignRound (Cheng et al. 2023, arXiv 2309.05516); weights and scales of a block together,
+scales alone beside codes that stay: EfficientQAT (Chen et al. 2024, arXiv 2407.11062), there of the whole model.
 
 Departs from the papers:
 - it starts from the solution of another pass, not from the nearest codes.
 - the target is what the original block makes of the original's hidden states, not of those that it is given now: errors
   of earlier blocks are made up for.
+- codes stay unless `rate` is given: from GPTQ's solution straight-through gradients raise the loss, and lower it less.
+- LSQ's gradient of a scale, round(v) - v, is of codes that move with it, and here raised the loss step by step.
+- zero points stay.
 - a rate is in codes (steps of the layer's grid), the same for layers of any size; Adam, where SignRound has signs.
 """
 
@@ -34,16 +39,16 @@ class Reconstruct(Pass):
     reads: ClassVar[Aspect] = "quantized weight"
     keeps_zeros: ClassVar[bool] = True
 
-    steps: int = 200
+    steps: int = 60
     """1 or more: steps of the optimizer in each block."""
 
     rows: int = 8
     """1 or more: samples per step, over all ranks, in whole micro-batches."""
 
-    rate: float = 0.02
-    """above 0: Adam's for weights, at the beginning, in steps of their grid."""
+    rate: float = 0.0
+    """0 or more: Adam's for weights, at the beginning, in steps of their grid (0.02, say); 0: codes stay."""
 
-    scale_rate: float = 1e-3
+    scale_rate: float = 3e-3
     """0 or more: Adam's for scales, as factors: 0.001 is a thousandth of a scale a step."""
 
     checks: int = 4
@@ -57,10 +62,11 @@ class Reconstruct(Pass):
         for name, least in (("steps", 1), ("rows", 1), ("checks", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} {getattr(self, name)}; allowed: {least} or more")
-        if not self.rate > 0:
-            raise InputError(f"rate {self.rate}; allowed: above 0")
-        if not self.scale_rate >= 0:
-            raise InputError(f"scale_rate {self.scale_rate}; allowed: 0 or more")
+        for name in ("rate", "scale_rate"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} {getattr(self, name)}; allowed: 0 or more")
+        if not self.rate and not self.scale_rate:
+            raise InputError("rate and scale_rate are 0, which leaves nothing to train; give one of them")
 
     @property
     def stages(self) -> tuple[Stage, ...]:

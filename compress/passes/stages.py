@@ -83,8 +83,8 @@ class Learn:
 @dataclass(frozen=True)
 class Reconstruction:
     """How a block is trained once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps
-    of a layer's grid, and scale_rate: Adam's, at the beginning. rows: samples per step. checks: how often all
-    calibration data is gone through, to keep the best."""
+    of a layer's grid (0: codes stay), and scale_rate: Adam's, at the beginning. rows: samples per step. checks: how
+    often all calibration data is gone through, to keep the best."""
 
     steps: int
     rows: int

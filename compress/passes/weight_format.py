@@ -21,8 +21,8 @@ class WeightFormat(Pass):
     writes: ClassVar[Aspect] = "quantized weight"
 
     scheme: str = "w4a16"
-    """w2a16 ... w8a16, w4a8, w4a4, w8a8, fp8: bits of a weight beside 16-bit inputs; a8 and a4 round inputs, too, to
-    integers of 8 and 4 bits, as does fp8 (both e4m3)."""
+    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8: bits of a weight beside 16-bit inputs; a8 ... a2 round
+    inputs, too, to integers of so many bits, as does fp8 (both e4m3)."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that

@@ -53,11 +53,13 @@ def reconstructed(
     # Inputs and outputs are rounded already.
     weights = {name: replace(decision, inputs=None, outputs=None) for name, decision in decisions.items()}
     frozen = requiring(opened.block.parameters(), lambda p: False)
-    with frozen, rounding(layers.values(), weights, "learned") as trained:
+    with frozen, rounding(layers.values(), weights, "anchored") as trained:
+        if not stage.rate:
+            trained = [layer for layer in trained if isinstance(layer.module._modules[PARTS[0]], WeightQuantizer)]
         if not trained:
             return {}
         for layer in trained:
-            _start(layer, versions)
+            _start(layer, versions, stage.rate > 0)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}
         return {layer.name: _decided(layer, decisions[layer.name], opened, figures) for layer in trained}
@@ -70,15 +72,16 @@ def _returned(block: nn.Module, call: Call) -> Tensor:
     return hidden_of(output)
 
 
-def _start(layer: Layer, versions: Versions) -> None:
-    """Make the weight of a layer one that is trained: wide enough, and as close to the original as its codes let it."""
+def _start(layer: Layer, versions: Versions, learns: bool) -> None:
+    """Make the weight of a layer one that can be trained: wide enough, and as close to the original as its codes let
+    it."""
     weight, quantizer = layer.parameter, layer.module._modules[PARTS[0]]
     weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     if isinstance(quantizer, WeightQuantizer) and not quantizer.grid.signs:
         original = versions.weights[weight][0]
         original_NK = original.t() if layer.transposed else original.flatten(1)
         weight.data = layer.stored(quantizer.nearest_of_its_codes(layer.weight, original_NK))
-    weight.requires_grad_(True)
+    weight.requires_grad_(learns)
 
 
 def _groups(layers: Sequence[Layer], stage: Reconstruction) -> list[dict[str, Any]]:
@@ -91,7 +94,8 @@ def _groups(layers: Sequence[Layer], stage: Reconstruction) -> list[dict[str, An
         if isinstance(quantizer, WeightQuantizer):
             step = float(quantizer.start.abs().mean())
             scales += [p for p in quantizer.parameters() if p.requires_grad]
-        groups.append({"params": [layer.parameter], "rate": stage.rate * step})
+        if stage.rate:
+            groups.append({"params": [layer.parameter], "rate": stage.rate * step})
     return [*groups, *([{"params": scales, "rate": stage.scale_rate}] if scales else [])]
 
 
@@ -100,7 +104,7 @@ def _train(task: Task, layers: Sequence[Layer], stage: Reconstruction) -> tuple[
     comm = task.comm
     groups = _groups(layers, stage)
     parameters = [p for group in groups for p in group["params"]]
-    adam = torch.optim.Adam(groups, lr=stage.rate, betas=BETAS)
+    adam = torch.optim.Adam(groups, betas=BETAS)
     first = task.calls[0]
     size = max(comm.gather_objects(1 if first.key is None else len(first.hidden)))  # samples of a micro-batch
     total = sum(comm.gather_objects(len(task.calls)))

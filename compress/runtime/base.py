@@ -29,10 +29,10 @@ class QuantLinear(nn.Module):
     bias: nn.Parameter | None
     # Whether rows of several such layers can be one product (`FusedLinear`).
     stackable: ClassVar[bool] = True
-    # Whether it is for layers that round their input.
-    rounds_inputs: ClassVar[bool] = False
+    rounds_inputs: ClassVar[bool] = False  # whether it is for layers that round their input
     # Whether it multiplies by the codes of an input that is rounded; where not, `SumLinear` rounds and it multiplies.
     takes_codes: ClassVar[bool] = True
+    takes_ranges: ClassVar[bool] = True  # the same of a fixed range
     # Whether its kernels add sparse rows to its weight (`with_entries`).
     adds_entries: ClassVar[bool] = False
     # The buffers that hold what the kernels read, and the dimension of each that is rows of the layer; None: none is.
@@ -235,4 +235,6 @@ def kernel_of(term: Format, inputs: Grid | None = None) -> type[QuantLinear] | N
 def run_of(scheme: Scheme) -> type[QuantLinear]:
     """The layer for a scheme: that of its format, or the one for sums and for formats without a kernel (None)."""
     kernel = kernel_of(scheme.terms[0], scheme.inputs) if len(scheme.terms) == 1 else None
-    return RUNS[None] if kernel is None or (scheme.inputs is not None and not kernel.takes_codes) else kernel
+    if kernel is None or scheme.inputs is None:
+        return kernel or RUNS[None]
+    return kernel if kernel.takes_codes and (scheme.dynamic or kernel.takes_ranges) else RUNS[None]

@@ -33,13 +33,14 @@ class PackedLinear(WordLinear):
     """Weights of 2 to 8 bits in planar words (`kernels.pack.Planar`), stored packed or as rows of int8; the input as it
     is, or int8 per token.
 
-    Inputs of 4 bits are rounded first, and multiplied as they are then: no kernel multiplies integers of 4 bits.
+    Inputs below 8 bits are rounded first, and multiplied as they are then: no kernel multiplies such integers.
 
     input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
     one scale per so many inputs: faster on a CPU, at a small error (`kernels.ops`).
     """
 
     adds_entries = True
+    takes_ranges = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": 0, "scale": 1, "zero": 1}
     words: Tensor
     scale: Tensor

@@ -57,13 +57,9 @@ class _Rounded(torch.autograd.Function):
         x, scale, zero_point, codes = ctx.saved_tensors
         grid: Grid = ctx.grid
         steps = x / scale
-        if grid.signs:
-            inside = steps.abs() <= 1
-            of_scale = codes  # y = s sign(x): there is nothing between the codes
-        else:
-            place = steps + zero_point
-            inside = (place >= grid.qmin - HALF_STEP) & (place <= grid.qmax + HALF_STEP)
-            of_scale = torch.where(inside, codes - place, codes - zero_point)
+        inside = _inside(steps, zero_point, grid)
+        # y = s sign(x): there is nothing between two signs.
+        of_scale = codes if grid.signs else codes - zero_point - torch.where(inside, steps, 0.0)
         of_x = of_s = of_z = None
         if ctx.needs_input_grad[0]:
             of_x = gradient * inside
@@ -73,6 +69,56 @@ class _Rounded(torch.autograd.Function):
             still = inside | grid.signs  # codes without a zero
             of_z = (gradient * torch.where(still, torch.zeros_like(scale), -scale)).sum_to_size(zero_point.shape)
         return of_x, of_s, of_z, None, None
+
+
+def rescaled(
+    x: Tensor, anchor: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtype: torch.dtype
+) -> Tensor:
+    """Values of x [..., g] whose codes are chosen by one scale, the anchor, and multiplied by another.
+
+        y = (q - z) s        q = clip(round(x / a) + z, qmin, qmax)        dy/dx = s / a (0 beyond)    dy/ds = q - z
+
+    Codes do not change when the scale does, and the gradient of a scale is exact. Shapes as in `rounded`, without a
+    gradient for anchor and zero_point.
+    """
+    if not torch.is_grad_enabled():
+        return decode(encode(x, anchor, zero_point, grid), scale, zero_point, scale_dtype)
+    return _Rescaled.apply(x, anchor, scale, zero_point, grid, scale_dtype)
+
+
+class _Rescaled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        grid: Grid,
+        scale_dtype: torch.dtype,
+    ) -> Tensor:
+        codes = encode(x, anchor, zero_point, grid)
+        ctx.save_for_backward(x, anchor, scale, zero_point, codes)
+        ctx.grid = grid
+        return decode(codes, scale, zero_point, scale_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, anchor, scale, zero_point, codes = ctx.saved_tensors
+        of_x = of_s = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient * _inside(x / anchor, zero_point, ctx.grid) * (scale / anchor)
+        if ctx.needs_input_grad[2]:
+            of_s = (gradient * (codes - zero_point)).sum_to_size(scale.shape)
+        return of_x, None, of_s, None, None, None
+
+
+def _inside(steps: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+    """Which numbers, in steps of the grid, lie within the codes."""
+    if grid.signs:
+        return steps.abs() <= 1
+    place = steps + zero_point
+    return (place >= grid.qmin - HALF_STEP) & (place <= grid.qmax + HALF_STEP)
 
 
 def whole(x: Tensor, grid: Grid) -> Tensor:

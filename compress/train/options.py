@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from compress.errors import InputError, one_of
 from compress.train.loss_options import LossOptions
-from compress.train.quantizers import Scales
+from compress.train.quantizers import LEARNED, Scales
 
 Trains = Literal["all", "layers", "scales"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -41,8 +41,8 @@ class TrainingOptions(LossOptions):
     """above 0: largest norm of the gradient of all weights, and of all scales; what is longer is shortened."""
 
     scales: Scales = "learned"
-    """Whether scales and zero points are learned (LSQ), fixed, or fitted anew to the weights at every step; fixed
-    ranges of inputs and outputs are learned or stay."""
+    """Whether scales and zero points are learned (LSQ), fixed, or fitted anew to the weights at every step; anchored:
+    scales are learned and choose no codes; fixed ranges of inputs and outputs are learned or stay."""
 
     trains: Trains = "all"
     """all: every parameter; layers: those that are compressed; scales: nothing but theirs."""
@@ -89,5 +89,5 @@ class TrainingOptions(LossOptions):
             )
         if self.evaluate_every and not self.held_out:
             raise InputError("evaluate_every measures on samples that are held out; give held_out with it")
-        if self.scales != "learned" and self.trains == "scales":
+        if self.scales not in LEARNED and self.trains == "scales":
             raise InputError(f"trains=scales has nothing to train where scales are {self.scales}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.errors import InputError
 from compress.model.convolution import Geometry, on_channels, on_samples
-from compress.train.learned import rounded, whole
+from compress.train.learned import rescaled, rounded, whole
 from compress.weights.codes import Codes
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -29,7 +29,8 @@ from compress.weights.grid import (
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Summand, Weight, added, summed
 
-Scales = Literal["learned", "fixed", "fitted"]
+Scales = Literal["learned", "anchored", "fixed", "fitted"]
+LEARNED = ("learned", "anchored")
 WITHIN = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
 
 
@@ -45,7 +46,8 @@ def learned(
 class WeightQuantizer(nn.Module):
     """Rounds a weight [N, K] to codes, with exact zeros where it is pruned.
 
-    scales: `learned` (LSQ; zero points, too), `fixed` as they were found, or `fitted` to the weight as it is at every
+    scales: `learned` (LSQ; zero points, too), `anchored` (learned, while codes are chosen by the scales as they were at
+    the beginning: `learned.rescaled`), `fixed` as they were found, or `fitted` to the weight as it is at every
     step (min-max, or what the grid's range search finds). decided: codes to begin with, and other terms, which stay as
     they are. kept: bool [N, K] or None.
     """
@@ -68,13 +70,13 @@ class WeightQuantizer(nn.Module):
         zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
         self.register_buffer("start", start)
         self.register_buffer("kept", kept)
-        learns = scales == "learned"
+        learns = scales in LEARNED
         # A binary scale of 0 stays 0: exp(t) changes nothing.
         self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learns)
         if codes.zero_point is None:
             self.register_buffer("zero_point", zero)
         else:
-            self.zero_point = nn.Parameter(zero, requires_grad=learns)
+            self.zero_point = nn.Parameter(zero, requires_grad=scales == "learned")
 
     def scale_and_zero(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         """[N, G], or [1, 1] per tensor: the scale as it will be stored and a whole zero point, with their gradients."""
@@ -97,11 +99,19 @@ class WeightQuantizer(nn.Module):
                 "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
             )
         groups, scale, zero = self.in_groups(weight.flatten(1))
-        values = rounded(groups, scale, zero, self.grid, self.scale_dtype).reshape(len(weight), -1)
+        if self.scales == "anchored":
+            values = rescaled(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
+        else:
+            values = rounded(groups, scale, zero, self.grid, self.scale_dtype)
+        values = values.reshape(len(weight), -1)
         if self.others:
             total = summed([values.detach().to(self.scale_dtype), *self.constants()])
             values = straight_through(values, total.to(values.dtype))
         return values.reshape(weight.shape)
+
+    def placed_by(self, scale: Tensor) -> Tensor:
+        """[..., G, 1] the scale that chooses codes, of what `in_groups` has."""
+        return self.start.reshape(scale.shape) if self.scales == "anchored" else scale
 
     def constants(self) -> list[Tensor]:
         """[N, K] each: what the other terms contribute."""
@@ -121,6 +131,7 @@ class WeightQuantizer(nn.Module):
         an optimizer that scales gradients moves all weights at one pace.
         """
         groups, scale, zero = self.in_groups(weight_NK)
+        scale = self.placed_by(scale)
         codes = encode(groups, scale, zero, self.grid)
         room = WITHIN if not self.grid.floating else 0.0
         ends = [(codes - zero + side * room) * scale for side in (-1, 1)]
@@ -138,7 +149,7 @@ class WeightQuantizer(nn.Module):
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
         """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
         groups, scale, zero = self.in_groups(weight_NK)
-        codes = encode(groups, scale, zero, self.grid).reshape(weight_NK.shape)
+        codes = encode(groups, self.placed_by(scale), zero, self.grid).reshape(weight_NK.shape)
         scale, zero = scale.squeeze(-1), zero.squeeze(-1)
         made = to_quantized(codes, scale, zero, self.grid, self.scale_dtype)
         first = made if self.format is None else self.format.term(made)
@@ -179,7 +190,7 @@ class ActivationQuantizer(nn.Module):
     def __init__(self, codes: ActivationCodes, scales: Scales, geometry: Geometry | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.codes, self.geometry = codes, geometry
-        self.learned = codes.scale is not None and scales == "learned"
+        self.learned = codes.scale is not None and scales in LEARNED
         if codes.scale is None:
             return
         start = codes.scale.to(dtype)

@@ -30,6 +30,8 @@ OWN_PARTS = frozenset(
         "output_zero_point",
     }
 )
+# Bits of a dynamic input beside packed weights.
+BESIDE_PACKED = (4, 8)
 # How the numbers were found, not what they are.
 OF_THE_SEARCH = {"observer", "observer_kwargs"}
 # Orders in which columns were solved and then put back; `group` permutes the groups themselves.
@@ -64,9 +66,18 @@ def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
 def why_not(scheme: Scheme) -> str | None:
     """Why compressed-tensors has no word for a scheme; None where it has."""
     if scheme.codes is not None and scheme.codes.layout is not None:
-        return None
+        return _why_not_inputs(scheme)
     kinds = [term.kind for term in scheme.terms]
     return f"it has no {kinds[0]}" if len(kinds) == 1 else f"it has no sum of {' and '.join(kinds)}"
+
+
+def _why_not_inputs(scheme: Scheme) -> str | None:
+    """The same of rounded inputs, beside codes that it has."""
+    if scheme.inputs is None or not isinstance(scheme.codes, Packed):
+        return None
+    if not scheme.dynamic:
+        return "it has no fixed range of an input beside packed weights"
+    return None if scheme.inputs.bits in BESIDE_PACKED else f"it has no inputs of {scheme.inputs.bits} bits"
 
 
 def layout_of(scheme: Scheme) -> Layout:
@@ -217,8 +228,8 @@ def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input"
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     fits = dynamic in (True, False) and (what == "input" or not dynamic)
     bits = entry.get("num_bits") or 0
-    narrow = bits == 4 and what == "input" and dynamic
-    if _odd(entry, known) or not (bits == 8 or narrow) or strategy != expected or not fits:
+    allowed = BESIDE_PACKED if what == "input" and dynamic else (8,)
+    if _odd(entry, known) or bits not in allowed or strategy != expected or not fits:
         readable = "dynamic per token or static per tensor" if what == "input" else "static per tensor"
         raise CheckpointError(f"{layer}: {what} {dict(entry)} cannot be read; readable: int8, {readable}")
     return Grid(bits=bits, symmetric=entry.get("symmetric", True), granularity=expected), dynamic

@@ -16,9 +16,9 @@ from compress.weights.terms import Format, Part, Summand, Term, Weight, named, o
 from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
-# {name: bits of a weight}: beside inputs that stay as they are (a16), integers of 8 or 4 bits (a8, a4), or both float8.
+# {name: bits of a weight}: beside inputs that stay as they are (a16), integers (a8 ... a2), or both float8.
 SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)}
-SCHEMES |= {"w4a8": NARROW, "w4a4": NARROW, "w8a8": WIDE, "fp8": WIDE}
+SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
 BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
@@ -209,11 +209,11 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
 
 def input_bits(name: str) -> int:
     """The bits of an input that a scheme of this name rounds."""
-    return NARROW if name.endswith("a4") else WIDE
+    return WIDE if name == "fp8" else int(name.rpartition("a")[2])
 
 
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
-    """w4a16 and its like; a8, a4: the input an integer of so many bits, fitted to every token. fp8: weight and input
+    """w4a16 and its like; a8 ... a2: the input an integer of so many bits, fitted to every token. fp8: weight and input
     float8, fitted likewise.
 
     group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the

@@ -194,7 +194,7 @@ def test_what_cannot_be_prepared_for_a_loop_of_ones_own_is_refused():
     cases = [
         ({"passes": [RTN, Train(steps=1)]}, "train is a loop of its own; leave it out"),
         ({"passes": compress.KVCache()}, "no pass decides about layers"),
-        ({"passes": RTN, "scales": "free"}, "scales 'free'; allowed: learned, fixed, fitted"),
+        ({"passes": RTN, "scales": "free"}, "scales 'free'; allowed: learned, anchored, fixed, fitted"),
         ({"passes": RTN, "ignore": "*"}, "is one pattern"),
         ({"passes": GPTQ}, "gptq needs calibration data"),
     ]

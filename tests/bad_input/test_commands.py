@@ -224,6 +224,8 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--bits", 3, "--scheme", "w4a16"),
         ("--bits is short for --scheme w3a16", "drop it, or --scheme w4a16"),
     ),
+    "effort of no kind": (lambda d: d.gptq(d.tokens, "--effort", "most"), ("effort 'most'", "best, default, fast")),
+    "effort of another method": (lambda d: d.rtn(d.model, "--effort", "best"), ("--effort is of gptq; rtn",)),
     "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16", "bits 2 to 8")),
     "spqr with rounded inputs": (
         lambda d: d.spqr("--scheme", "w4a8"),

@@ -661,3 +661,17 @@ def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -
         words, cwd=tmp_path, env={}, capture_output=True, text=True, check=False, preexec_fn=listening
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "compress: stopped\n")
+
+
+def test_an_effort_is_passes_and_says_which() -> None:
+    from compress.cli.quantize import passes_with_effort
+
+    (plain,), notes = passes_with_effort("gptq", {"scheme": "w3a16"}, "default")
+    assert (plain.clip, plain.refit, notes) == (True, 2, [])
+    (fast,), notes = passes_with_effort("gptq", {"scheme": "w3a16", "sweeps": 1}, "fast")
+    assert (fast.scheme, fast.clip, fast.refit, fast.sweeps) == ("w3a16", False, 0, 1)
+    assert notes == ["--effort fast: gptq with clip=False, refit=0"]
+    passes, notes = passes_with_effort("gptq", {"scheme": "w3a16"}, "best")
+    assert [p.name for p in passes] == ["gptq", "reconstruct"]
+    assert passes[0] == plain
+    assert "then reconstruct" in notes[0]

@@ -11,6 +11,7 @@ from compress.errors import CompressError, InputError
 
 DATA = {"calibration": tokens(48), "batch_size": 8}
 FEW = compress.Reconstruct(steps=24, rows=16, checks=2)
+CODES = compress.Reconstruct(steps=24, rows=16, checks=2, rate=0.02)
 
 
 def losses(result, key: str) -> list[float]:
@@ -23,7 +24,7 @@ def losses(result, key: str) -> list[float]:
 @every(
     "passes",
     [
-        [compress.RTN(scheme="w2a16", group_size=16), FEW],
+        [compress.RTN(scheme="w2a16", group_size=16), CODES],
         [compress.RTN(scheme="w4a4", group_size=16), FEW],
         [compress.SparseGPT(pattern="2:4"), fast_gptq(scheme="w3a16", group_size=16, grid="asymmetric"), FEW],
         [compress.RTN(scheme="w8a8", activations="static", outputs="static"), FEW],

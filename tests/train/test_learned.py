@@ -4,7 +4,7 @@ import pytest
 import torch
 from combinations import every
 
-from compress.train.learned import gradient_scale, rounded, whole
+from compress.train.learned import gradient_scale, rescaled, rounded, whole
 from compress.weights.grid import Grid, decode, encode, fit, stored_scale
 
 GRIDS = [
@@ -89,6 +89,22 @@ def test_a_number_on_the_last_code_still_moves():
     x = torch.tensor([[-2.0, 1.0, 1.4, -2.6]], requires_grad=True)
     rounded(x, torch.ones(1, 1), torch.zeros(1, 1), grid, torch.float32).sum().backward()
     assert x.grad.tolist() == [[1.0, 1.0, 1.0, 0.0]]
+
+
+@every("grid", GRIDS)
+def test_codes_that_an_anchor_chooses_stay_and_the_gradient_of_their_scale_is_exact(grid):
+    x, anchor, zero = numbers(grid)
+    scale = (1.3 * anchor).requires_grad_()
+    expected = decode(encode(x, anchor, zero, grid), scale, zero, torch.float64)
+    x.requires_grad_()
+    y = rescaled(x, anchor, scale, zero, grid, torch.float64)
+    assert torch.equal(y, expected)
+    assert torch.autograd.gradcheck(lambda s: rescaled(x.detach(), anchor, s, zero, grid, torch.float64), (scale,))
+    (mine,) = torch.autograd.grad(y.sum(), x)
+    (plain,) = torch.autograd.grad(rounded(x, anchor, zero, grid, torch.float64).sum(), x)
+    torch.testing.assert_close(mine, 1.3 * plain)
+    with torch.no_grad():
+        assert torch.equal(rescaled(x, anchor, scale, zero, grid, torch.float64), expected)
 
 
 def test_a_learned_zero_point_is_whole_and_has_the_gradient_of_the_identity():

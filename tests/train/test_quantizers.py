@@ -48,7 +48,7 @@ def inputs(module: nn.Module) -> torch.Tensor:
 
 @every(
     ["grid", "dtype", "scales"],
-    [(g, d, s) for g in GRIDS for d in (torch.float32, torch.bfloat16) for s in ("learned", "fitted")],
+    [(g, d, s) for g in GRIDS for d in (torch.float32, torch.bfloat16) for s in ("learned", "anchored", "fitted")],
 )
 def test_what_training_sees_is_what_is_stored(grid, dtype, scales):
     for module in layers():
