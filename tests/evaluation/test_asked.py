@@ -69,6 +69,7 @@ def test_continuations_are_greedy_and_of_both(llama: Path, llama_w4: Path) -> No
         generate(ours, None, tokenizer, ["word " * 80])
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_a_process_of_its_own(llama: Path) -> None:
     held = torch.ones(2**28, dtype=torch.uint8)  # of this process, not of that one
     loading, running = peak_bytes(str(llama), torch.device("cpu"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import PLAIN_GPTQ
 
 import compress
 from compress.checkpoint.source import find_source
@@ -14,10 +15,13 @@ RECIPES = {
     "w4a16": (compress.RTN(scheme="w4a16", group_size=32), {"codes", "scales", "masks and shapes"}),
     "asymmetric": (compress.RTN(scheme="w4a16", group_size=32, grid="asymmetric"), {"zero points"}),
     "outliers": (
-        compress.SpQR(scheme="w3a16", group_size=16, outliers=0.01),
+        compress.SpQR(scheme="w3a16", group_size=16, outliers=0.01, search=False, sweeps=0),
         {"outliers: values", "outliers: places", "zero points"},
     ),
-    "low rank": (compress.LQS(scheme="w4a16", group_size=32), {"low-rank factors", "codes"}),
+    "low rank": (
+        compress.LQS(scheme="w4a16", group_size=32, iterations=1, **PLAIN_GPTQ),
+        {"low-rank factors", "codes"},
+    ),
 }
 
 

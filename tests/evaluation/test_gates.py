@@ -67,7 +67,17 @@ def test_what_is_no_gate_is_refused(given: str) -> None:
 
 
 def test_the_command_ends_with_3_and_a_line_that_names_the_gate(desk: Desk, llama_w4) -> None:
-    words = ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--json", desk.here / "found.json"]
+    words = [
+        "evaluate",
+        llama_w4,
+        "--no-keep",
+        "--reference",
+        desk.model,
+        "--text",
+        desk.tokens,
+        "--json",
+        desk.here / "found.json",
+    ]
     passed = command(*words, "--fail-if", "kl_mean > 9", "--fail-if", "same_top < 0.1")
     assert passed.code == 0
     failed = command(

@@ -145,7 +145,10 @@ def test_special_tokens_and_a_beginning_of_text(llama: Path, copy_of, tmp_path: 
         ({"stride": 40, "length": 32}, "stride 40; allowed: 1 to 32, the length of a window"),
         ({"stride": 4, "text": torch.zeros(2, 8, dtype=torch.int64)}, "has its windows already, to which stride 4"),
         ({"text": []}, "text is an empty list; give one text or more"),
-        ({"noise_floor": True}, "the noise floor is the reference's against itself; give a reference"),
+        (
+            {"noise_floor": True},
+            "the noise floor is the reference's against itself on a text; give a reference and a text",
+        ),
         ({"stride": 4, "length": 512}, "has windows of 512 tokens; the model reads at most 64"),
     ],
 )

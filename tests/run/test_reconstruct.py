@@ -33,7 +33,7 @@ def losses(result, key: str) -> list[float]:
 def test_a_block_returns_more_of_what_the_original_returned(tmp_path_factory, passes):
     folder = tmp_path_factory.mktemp("reconstruct")
     strong().save_pretrained(folder / "model")
-    result = compress.quantize(folder / "model", passes, output=folder / "out", verify="w2a16" in str(passes), **DATA)
+    result = compress.quantize(folder / "model", passes, output=folder / "out", verify=False, **DATA)
     before, after = losses(result, "block_loss_before"), losses(result, "block_loss")
     assert all(b <= a for a, b in zip(before, after, strict=True))
     if "w2a16" in str(passes) or "w4a4" in str(passes):  # of the others there is little to be gained

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_what_is_written_is_what_was_decided_and_resumes_to_the_same_bits(
 
 
 def test_what_was_written_is_verified_and_shown(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification.subprocess, "run", in_this_process)
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
     options = {"rank": 3, "outliers": 0.02, "iterations": 1, **PLAIN_GPTQ}
     out, words = tmp_path / "out", [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     torch.save(IDS, tmp_path / "ids.pt")
