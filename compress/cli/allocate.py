@@ -168,7 +168,9 @@ def quantize_to_budget(
     **options: Any,
 ) -> None:
     """`compress quantize` with a budget: the recipe is found, run, and its result measured."""
-    unread = [name for name in ("scheme", "recipe", "embeddings", "kv_cache", "training", "fsdp") if given(name)]
+    unread = [
+        name for name in ("scheme", "recipe", "effort", "embeddings", "kv_cache", "training", "fsdp") if given(name)
+    ]
     unread += [name for name in ("one_block", "convolutions") if given(name)]
     if given("bits"):
         unread.append("bits")

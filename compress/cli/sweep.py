@@ -9,6 +9,7 @@ import click
 
 from compress.cli.exits import exits_cleanly, leave
 from compress.cli.options import begin, device_option, json_option, quiet_option, trust_option, write_report
+from compress.cli.terminal import visible
 from compress.errors import InputError
 
 if TYPE_CHECKING:
@@ -72,14 +73,33 @@ def sweep(
             reporter=reporter,
         )
     write_report(json_file, asdict(made))
+    written = _reported(Path(output), [row.evaluation for row in made.rows if row.evaluation is not None])
     if not quiet and json_file != "-":
         from compress.cli import swept as show
 
         show.rows(made, output)
+        click.echo("\n".join(visible(str(path)) for path in written))
     for row in made.failed:
         click.echo(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", err=True)
     if made.failed:
         leave(1)
+
+
+def _reported(place: Path, evaluations: Sequence[str]) -> list[Path]:
+    """One report on all recipes that have figures, as a page and as Markdown, in the directory of the sweep."""
+    if not evaluations:
+        return []
+    from compress.checkpoint.files import write_whole
+    from compress.cli.sweeping import PAGE, TEXT
+    from compress.evaluation.showing.compose import compose
+    from compress.evaluation.showing.markdown import as_markdown
+    from compress.evaluation.showing.page import as_html
+    from compress.evaluation.showing.runs import open_runs
+
+    made = compose(open_runs([str(place / each) for each in evaluations]))
+    write_whole(place / PAGE, as_html(made))
+    write_whole(place / TEXT, as_markdown(made))
+    return [place / PAGE, place / TEXT]
 
 
 def named(recipes: Sequence[str]) -> dict[str, tuple["Pass", ...]]:

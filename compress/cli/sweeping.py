@@ -5,6 +5,7 @@ each other.
     DIR/NAME/evaluation.json  what `compress evaluate --json` writes
     DIR/NAME/run.json         of what content these are: model, recipe, texts, version
     DIR/sweep.json            a row for each recipe
+    DIR/report.html, .md      the report on all of them
 
 A recipe that is done, by its content, is not run again; one that was stopped goes on behind its last finished block.
 """
@@ -33,6 +34,7 @@ from compress.recipe import describe
 from compress.version import VERSION
 
 INDEX, RUN, EVALUATION, MODEL = "sweep.json", "run.json", "evaluation.json", "model"
+PAGE, TEXT = "report.html", "report.md"
 FORMAT = 1
 
 
@@ -128,7 +130,7 @@ def check_names(recipes: Mapping[str, Sequence[Pass]]) -> None:
     if not recipes:
         raise InputError("no recipe given; give at least one .yaml file, or a name from `compress recipes`")
     for name in recipes:
-        if not name or name in (".", "..", INDEX) or "/" in name or "\0" in name:
+        if not name or name in (".", "..", INDEX, PAGE, TEXT) or "/" in name or "\0" in name:
             raise InputError(f"recipe name {name!r}; each is the name of a directory: give one without slashes")
 
 

@@ -1,11 +1,13 @@
 """Sweeps: many recipes, one of which fails; what is done stays, what changed is made anew."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from commands import command, make_llama, save
+from commands import command, in_this_process, make_llama, save
 
 import compress.cli.sweeping as sweeping
+from compress import verification
 from compress.cli.sweeping import Row, ranked
 from compress.evaluation.stored import read_evaluation
 
@@ -13,7 +15,8 @@ TEXT = ["--text", "demo", "--text-samples", "4"]
 
 
 @pytest.fixture
-def desk(tmp_path):
+def desk(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
     save(make_llama(), tmp_path / "model")
     for name, line in {
         "w8": "rtn: {scheme: w8a16, group_size: 32}",
@@ -43,6 +46,10 @@ def test_recipes_are_ranked_and_one_that_fails_ends_nothing(desk):
     assert "48" in failed["problem"]
     found = read_evaluation(desk / "out" / small["evaluation"])
     assert (found.kl_mean, found.bytes) == (small["kl_mean"], small["bytes"])
+    assert (desk / "out" / "report.html").read_text("utf-8").startswith("<!doctype html>")
+    text = (desk / "out" / "report.md").read_text("utf-8")
+    assert "w3" in text
+    assert "w8" in text
 
 
 def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
