@@ -99,7 +99,7 @@ class Writer:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         if self.halved:
-            decided = {name: _halved(layers[name], decision) for name, decision in decided.items()}
+            decided = {name: halved(layers[name], decision) for name, decision in decided.items()}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
@@ -224,7 +224,7 @@ class Writer:
         return tensors
 
 
-def _halved(layer: Layer, decision: Decision) -> Decision:
+def halved(layer: Layer, decision: Decision) -> Decision:
     """The decision about a layer with its weight as 2:4, but for a token embedding. Raises CompressError for another
     layer that is not 2:4."""
     if isinstance(layer, Table):

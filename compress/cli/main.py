@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 import compress
+from compress.cli.allocate import allocate
 from compress.cli.bench import bench
 from compress.cli.demo import demo
 from compress.cli.evaluate import evaluate
@@ -17,6 +18,7 @@ from compress.cli.methods import methods, recipes
 from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.report import report
+from compress.cli.sweep import sweep
 from compress.cli.terminal import visible
 from compress.cli.train import distill, qat
 
@@ -52,6 +54,8 @@ def cli() -> None:
     compress prune MODEL --method sparsegpt --pattern 2:4 --calibration TEXT --output OUT
     compress qat MODEL --scheme w2a16 --calibration TEXT --output OUT
     compress distill TEACHER --student-layers 6 --calibration TEXT --output OUT
+    compress allocate MODEL --budget 3.5bpw --calibration TEXT --output mixed.yaml
+    compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
     compress evaluate OUT --reference MODEL --text TEXT
     compress report OUT... --output report.html
     compress inspect OUT
@@ -68,6 +72,8 @@ for command in (
     prune,
     qat,
     distill,
+    allocate,
+    sweep,
     evaluate,
     report,
     inspect,

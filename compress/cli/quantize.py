@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.cli.allocate import budget_options, quantize_to_budget, unread_without_budget
 from compress.cli.exits import exits_cleanly
 from compress.cli.options import given
 from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
@@ -61,6 +62,7 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
     metavar="SCHEME",
     help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
 )
+@budget_options
 @run_options
 @exits_cleanly
 def quantize(
@@ -72,6 +74,11 @@ def quantize(
     kv_cache: str | None,
     settings: tuple[str, ...],
     fsdp: bool,
+    budget: str | None,
+    max_kl: float | None,
+    text: str | None,
+    by: str,
+    fused: bool,
     **options: Any,
 ) -> None:
     """Quantize MODEL and write a checkpoint in the compressed-tensors layout.
@@ -79,10 +86,16 @@ def quantize(
     \b
     compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
+    compress quantize MODEL --budget 3.5bpw --calibration TEXT --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
+    if budget is not None or max_kl is not None:
+        options |= {"budget": budget, "max_kl": max_kl, "text": text, "by": by, "fused": fused, "fsdp": fsdp}
+        quantize_to_budget(model, method, chosen, **options)
+        return
+    unread_without_budget()
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"

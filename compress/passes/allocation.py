@@ -1,7 +1,7 @@
-"""Ranks shared out between layers under one budget, by what each rank takes off the layer's loss.
+"""What layers get out of one budget, by what it takes off their losses: ranks, or one of several options each.
 
-Layer l with rank r costs r c_l and has the loss t_l(r) = sum of its spectrum beyond r (`passes.whitened`); left as it
-is it costs w_l and has none.
+Ranks (and steps of sparsity, `passes.sparsity_shares`). Layer l with rank r costs r c_l and has the loss t_l(r) = sum
+of its spectrum beyond r (`passes.whitened`); left as it is it costs w_l and has none.
 
     minimise  sum_l t_l(r_l)    over ranks r_l,    sum_l of the costs <= budget
 
@@ -9,13 +9,26 @@ What a rank takes off falls with r, so the loss is convex in the cost and one pr
 are taken by what they take off per unit of cost, the largest first, until the budget is spent (Lagrange; exact but for
 what is left of the budget, which is less than the step that no longer fits). Leaving a layer as it is makes a corner
 that is not convex; it is one step, from the rank at which it is worth more than the next rank is (the convex hull).
+
+Options, of which no curve can be asked to be convex: number formats, say. Unit u has options o of cost c_uo and loss
+t_uo, and x_uo is 1 for the one that it gets. A 0-1 program, the multiple-choice knapsack, solved by branch and bound
+(HiGHS in scipy):
+
+    minimise  sum t_uo x_uo,    sum c_uo x_uo <= budget,    sum_o x_uo = 1 for each u
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
+
+# What the sum of losses is brought to: branch and bound ends 1e-6 from the optimum, whatever the unit is.
+SCALE = 1e4
+SECONDS = 60.0
+# Of a sum of costs, as a part of it.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -79,3 +92,61 @@ def singly(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
     if rank is not None:
         for i, value in enumerate(curve.values.tolist()[rank : curve.most], rank):
             yield Step(layer, i + 1, curve.cost, value / curve.cost)
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a unit may get: its cost and its loss, 0 or more."""
+
+    cost: float
+    loss: float
+
+
+def choose(units: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int] | None:
+    """{unit: which of its options it gets}: the least sum of losses whose costs are within the budget; None where even
+    the cheapest are not. Of options that cost the same and lose the same the first."""
+    if sum(min(o.cost for o in options) for options in units.values()) > budget:
+        return None
+    kept = {name: _undominated(options) for name, options in units.items()}
+    limit = budget
+    while True:
+        found = _solved({name: [units[name][i] for i in kept[name]] for name in units}, limit)
+        chosen = {name: kept[name][i] for name, i in found.items()}
+        over = math.fsum(units[name][i].cost for name, i in chosen.items()) - budget
+        if over <= ROUNDING * abs(budget):
+            return chosen
+        limit -= over  # the solver allows for more
+
+
+def _undominated(options: Sequence[Option]) -> list[int]:
+    """Those that nothing beats in both cost and loss, by their cost."""
+    kept: list[int] = []
+    for i in sorted(range(len(options)), key=lambda i: (options[i].cost, options[i].loss, i)):
+        if not kept or options[i].loss < options[kept[-1]].loss:
+            kept.append(i)
+    return kept
+
+
+def _solved(units: Mapping[str, Sequence[Option]], budget: float) -> dict[str, int]:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    owners = [u for u, options in enumerate(units.values()) for _ in options]
+    everything = [option for options in units.values() for option in options]
+    costs, losses = np.array([o.cost for o in everything]), np.array([o.loss for o in everything])
+    one_each = coo_array((np.ones(len(owners)), (owners, range(len(owners)))), (len(units), len(owners)))
+    whole = sum(max(o.loss for o in options) for options in units.values()) or 1.0
+    found = milp(
+        losses * (SCALE / whole),
+        integrality=np.ones(len(owners)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs[None] / budget, ub=1.0)],
+        options={"mip_rel_gap": 0.0, "time_limit": SECONDS},
+    )
+    if found.x is None:  # rounding of the budget's row, where it is just that of the cheapest
+        return {name: min(range(len(o)), key=lambda i: o[i].cost) for name, o in units.items()}
+    chosen, first = {}, 0
+    for name, options in units.items():
+        chosen[name] = int(found.x[first : first + len(options)].argmax())
+        first += len(options)
+    return chosen

@@ -33,6 +33,7 @@ from compress.run.remarks import RangeNotes, layer_record
 from compress.run.reorder import reorder, same_orders
 from compress.run.restore import hooks_and_buffers, undone
 from compress.run.rewrite import Observed, repeat
+from compress.run.shared_forward import together
 from compress.run.state import Run, Streams
 from compress.run.structure import Structure, same_on_all_ranks, structure_of
 from compress.weights.caches import CacheCodes
@@ -93,10 +94,15 @@ class BlockRun:
         if plan.calibrated:
             structure = structure_of(self.opened.block, self.streams.calls[0], list(self.layers.values()))
             self.structure = same_on_all_ranks(structure, self.run.comm)
-        for i, p in enumerate(plan.passes):
-            self.carry_out(p, last=i == len(plan.passes) - 1 and plan.kv is None)
+        groups = together([p for p in plan.passes if any(map(p.wants, self.layers))], self.layers)
+        for i, group in enumerate(groups):
+            last = i == len(groups) - 1 and plan.kv is None
+            if len(group) > 1 and self.structure is not None:
+                self.enter(self.observe(group, self.structure, last))
+            else:
+                self.carry_out(group[0], last)
         if plan.kv is not None:
-            self.round_caches(plan.kv)
+            _round_caches(self, plan.kv)
         if not self.forwarded:
             self.propagate()
         for entry in self.records:
@@ -120,14 +126,18 @@ class BlockRun:
         if decides is None:
             return
         if self.structure is not None and (decides.needs or fix is not None):
-            made = self.observe(p, decides, self.structure, wanted, last)
-        else:
-            made = {}
-            for name in wanted:
-                made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
-                self.install(name, made[name])
-        self.decided.decisions |= made
-        for name, decision in made.items():
+            self.enter(self.observe([p], self.structure, last))
+            return
+        made: dict[str, Decision] = {}
+        for name in wanted:
+            made |= decide(p, [self.layers[name]], self.opened, self.run.comm, earlier=self.decided)
+            self.install(name, made[name])
+        self.enter({name: (p, decision) for name, decision in made.items()})
+
+    def enter(self, made: Mapping[str, tuple[Pass, Decision]]) -> None:
+        """Keep what passes have decided about layers, for those that follow and for the record."""
+        self.decided.decisions |= {name: decision for name, (_, decision) in made.items()}
+        for name, (p, decision) in made.items():
             figures = {**decision.figures, **self.permuted.pop(name, {})}
             self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
 
@@ -167,28 +177,35 @@ class BlockRun:
         self.permuted |= made.figures
         self.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
-    def observe(
-        self, p: Pass, decides: Decide, structure: Structure, wanted: Sequence[str], last: bool
-    ) -> dict[str, Decision]:
-        """One suspended forward: statistics, decisions and new weights, site after site."""
+    def observe(self, passes: Sequence[Pass], structure: Structure, last: bool) -> dict[str, tuple[Pass, Decision]]:
+        """One suspended forward: statistics, decisions and new weights, site after site. passes: several where no two
+        treat the same layer."""
         calls, reference = self.streams.calls, self.streams.reference
-        _name_unseen(self.run, structure, wanted)
-        made: dict[str, Decision] = {}
+        whose = {name: p for p in passes for name in self.layers if p.wants(name)}
+        _name_unseen(self.run, structure, list(whose))
+        made: dict[str, tuple[Pass, Decision]] = {}
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            made.update(self.decide_site(p, decides, site, arrivals))
+            p = whose[site[0].name]
+            decisions = self.decide_site(p, site, arrivals)
+            made.update({name: (p, decision) for name, decision in decisions.items()})
 
-        sites = self.sites(structure, wanted)
+        # In the order of their first calls, for a forward that has gone past a site does not come by again.
+        sites = [
+            [layer for layer in site if whose[layer.name] is p]
+            for site in self.sites(structure, whose)
+            for p in dict.fromkeys(whose[layer.name] for layer in site)
+        ]
         outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
         self.run.record.block_forwards += len(calls) + len(reference)
         if last:
             self.streams, self.forwarded = self.streams.after(outputs, others), True
         return made
 
-    def decide_site(
-        self, p: Pass, decides: Decide, site: Sequence[Layer], arrivals: Iterable[Arrival | None]
-    ) -> dict[str, Decision]:
+    def decide_site(self, p: Pass, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> dict[str, Decision]:
         """Collect, decide, install, while the forwards wait before the site."""
+        decides = p.stage(Decide)
+        assert decides is not None
         statistics = collected(decides.needs, site[0], arrivals, self.run.comm)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
@@ -218,24 +235,6 @@ class BlockRun:
             decisions |= self.ranges.of_layers(of_layer, {layer.name: rounded}, "output")
         return decisions
 
-    def round_caches(self, kv: KVCache) -> None:
-        """Let the attentions keep codes, after one more forward where their ranges are calibrated."""
-        ranges: dict[str, tuple[Range, Range]] = {}
-        needs, calls = kv.needs(), self.streams.calls
-        if needs:
-            per_head = kv.granularity == "head"
-            ranges = cache_ranges(self.opened.block, calls, self.attentions, needs["range"], per_head, self.run.comm)
-            self.run.record.block_forwards += len(calls)
-        for name, attention in self.attentions.items():
-            if needs and name not in ranges:
-                self.run.record.left_alone[name] = "keeps no keys and values of its own"
-                continue
-            dtype = self.opened.dtype_of(next(attention.parameters()))
-            self.caches[name] = kv.codes(ranges.get(name), dtype)
-            if name in ranges:
-                self.ranges.of_cache(name, *ranges[name])
-            self.versions.keep_codes(attention, self.caches[name])
-
     def propagate(self) -> None:
         """Plain forwards with the weights as they are now (and the original ones for the reference)."""
         if not self.run.plan.calibrated or self.streams.end:
@@ -254,6 +253,25 @@ class BlockRun:
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
         return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+
+
+def _round_caches(here: BlockRun, kv: KVCache) -> None:
+    """Let the attentions keep codes, after one more forward where their ranges are calibrated."""
+    ranges: dict[str, tuple[Range, Range]] = {}
+    needs, calls = kv.needs(), here.streams.calls
+    if needs:
+        per_head = kv.granularity == "head"
+        ranges = cache_ranges(here.opened.block, calls, here.attentions, needs["range"], per_head, here.run.comm)
+        here.run.record.block_forwards += len(calls)
+    for name, attention in here.attentions.items():
+        if needs and name not in ranges:
+            here.run.record.left_alone[name] = "keeps no keys and values of its own"
+            continue
+        dtype = here.opened.dtype_of(next(attention.parameters()))
+        here.caches[name] = kv.codes(ranges.get(name), dtype)
+        if name in ranges:
+            here.ranges.of_cache(name, *ranges[name])
+        here.versions.keep_codes(attention, here.caches[name])
 
 
 def _only_seen(here: BlockRun, needs: Needs, sites: Sequence[Sequence[Layer]]) -> dict[str, Observed]:

@@ -56,7 +56,7 @@ def decide(this: Run) -> Collected:
 
 def _walk(this: Run) -> None:
     """Through all blocks with passes that train nothing."""
-    this = replace(this, plan=surveyed(this, partial(_captured, this)))
+    this = replace(this, plan=surveyed(this, partial(captured, this)))
     _name_left_alone(this)
     originals = [_original_calls(this, stack) for stack in this.plan.stacks]
     round_tables(this)
@@ -74,22 +74,23 @@ def _name_left_alone(run: Run) -> None:
 
 def _original_calls(run: Run, stack: Stack) -> list[Call] | None:
     """The calls of a stack's first block that the original embedding makes; None where that is no other than ours."""
-    return _captured(run, stack)[0] if run.compares and run.plan.tables else None
+    return captured(run, stack)[0] if run.compares and run.plan.tables else None
 
 
 def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
     """Compress the blocks of a stack, one after the other."""
-    captured: list[list[Call]] = [[] for _ in stack.blocks]
+    calls: list[list[Call]] = [[] for _ in stack.blocks]
     if run.plan.calibrated:
-        captured = _captured(run, stack)
+        calls = captured(run, stack)
     run.steps.begin()
-    streams = Streams(captured[0], (original or captured[0]) if run.compares else [])
+    streams = Streams(calls[0], (original or calls[0]) if run.compares else [])
     for name, block in stack.blocks:
-        streams = streams.called_as(captured.pop(0))  # the calls of blocks that are done take no memory
+        streams = streams.called_as(calls.pop(0))  # the calls of blocks that are done take no memory
         streams = run_block(run, name, block, streams)
 
 
-def _captured(run: Run, stack: Stack) -> list[list[Call]]:
+def captured(run: Run, stack: Stack) -> list[list[Call]]:
+    """What every block of a stack is called with, for each micro-batch."""
     return capture(run.model, stack, run.batches, run.residency, partial(_first_output, run.residency, stack))
 
 

@@ -47,6 +47,51 @@ def low_rank(desk: Desk, setting: str, *more: object) -> Outcome:
     return command(*words, "--set", setting, *more)
 
 
+def allocate(desk: Desk, *more: object) -> Outcome:
+    words = ["allocate", desk.model, "--calibration", desk.tokens, "--output", desk.here / "mixed.yaml"]
+    return command(*words, *more)
+
+
+def sweep(desk: Desk, recipes: list[object], *more: object) -> Outcome:
+    return command("sweep", desk.model, *recipes, "--text", desk.tokens, "--output", desk.output, *more)
+
+
+BUDGETS: dict[str, Case] = {
+    "no budget": (allocate, ("--budget SIZE", "--max-kl")),
+    "two budgets": (lambda d: allocate(d, "--budget", "3bpw", "--max-kl", 0.1), ("--budget SIZE", "one of them")),
+    "budget without a unit": (lambda d: allocate(d, "--budget", "3.5"), ("'3.5'", "3.5bpw", "2.1GB")),
+    "method without bits": (
+        lambda d: allocate(d, "--budget", "3bpw", "--method", "ternary"),
+        ("'ternary' has no scheme", "gptq, rtn, spqr"),
+    ),
+    "bits twice": (lambda d: allocate(d, "--budget", "3bpw", "--bits", "3,3"), ("bits 3, 3", "each once")),
+    "candidates that fold": (
+        lambda d: allocate(d, "--budget", "3bpw", "--method", "awq"),
+        ("awq does more than decide", "like gptq"),
+    ),
+    "candidates that suit no layer": (
+        lambda d: allocate(d, "--budget", "3bpw", "--group-sizes", 36),
+        ("no candidate suits any layer", "give others"),
+    ),
+    "allocation into something else": (
+        lambda d: allocate(d, "--budget", "3bpw", "--output", d.output),
+        ("ends in .yaml",),
+    ),
+    "budget beside a scheme": (
+        lambda d: d.gptq(d.tokens, "--budget", "3bpw", "--scheme", "w4a16"),
+        ("finds the scheme of every layer itself", "drop --scheme"),
+    ),
+    "what only a budget reads": (lambda d: d.gptq(d.tokens, "--no-fused"), ("--fused", "without --budget")),
+    "sweep of two recipes of one name": (
+        lambda d: sweep(d, ["w4a16-gptq", "w4a16-gptq"]),
+        ("two recipes are called 'w4a16-gptq'", "rename one"),
+    ),
+    "sweep without calibration data": (
+        lambda d: sweep(d, ["w8a16-rtn", "w4a16-gptq"]),
+        ("'w4a16-gptq' needs calibration data", "give text or token ids"),
+    ),
+    "sweep of a recipe that is not there": (lambda d: sweep(d, ["nosuch"]), ("nosuch", "w4a16-gptq")),
+}
 MODELS: dict[str, Case] = {
     "unknown hub model": (lambda d: d.rtn("nosuch/model"), ("'nosuch/model'", "directory", "hub id", "'demo'")),
     "unknown bare name": (lambda d: d.rtn("nosuchmodel"), ("'nosuchmodel'", "directory", "hub id", "'demo'")),
@@ -828,6 +873,7 @@ REFUSED = {
         ("option", OPTIONS),
         ("mask", MASKS),
         ("recipe", RECIPES),
+        ("budget", BUDGETS),
         ("command", OTHERS),
         ("distill", TAUGHT),
     )

@@ -1,0 +1,47 @@
+"""What a person reads of a budget that was shared out: who got what, what was predicted, what came of it."""
+
+from collections import Counter
+
+from rich.table import Table
+
+from compress.budget import Allocation
+from compress.checkpoint.sensitivity import Sensitivity
+from compress.cli.mixed import Mixed
+from compress.cli.terminal import console
+
+
+def allocation(found: Sensitivity, made: Allocation) -> None:
+    """Units by kind and candidate, and the KL of uniform models beside that predicted."""
+    kinds = list(dict.fromkeys(unit.kind for unit in found.units))
+    used = [name for name in found.candidates if name in made.chosen.values()]
+    counts = Counter((unit.kind, made.chosen[unit.name]) for unit in found.units)
+    table = Table(title="layers by what they got", title_justify="left")
+    table.add_column("")
+    for name in used:
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        table.add_row(kind, *(str(counts[kind, name] or "-") for name in used))
+    out = console()
+    out.print(table)
+    out.print(
+        f"{made.bits_per_weight:.4g} bits per weight, weight files of {made.total_bytes:,} bytes; "
+        + ("KL not measured" if made.predicted_kl is None else f"predicted KL {made.predicted_kl:.4g}")
+    )
+    for name, kl in found.uniform_kl.items():
+        if all(name in unit.tried for unit in found.units):
+            bits = 8 * sum(unit.tried[name].bytes for unit in found.units) / found.weights
+            out.print(f"  all layers {name}: {bits:.4g} bits per weight, KL {kl:.4g}")
+    for layer, why in found.left_out.items():
+        out.print(f"  left as it is: {layer} ({why})")
+
+
+def achieved(made: Mixed) -> None:
+    """The KL of the checkpoint, beside the one that was predicted."""
+    if made.achieved_kl is None or made.allocation.predicted_kl is None:
+        return
+    rows = made.sensitivity.held_out or {}
+    where = "the calibration text (give --text for held-out text)" if made.seen else f"{rows.get('source')}"
+    console().print(
+        f"achieved KL {made.achieved_kl:.4g}, predicted {made.allocation.predicted_kl:.4g}, on {rows.get('samples')} "
+        f"windows of {where}"
+    )

@@ -1,0 +1,269 @@
+"""`measure_sensitivity`: what each layer of a model loses by each candidate, measured once and kept.
+
+What was measured is kept in the cache directory ($COMPRESS_CACHE_DIR/sensitivity) under the hash of the model, both
+texts, the candidates and the rest that it depends on.
+"""
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from compress.candidates import described
+from compress.checkpoint.files import fingerprint, read_json, write_whole
+from compress.checkpoint.pretrained import load_tokenizer
+from compress.checkpoint.sensitivity import FORMAT, Sensitivity, Unit, header_bytes
+from compress.checkpoint.shown import shown
+from compress.comm import Comm
+from compress.data import Tokens, batches_of, load_tokens
+from compress.errors import CheckpointError, InputError
+from compress.job import Job
+from compress.kernels.cache import cache_directory
+from compress.model.calls import evaluating
+from compress.passes.candidate import Candidate
+from compress.passes.gptq import GPTQ
+from compress.passes.where import only
+from compress.prepare import prepare
+from compress.progress import Reporter, Silent
+from compress.request import Calibration, Data, Delivery, Request, Work
+from compress.request import Extent as Asked
+from compress.run.held_out import divergence_between
+from compress.run.swaps import Extent, measured
+from compress.schema import built, fits
+from compress.version import VERSION
+from compress.weights.sparse24 import TWO_OF_FOUR
+
+Score = Literal["kl", "loss"]
+# Suits any layer: says which are treated, and on which data.
+PROBE = GPTQ(scheme="w8a16", group_size=-1, drift=0.0)
+HELD_OUT = 16  # windows
+LEAST = 4  # windows of calibration for each that is held out
+# Bytes of a weight file beside its tensors and their entries: its length, metadata and filling.
+HEADER = 64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, and the held-out rows on which: None of a model that predicts no next token."""
+
+    table: Sensitivity
+    rows: Tokens | None
+
+
+@torch.inference_mode(False)
+def measure_sensitivity(
+    model: nn.Module | str | Path,
+    candidates: Sequence[Candidate],
+    *,
+    calibration: Calibration,
+    text: str | Tensor | None = None,
+    score: Score = "kl",
+    fused: bool = True,
+    samples: int | None = None,
+    length: int | None = None,
+    batch_size: int = 8,
+    ignore: Sequence[str] = (),
+    store: str | None = None,
+    device: str | torch.device | None = None,
+    cached: bool = True,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Measured:
+    """Let every candidate decide about every layer of the original model, and measure what that costs.
+
+    calibration, samples, length, batch_size, ignore, store, device: as in `quantize`. text: held-out text, or token ids
+    [samples, length], of which up to 16 windows count; by default the last windows of the calibration data, up to a
+    fifth, which no candidate is shown then. score: `kl` measures the KL of a model with one unit replaced, for each
+    unit and candidate; `loss` only that of each layer's output, and the KL of whole models. fused: layers that read one
+    tensor get the same candidate. cached: take what an earlier call has measured of the same.
+
+    Raises InputError for candidates that suit no layer, and for models that cannot be measured so.
+    """
+    if score not in get_args(Score):
+        raise InputError(f"score {score!r}; allowed: {', '.join(get_args(Score))}")
+    described(candidates)  # refuses two of one name
+    reporter = reporter or Silent()
+    data = Data(calibration, samples, length, batch_size)
+    delivery = Delivery(None, False, False, None)
+    work = Work(device, None, False, False)
+    job = _job(Request(model, (PROBE,), data, Asked(ignore, False, None), delivery, work, trust_remote_code), reporter)
+    candidates, words = _fitted(candidates, job)
+    rows = _held_out(job, text, length, batch_size)
+    if rows is None and score == "kl":
+        raise InputError(f"{type(job.model).__name__} predicts no next token, so that there is no KL; give score=loss")
+    about = {
+        "model": job.identity["model"],
+        "calibration": job.identity["calibration"] if job.tokens is None else job.tokens.fingerprint(),
+        "held_out": None if rows is None else rows.fingerprint(),
+        "settings": [FORMAT, batch_size, list(ignore), score, fused, store, job.identity["compute_dtype"], VERSION],
+        "candidates": words,
+    }
+    path = cache_directory() / "sensitivity" / f"{fingerprint(about)}.json"
+    if cached and (found := _read(path)) is not None:
+        reporter.note(f"sensitivities as measured before ({path})")
+        return Measured(found, rows)
+    held_out = [] if rows is None else batches_of(rows.ids, batch_size)
+    found = _measured(job, candidates, words, Extent(held_out, score == "kl", fused, store == TWO_OF_FOUR), rows)
+    if rows is not None:
+        found = replace(found, run_kl=_run_kl(job, candidates, found, rows))
+    _write(path, found)
+    return Measured(found, rows)
+
+
+def _job(request: Request, reporter: Reporter) -> Job:
+    """The layers of a model and the data that they are shown."""
+    comm = Comm()
+    if comm.active:
+        raise InputError("sensitivities are measured by one process; start it without torchrun")
+    request.check()
+    job = prepare(request, None, comm, Silent())
+    job.reporter = reporter
+    return job
+
+
+def _measured(
+    job: Job,
+    candidates: Sequence[Candidate],
+    words: dict[str, list[dict[str, Any]]],
+    extent: Extent,
+    rows: Tokens | None,
+) -> Sensitivity:
+    """Walk through the model of a job. words: the candidates as recipes have them."""
+    with evaluating(job.model):
+        made = job.walk(partial(measured, candidates=candidates, extent=extent))
+    if not made.units:
+        why = next(iter(made.left_out.values()), "there are none")
+        raise InputError(f"no candidate suits any layer ({why}); give others")
+    return Sensitivity(
+        model={"name": _name(job), "fingerprint": job.identity["model"]},
+        calibration={} if job.tokens is None else job.tokens.described(),
+        held_out=None if rows is None else rows.described(),
+        candidates=words,
+        units=made.units,
+        uniform_kl=made.uniform_kl,
+        other_bytes=_other_bytes(job.model, made.units),
+        left_out=made.left_out,
+        notes=job.record.notes,
+    )
+
+
+def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate], dict[str, list[dict[str, Any]]]]:
+    """Candidates whose options are settled for all layers of a job together, and as recipes have them."""
+    treated = job.plan.treated
+    layers = [layer for of_block in job.plan.layers.values() for layer in of_block if layer.name in treated]
+    widths = {layer.shape[1] for layer in layers}
+    found = [Candidate(c.name, tuple(p.fitted(widths) for p in c.passes)) for c in candidates]
+    if all(c.suits(layer.name, layer.shape) for c in found for layer in layers):
+        why = next((c.suits(layer.name, layer.shape) for c in found for layer in layers), "there are none")
+        raise InputError(f"no candidate suits any layer ({why}); give others")
+    return found, described(found)
+
+
+def _run_kl(job: Job, candidates: Sequence[Candidate], found: Sensitivity, rows: Tokens) -> dict[str, float]:
+    """The KL of one uniform model as `quantize` makes it, of those that decide by data: the one in the middle."""
+    known = [c for c in candidates if found.uniform_kl.get(c.name) and any(p.needs() for p in c.passes)]
+    known = [c for c in known if all(c.name in unit.tried for unit in found.units)]
+    if not known:
+        return {}
+    middle = sorted(known, key=lambda c: -found.uniform_kl[c.name])[(len(known) - 1) // 2]
+    whole = deepcopy(job.model)
+    data = Data(_shown(job), None, None, job.request.data.batch_size)
+    work = replace(job.request.work, device=job.residency.device)
+    layers = [escape(layer) for unit in found.units for layer in unit.layers]
+    passes = tuple(only(p, *layers) for p in middle.passes)
+    request = replace(job.request, model=whole, passes=passes, data=data, work=work)
+    made = prepare(request, None, job.comm, Silent()).run().model
+    assert made is not None
+    with evaluating(made), evaluating(job.model):
+        return {middle.name: divergence_between(job.model, made, batches_of(rows.ids, data.batch_size))}
+
+
+def _shown(job: Job) -> Calibration:
+    """What the candidates of a job are shown."""
+    return list(job.batches) if job.tokens is None else job.tokens.ids
+
+
+def _name(job: Job) -> str:
+    return type(job.model).__name__ if job.source is None else shown(job.source.name)
+
+
+def _held_out(job: Job, text: str | Tensor | None, length: int | None, batch_size: int) -> Tokens | None:
+    """Rows that no candidate is shown; taken off the calibration data of a job where no text is given. None of a model
+    that predicts no next token."""
+    config = getattr(job.model, "config", None)
+    if not hasattr(job.model, "generate") or getattr(config, "is_encoder_decoder", False):
+        if text is not None:
+            raise InputError(f"{type(job.model).__name__} predicts no next token; leave the held-out text out")
+        return None
+    if text is not None:
+
+        def tokenizer() -> Any:
+            if job.source is None:
+                raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+            return load_tokenizer(job.source)
+
+        return load_tokens(text, tokenizer, config, what="held-out", length=length, samples=_most(text))
+    if job.tokens is None:
+        raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")
+    ids = job.tokens.ids
+    count = min(HELD_OUT, len(ids) // (LEAST + 1))
+    if not count:
+        raise InputError(
+            f"calibration has {len(ids)} samples, of which none can be held out; give {LEAST + 1} or more, or "
+            "held-out text"
+        )
+    job.batches = batches_of(ids[:-count], batch_size)
+    job.tokens = Tokens(ids[:-count], job.tokens.source)
+    return Tokens(ids[-count:], job.tokens.source)
+
+
+def _most(text: str | Tensor) -> int:
+    return min(HELD_OUT, len(text)) if isinstance(text, Tensor) else HELD_OUT
+
+
+def _other_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
+    """Of a checkpoint without its units' tensors."""
+    inside = {f"{layer}.weight" for unit in units for layer in unit.layers}
+    rest: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in inside}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                rest[f"{prefix}.{name}" if prefix else name] = buffer
+    headers = sum(header_bytes(name, tensor.shape) for name, tensor in rest.items())
+    return HEADER + headers + sum(t.numel() * t.element_size() for t in rest.values())
+
+
+def _read(path: Path) -> Sensitivity | None:
+    """What was kept; None where nothing was, or what cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        return read_sensitivity(path)
+    except CheckpointError:
+        return None
+
+
+def read_sensitivity(path: Path) -> Sensitivity:
+    """A table from its file. Raises CheckpointError for anything else."""
+    entry = read_json(path)
+    fits(entry, Sensitivity, path)
+    if entry["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format is {entry['format']!r}; it must be {FORMAT}: measure it anew")
+    found: Sensitivity = built(entry, Sensitivity)
+    return found
+
+
+def _write(path: Path, found: Sensitivity) -> None:
+    """Keep it; where nothing can be written, it is measured again the next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(found)) + "\n")
+    except OSError:
+        return

@@ -1,0 +1,92 @@
+"""Sweeps: many recipes, one of which fails; what is done stays, what changed is made anew."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from commands import command, in_this_process, make_llama, save
+
+import compress.cli.sweeping as sweeping
+from compress import verification
+from compress.cli.sweeping import Row, ranked
+from compress.evaluation.stored import read_evaluation
+
+TEXT = ["--text", "demo", "--text-samples", "4"]
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+    save(make_llama(), tmp_path / "model")
+    for name, line in {
+        "w8": "rtn: {scheme: w8a16, group_size: 32}",
+        "w3": "rtn: {scheme: w3a16, group_size: 32}",
+        "odd": "rtn: {scheme: w4a16, group_size: 48}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(f"passes:\n  - {line}\n")
+    return tmp_path
+
+
+def swept(desk, *recipes, more=()):
+    files = [desk / f"{name}.yaml" for name in recipes]
+    return command("sweep", desk / "model", *files, *TEXT, "--output", desk / "out", *more)
+
+
+def test_recipes_are_ranked_and_one_that_fails_ends_nothing(desk):
+    made = swept(desk, "w8", "odd", "w3")
+    assert made.code == 1
+    assert "recipe odd failed: group size 48 does not divide" in made.err
+    index = json.loads((desk / "out" / "sweep.json").read_text())
+    assert [row["name"] for row in index["rows"]] == ["w3", "w8", "odd"]
+    small, large, failed = index["rows"]
+    assert small["bytes"] < large["bytes"]
+    assert small["kl_mean"] > large["kl_mean"]
+    assert small["front"]
+    assert failed["kl_mean"] is None
+    assert "48" in failed["problem"]
+    found = read_evaluation(desk / "out" / small["evaluation"])
+    assert (found.kl_mean, found.bytes) == (small["kl_mean"], small["bytes"])
+    assert (desk / "out" / "report.html").read_text("utf-8").startswith("<!doctype html>")
+    text = (desk / "out" / "report.md").read_text("utf-8")
+    assert "w3" in text
+    assert "w8" in text
+
+
+def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
+    assert swept(desk, "w8", "w3", more=["--discard"]).code == 0
+    assert not (desk / "out" / "w3" / "model").exists()
+    ran = []
+    quantize = sweeping.quantize
+    monkeypatch.setattr(sweeping, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
+    (desk / "w3.yaml").write_text("passes:\n  - rtn: {scheme: w2a16, group_size: 32}\n")
+    made = swept(desk, "w8", "w3", more=["--json", "-"])
+    assert made.code == 0
+    assert ran == ["w3"]
+    assert "w8: done before" in made.err
+    assert made.json()["rows"][0]["bits_per_weight"] == pytest.approx(3.03, abs=0.01)
+    (desk / "out" / "w8" / "evaluation.json").write_text("{")  # nobody's
+    assert "recipe w8 failed" in swept(desk, "w8").err
+
+
+def test_a_sweep_that_was_stopped_goes_on(desk, monkeypatch):
+    evaluate = sweeping.evaluate
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweeping, "evaluate", stop)
+    assert swept(desk, "w8", "w3").code == 130
+    monkeypatch.setattr(sweeping, "evaluate", evaluate)
+    ran = []
+    quantize = sweeping.quantize
+    monkeypatch.setattr(sweeping, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
+    assert swept(desk, "w8", "w3").code == 0
+    assert ran == ["w3"]  # w8 was quantized, and only evaluated now
+
+
+def test_the_front_is_what_nothing_beats():
+    figures = {"a": (1, 9.0), "b": (2, 5.0), "c": (3, 6.0), "d": (4, 5.0), "e": (2, 5.0)}
+    rows = [Row(name, {}, bytes=size, kl_mean=kl) for name, (size, kl) in figures.items()]
+    found = ranked([*rows, Row("x", {}, problem="why")])
+    assert [row.name for row in found if row.front] == ["a", "b", "e"]
+    assert found[-1].name == "x"
