@@ -223,6 +223,10 @@ def _pairs(value: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {str(each)[:16] if key == 'sha256' else each}" for key, each in value.items())
 
 
+# Methods that are told for how many steps they train.
+TRAINED = ("train", "reconstruct")
+
+
 def recipe_words(found: Evaluation) -> str:
     """The steps of a recipe in a line: each method with what it rounds to."""
     steps = (found.recipe or {}).get("passes")
@@ -234,7 +238,9 @@ def recipe_words(found: Evaluation) -> str:
 def _step(step: Mapping[str, Any]) -> str:
     method = next((key for key in step if key not in ("only", "but")), "")
     options = step[method] if isinstance(step.get(method), dict) else {}
-    told = [str(options[key]) for key in ("scheme", "pattern", "sparsity", "rank", "steps") if options.get(key)]
+    zeros = "pattern" if options.get("pattern") else "sparsity"
+    told = [str(options[key]) for key in ("scheme", zeros, "rank") if options.get(key)]
+    told += [f"{options['steps']} steps"] if method in TRAINED and options.get("steps") else []
     group = options.get("group_size")
     told += [f"g{group}"] if isinstance(group, int) and group > 0 else []
     where = " (some layers)" if {"only", "but"} & step.keys() else ""
