@@ -1,7 +1,6 @@
 """Text and tokens: from what a person has to micro-batches of token ids."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from compress.checkpoint.shown import shown
 from compress.checkpoint.source import DEMO, path_of
 from compress.errors import InputError, first_line
 from compress.model.calls import Batch
-from compress.reading import check_nesting, regular
+from compress.reading import json_line, regular
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
 DEFAULT_LENGTH = 2048
@@ -91,11 +90,7 @@ def _jsonl(text: str, source: str) -> Iterable[str]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-            check_nesting(record)
-        except (ValueError, RecursionError):
-            raise InputError(f"{source} line {number} is not JSON") from None
+        record = json_line(line, f"{source} line {number}")
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise InputError(f"{source} line {number} has no string field 'text'")
         yield record["text"]

@@ -6,6 +6,7 @@ What can be refused without the model is refused before it is loaded.
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from compress.cached import checksum_of, read_cached
 from compress.checkpoint import coverage
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum, fingerprint
-from compress.checkpoint.pretrained import load_dense, load_tokenizer, model_fingerprint, read_config
+from compress.checkpoint.pretrained import load_dense, model_fingerprint, read_config, tokenizer_of
 from compress.checkpoint.record import RunRecord
 from compress.checkpoint.source import Source, check_dense, find_source
 from compress.checkpoint.writer import Discard, Writer
@@ -288,11 +289,7 @@ def _shown(
             "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
         )
 
-    def tokenizer() -> Any:
-        if source is None:
-            raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
-        return load_tokenizer(source)
-
+    tokenizer = partial(tokenizer_of, source)
     text = given if isinstance(given, Tensor) else str(given)
     tokens = load_tokens(text, tokenizer, config, what="calibration", length=data.length, samples=samples)
     return tokens, batches_of(tokens.ids, data.batch_size)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -26,6 +27,20 @@ class Silent:
 
     def note(self, message: str) -> None:
         return
+
+
+@dataclass
+class Counted:
+    """Steps that are done, by whoever does them, of all there are."""
+
+    reporter: Reporter
+    total: int
+    done: int = 0
+
+    def __call__(self, more: int, what: str) -> None:
+        """So many more are done. what: as in `Reporter.step`."""
+        self.done += more
+        self.reporter.step(self.done, self.total, what)
 
 
 @contextmanager

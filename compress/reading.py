@@ -55,6 +55,16 @@ def parse_json(path: Path) -> Any:
     return found
 
 
+def json_line(text: str, where: str, must: str = "") -> Any:
+    """The value of a line of a JSONL file. Raises InputError in one line, which ends in `must`, for what is none."""
+    try:
+        found = json.loads(text)
+        check_nesting(found)
+    except (ValueError, RecursionError):
+        raise InputError(f"{where} is not JSON{must}") from None
+    return found
+
+
 def check_nesting(value: Any, most: int | None = None) -> None:
     """Raises ValueError where lists and mappings are nested too deeply (or in themselves), for strings that no file
     can hold, and where there are more than `most` values, counted as often as aliases repeat them."""

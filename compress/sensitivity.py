@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compress.candidates import described
 from compress.checkpoint.files import fingerprint, read_json, write_whole
-from compress.checkpoint.pretrained import load_tokenizer
+from compress.checkpoint.pretrained import tokenizer_of
 from compress.checkpoint.sensitivity import FORMAT, Sensitivity, Unit, header_bytes
 from compress.checkpoint.shown import shown
 from compress.comm import Comm
@@ -203,12 +203,7 @@ def _held_out(job: Job, text: str | Tensor | None, length: int | None, batch_siz
             raise InputError(f"{type(job.model).__name__} predicts no next token; leave the held-out text out")
         return None
     if text is not None:
-
-        def tokenizer() -> Any:
-            if job.source is None:
-                raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
-            return load_tokenizer(job.source)
-
+        tokenizer = partial(tokenizer_of, job.source)
         return load_tokens(text, tokenizer, config, what="held-out", length=length, samples=_most(text))
     if job.tokens is None:
         raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")

@@ -10,10 +10,10 @@ Errors are those of means over inputs, which are taken for independent.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +22,8 @@ from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.language import Model, dense, opened
-from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
-from compress.evaluation.statistics import mean_of
+from compress.evaluation.provenance import Measured, evaluation_of
+from compress.evaluation.statistics import mean_of_independent
 from compress.model.calls import evaluating
 
 NAMES = ("accuracy", "reference_accuracy", "accuracy_difference", "agreement")
@@ -59,29 +59,17 @@ def evaluate_classifier(
     ours = opened(model, trust_remote_code)
     theirs = None if reference is None else opened(reference, trust_remote_code)
 
-    def asked(who: Model) -> tuple[Any, Tensor]:
+    def asked(who: Model) -> tuple[Measured, Tensor]:
         network = dense(who, work, target)
-        return network, _logits(network, inputs, len(labels), batch_size)
+        return Measured(who, network), _logits(network, inputs, len(labels), batch_size)
 
-    network, found_NC = asked(ours)
+    model_measured, found_NC = asked(ours)
     original, expected_NC = (None, None) if theirs is None else asked(theirs)
     classes = found_NC.shape[1]
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise InputError(f"labels from {int(labels.min())} to {int(labels.max())}; the model has 0 to {classes - 1}")
-    size, (recipe, run) = size_of(ours), run_of(ours)
-    figures = _figures(found_NC, expected_NC, labels.cpu())
-    return Evaluation(
-        model=named(ours, network, size),
-        texts=[],
-        reference=None if theirs is None or original is None else named(theirs, original, size_of(theirs)),
-        recipe=recipe,
-        classifications=[ClassificationResult(checksum(labels), len(labels), classes, figures)],
-        size=size,
-        reference_size=size_of(theirs),
-        run=run,
-        missing=missing_of(theirs is not None, size),
-        provenance=circumstances(target),
-    )
+    result = ClassificationResult(checksum(labels), len(labels), classes, _figures(found_NC, expected_NC, labels.cpu()))
+    return replace(evaluation_of(model_measured, original, target), classifications=[result])
 
 
 @torch.no_grad()
@@ -112,11 +100,9 @@ def _logits(network: Any, inputs: Tensor | Mapping[str, Tensor], count: int, row
 
 def _figures(found_NC: Tensor, expected_NC: Tensor | None, labels_N: Tensor) -> dict[str, Figure]:
     """All figures by name."""
-    each_N = np.arange(len(labels_N))
 
     def share(of_N: Tensor) -> Figure:
-        mean = mean_of(of_N.double().numpy(), each_N)
-        return Figure(mean.value, mean.error)
+        return mean_of_independent(of_N.double().numpy())
 
     said_N = found_NC.argmax(-1)
     right_N = (said_N == labels_N).double()

@@ -13,7 +13,7 @@ models, so that the difference is paired.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
@@ -27,12 +27,12 @@ from compress.checkpoint.source import path_of
 from compress.device import find_device
 from compress.errors import CheckpointError, InputError, one_of
 from compress.evaluation.document import EmbeddingResult, Evaluation, Figure
-from compress.evaluation.language import Model, dense, opened, tokenizer_of
-from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
+from compress.evaluation.language import Model, dense, first_tokenizer, opened
+from compress.evaluation.provenance import Measured, evaluation_of
 from compress.evaluation.statistics import Values, spread
 from compress.model.calls import evaluating
 from compress.progress import Reporter, Silent
-from compress.reading import check_nesting, regular
+from compress.reading import json_line, regular
 from compress.schema import fits
 
 Pooling = Literal["mean", "cls"]
@@ -97,11 +97,7 @@ def read_pairs(source: str | Path) -> list[Pair]:
         raise InputError(f"{path} cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                value = json.loads(line)
-                check_nesting(value)
-            except (ValueError, RecursionError):
-                raise InputError(f"{path} line {number} is not JSON") from None
+            value = json_line(line, f"{path} line {number}")
             try:
                 fits(value, Pair, f"{path} line {number}")
             except CheckpointError as error:
@@ -138,33 +134,22 @@ def evaluate_encoder(
     reporter = reporter or Silent()
     ours = opened(model, trust_remote_code)
     theirs = None if reference is None else opened(reference, trust_remote_code)
-    words = tokenizer if tokenizer is not None else tokenizer_of(ours, theirs)
+    words = tokenizer if tokenizer is not None else first_tokenizer(ours, theirs)
     sentences = list(dict.fromkeys(row[key] for row in rows for key in ("sentence1", "sentence2")))
     places = {sentence: i for i, sentence in enumerate(sentences)}
     at_P2 = np.array([[places[row["sentence1"]], places[row["sentence2"]]] for row in rows])
 
-    def asked(who: Model) -> tuple[Any, Tensor]:
+    def asked(who: Model) -> tuple[Measured, Tensor]:
         network = dense(who, work, target)
-        return network, Encoder(network, words, pooling).embeddings(sentences)
+        return Measured(who, network), Encoder(network, words, pooling).embeddings(sentences)
 
-    network, found_SD = asked(ours)
+    model_measured, found_SD = asked(ours)
     original, expected_SD = (None, None) if theirs is None else asked(theirs)
-    size, (recipe, run) = size_of(ours), run_of(ours)
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     name = str(pairs) if isinstance(pairs, str | Path) else "pairs in memory"
     figures = _figures(found_SD, expected_SD, at_P2, scores_P)
-    return Evaluation(
-        model=named(ours, network, size),
-        texts=[],
-        reference=None if theirs is None or original is None else named(theirs, original, size_of(theirs)),
-        recipe=recipe,
-        embeddings=[EmbeddingResult(name, digest, pooling, len(rows), len(sentences), figures)],
-        size=size,
-        reference_size=size_of(theirs),
-        run=run,
-        missing=missing_of(theirs is not None, size),
-        provenance=circumstances(target),
-    )
+    result = EmbeddingResult(name, digest, pooling, len(rows), len(sentences), figures)
+    return replace(evaluation_of(model_measured, original, target), embeddings=[result])
 
 
 def _figures(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from compress.device import find_device
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SizeResult, TaskResult, TextResult
 from compress.evaluation.kept import Note
-from compress.evaluation.language import Model, check_vocabulary, config_of, loaded, opened, tokenizer_of
+from compress.evaluation.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
 from compress.evaluation.predictor import predictor
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality import measure
@@ -22,23 +21,10 @@ from compress.evaluation.reference import Original
 from compress.evaluation.tasks.evaluate import Prepared, evaluate_tasks, prepare_tasks, read_tasks
 from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
-from compress.progress import Reporter, Silent
+from compress.progress import Counted, Reporter, Silent
 
 Given = str | Tensor
 NO_TEXT = "no text was given"
-
-
-@dataclass
-class Steps:
-    """Windows that are done, of all texts and models."""
-
-    reporter: Reporter
-    total: int
-    done: int = 0
-
-    def __call__(self, windows: int) -> None:
-        self.done += windows
-        self.reporter.step(self.done, self.total, "windows" if self.done else "")
 
 
 def _texts(
@@ -76,7 +62,7 @@ def _tasks(
 
 def _tokenizer(given: Any, *models: Model | None) -> Any:
     """The one that was given, or that of the first model that was given by name."""
-    return tokenizer_of(*models) if given is None else given
+    return first_tokenizer(*models) if given is None else given
 
 
 def evaluate(
@@ -126,7 +112,15 @@ def evaluate(
     texts = _texts(text, calibration, words, ours, theirs, reporter.note, **windows)
     if not texts and prepared is None:
         raise InputError("text is an empty list; give one text or more")
-    original = partial(Original, texts=texts, dtype=work, device=target, cache=cache, note=reporter.note)
+    original = partial(
+        Original,
+        texts=texts,
+        dtype=work,
+        device=target,
+        cache=cache,
+        again=prepared is not None,
+        note=reporter.note,
+    )
     work_on = partial(_evaluated, noise_floor=noise_floor, dtype=work, device=target, reporter=reporter)
     return work_on(ours, None if theirs is None else original(theirs), texts, prepared)
 
@@ -145,11 +139,12 @@ def _evaluated(
     """A model on texts and tasks that are read and checked."""
     size, (recipe, run) = size_of(ours), run_of(ours)
     vocabulary = config_of(ours).vocab_size
-    step = Steps(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
+    counted = Counted(reporter, sum(len(each.windows.spans) for each in texts) * (2 if noise_floor else 1))
+    step = partial(counted, what="windows")
     floors = original.floors(vocabulary, step) if original is not None and noise_floor else None
     network = loaded(ours, dtype, device)
     if texts:
-        step(0)
+        counted(0, "windows" if counted.done else "")
     results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
     return Evaluation(
         model=named(ours, network, size),
@@ -189,7 +184,7 @@ def _measured(
     vocabulary: int,
     original: Original | None,
     floors: Sequence[dict[str, Figure]] | None,
-    step: Steps,
+    step: Callable[[int], None],
 ) -> list[TextResult]:
     """The figures of a model on every text, and with them the noise floor there."""
     results = []

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.checkpoint.pretrained import load_tokenizer, read_config
+from compress.checkpoint.pretrained import read_config, tokenizer_of
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in
 from compress.errors import InputError
@@ -28,12 +28,9 @@ def config_of(model: Model) -> Any:
     return config
 
 
-def tokenizer_of(*models: Model | None) -> Any:
+def first_tokenizer(*models: Model | None) -> Any:
     """The tokenizer of the first of them that was given by name. Raises InputError where none was."""
-    sources = [model for model in models if isinstance(model, Source)]
-    if not sources:
-        raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
-    return load_tokenizer(sources[0])
+    return tokenizer_of(next((model for model in models if isinstance(model, Source)), None))
 
 
 def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:

@@ -1,6 +1,6 @@
 """Which models were measured, what made them, and where: what figures need beside them to be quoted."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -11,13 +11,21 @@ from compress.checkpoint.manifest import read_record
 from compress.checkpoint.shown import command
 from compress.checkpoint.source import Source
 from compress.evaluation.components import size_result
-from compress.evaluation.document import Named, RunResult, SizeResult
+from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
 from compress.kernels.measure.provenance import origin
 from compress.schema import built, fits
 from compress.version import VERSION
 
 NO_REFERENCE = "no reference was given"
 IN_MEMORY = "the model was in memory, not in files"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model as it was given, and the network that it was measured as."""
+
+    given: nn.Module | Source
+    network: nn.Module
 
 
 def size_of(model: nn.Module | Source | None) -> SizeResult | None:
@@ -55,6 +63,23 @@ def missing_of(reference: bool, size: SizeResult | None) -> dict[str, str]:
     """What was not measured, for there was nothing to measure it on."""
     missing = {} if reference else {"reference": NO_REFERENCE}
     return missing if size is not None else {**missing, "size": IN_MEMORY}
+
+
+def evaluation_of(ours: Measured, theirs: Measured | None, device: torch.device) -> Evaluation:
+    """What is known of a model and its reference beside all figures: which they are, and where they were measured."""
+    size, (recipe, run) = size_of(ours.given), run_of(ours.given)
+    reference_size = None if theirs is None else size_of(theirs.given)
+    return Evaluation(
+        model=named(ours.given, ours.network, size),
+        texts=[],
+        reference=None if theirs is None else named(theirs.given, theirs.network, reference_size),
+        recipe=recipe,
+        size=size,
+        reference_size=reference_size,
+        run=run,
+        missing=missing_of(theirs is not None, size),
+        provenance=circumstances(device),
+    )
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from compress.model.calls import evaluating
 
 class Original:
     """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether what it says
-    may be kept. Loads it, and lets its body go where all that it would be asked is kept already; of no text, keeps it
-    for what else there is to be asked (`network`)."""
+    may be kept; again: whether more is asked of it than texts (`network`). Loads it, and lets its body go where nothing
+    is left to be asked."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Original:
         dtype: torch.dtype | None,
         device: torch.device,
         cache: bool,
+        again: bool,
         note: Note,
     ) -> None:
         self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
@@ -39,7 +40,7 @@ class Original:
         self.size = size_of(model)
         self.name = named(model, network, self.size)
         self.arithmetic = next(network.parameters()).dtype
-        self.whole: nn.Module | None = None if texts else network
+        self.whole: nn.Module | None = network if again or not texts else None
         self.asked: Predictor | None = None
         if texts:
             self._prepare(network, cache)
@@ -95,21 +96,15 @@ class Original:
         narrow = noise.own_dtype(self.model)
         if narrow is None:
             return noise.why_none(self.model)
+        exact = self.arithmetic == torch.float32
+        if isinstance(self.model, Source):
+            other = loaded(self.model, narrow if exact else torch.float32, self.device)
+        else:
+            other = noise.exact(self.model)
         found = []
-        if self.arithmetic == torch.float32:
-            rounded = loaded(self.model, narrow, self.device)
-            for i, text in enumerate(self.texts):
-                with evaluating(rounded), self.on(i) as exact:
-                    found.append(
-                        measure(predictor(rounded, text.windows), text.windows, vocabulary, exact, step).figures
-                    )
-            return found
-        wide = (
-            loaded(self.model, torch.float32, self.device)
-            if isinstance(self.model, Source)
-            else noise.exact(self.model)
-        )
         for i, text in enumerate(self.texts):
-            with evaluating(wide), self.on(i) as own:
-                found.append(measure(own, text.windows, vocabulary, predictor(wide, text.windows), step).figures)
+            with evaluating(other), self.on(i) as own:
+                beside = predictor(other, text.windows)
+                rounded, expected = (beside, own) if exact else (own, beside)
+                found.append(measure(rounded, text.windows, vocabulary, expected, step).figures)
         return found

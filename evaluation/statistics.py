@@ -68,6 +68,12 @@ def mean_of(values_N: Values, stretch_N: NDArray[np.int64]) -> Figure:
     return Figure(float(values_N.mean()), *standard_errors(values_N, stretch_N))
 
 
+def mean_of_independent(values_N: Values) -> Figure:
+    """The mean of values that are one draw each; without an error of a single one."""
+    error = float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if len(values_N) > 1 else None
+    return Figure(float(values_N.mean()), error)
+
+
 def exponential(mean: Figure) -> Figure:
     """exp of a mean, by the delta method; infinite beyond what a number holds."""
     try:

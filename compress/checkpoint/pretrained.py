@@ -166,6 +166,13 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         ) from None
 
 
+def tokenizer_of(source: Source | None) -> PreTrainedTokenizerBase:
+    """`load_tokenizer` of a model that was given by name. Raises InputError for one in memory (None), too."""
+    if source is None:
+        raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+    return load_tokenizer(source)
+
+
 def model_fingerprint(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and evenly spread values of a model in memory. A collective if sharded."""
     digest = hashlib.sha256()

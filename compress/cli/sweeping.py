@@ -11,7 +11,6 @@ A recipe that is done, by its content, is not run again; one that was stopped go
 """
 
 import hashlib
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from compress.data import TOKEN_FORMATS
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.evaluation.document import Evaluation
 from compress.evaluation.evaluate import evaluate
+from compress.evaluation.showing.runs import EVALUATION
 from compress.evaluation.stored import read_evaluation
 from compress.passes.base import Pass
 from compress.passes.stages import Learn
@@ -33,7 +33,7 @@ from compress.progress import Reporter, Silent
 from compress.recipe import describe
 from compress.version import VERSION
 
-INDEX, RUN, EVALUATION, MODEL = "sweep.json", "run.json", "evaluation.json", "model"
+INDEX, RUN, MODEL = "sweep.json", "run.json", "model"
 PAGE, TEXT = "report.html", "report.md"
 FORMAT = 1
 
@@ -229,7 +229,7 @@ class _One:
             trust_remote_code=self.trusted,
             reporter=self.reporter,
         )
-        write_json(self.place / EVALUATION, json.loads(json.dumps(asdict(found), default=str)))
+        write_json(self.place / EVALUATION, asdict(found))
         if not self.keep:
             shutil.rmtree(target)
         return found

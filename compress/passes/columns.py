@@ -146,13 +146,15 @@ def solve_ordered(
             survivors = survivors.masked_fill(exact_NK, 0.0)
         scale_NG, zero_NG = fit_matrix(survivors, grid, scale_dtype, seen.diagonal_K)
     kept_KN, exact_KN = (None if m is None else m[:, seen.order_K].t().contiguous() for m in (kept_NK, exact_NK))
-    weight, polished_KK = weight_NK[:, seen.order_K], damped(seen.hessian_KK, polish_damp)
+    weight = weight_NK[:, seen.order_K]
+    polishes = bool(refit or sweeps or kept_KN is not None)  # a bare sweep, of which trials run many, needs no other H
+    polished_KK = damped(seen.hessian_KK, polish_damp) if polishes else seen.hessian_KK
 
     def rounded(target_NK: Tensor) -> tuple[GridRule, Tensor, Tensor]:
         rule = grid_rule(weight_NK, seen, grid, scale_dtype, scale_NG, zero_NG, kept_KN)
         rule.price, rule.exact = price_N, None if exact_KN is None else exact_KN.clone()
         values, loss = sweep(target_NK, seen.factor, rule)
-        if refit or sweeps or kept_KN is not None:
+        if polishes:
             state = Polish(weight, values, rule, polished_KK)
             loss = state.rounds(state.refit_scales, refit, sweeps)
         return rule, values, loss

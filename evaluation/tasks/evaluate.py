@@ -16,7 +16,7 @@ from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelih
 from compress.evaluation.tasks.questions import Task, read_task
 from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
 from compress.model.calls import evaluating
-from compress.progress import Reporter, Silent
+from compress.progress import Counted, Reporter, Silent
 
 HARNESS = "lm-eval:"
 Asked = tuple[TaskResult, Answers]
@@ -103,22 +103,9 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Ask one or two language models in memory the same questions. Raises what `ask_tasks` raises."""
     models = [model] if reference is None else [model, reference]
-    step = Steps(reporter or Silent(), prepared.total * len(models))
+    step = Counted(reporter or Silent(), prepared.total * len(models))
     step(0, "")
     return compare_tasks(*(ask_tasks(prepared, each, step) for each in models))
-
-
-@dataclass
-class Steps:
-    """Steps that are done, of all tasks and models."""
-
-    reporter: Reporter
-    total: int
-    done: int = 0
-
-    def __call__(self, more: int, what: str) -> None:
-        self.done += more
-        self.reporter.step(self.done, self.total, what)
 
 
 def _steps(task: Task | Harness, pairs: list[Pair] | None) -> int:

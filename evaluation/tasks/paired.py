@@ -12,24 +12,15 @@ Where nothing was gained or lost the interval has no width: the questions have n
 McNemar 1947 (its exact form); Efron 1979, percentile bootstrap; Holm 1979.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from compress.evaluation.document import Figure
+from compress.evaluation.statistics import Values
 
 RESAMPLES = 10_000
 TAILS = (0.025, 0.975)
 DRAWN = 2**22  # counts at a time: 32 MiB
-Values = NDArray[np.float64]
-
-
-def mean_of(values_N: Values) -> Figure:
-    """The mean, and its standard error from the spread of the values; without one of a single value."""
-    error = float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if len(values_N) > 1 else None
-    return Figure(float(values_N.mean()), error)
 
 
 def mcnemar(gained: int, lost: int) -> float:

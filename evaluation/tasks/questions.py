@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from compress.checkpoint.source import path_of
 from compress.errors import InputError
-from compress.reading import check_nesting, regular
+from compress.reading import json_line, regular
 
 MULTIPLE_CHOICE: Literal["multiple choice"] = "multiple choice"
 CLOZE: Literal["cloze"] = "cloze"
@@ -122,11 +122,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     for number, line in _lines(path):
-        try:
-            row = json.loads(line)
-            check_nesting(row)
-        except (ValueError, RecursionError):
-            raise InputError(f"{path} line {number} is not JSON; every line must be a JSON object") from None
+        row = json_line(line, f"{path} line {number}", "; every line must be a JSON object")
         if not isinstance(row, dict):
             raise InputError(f"{path} line {number} is {_shown(row)}; every line must be a JSON object")
         yield number, row

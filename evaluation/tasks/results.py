@@ -1,15 +1,15 @@
 """From what models answered, question by question, to the figures of a task."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from compress.evaluation.document import Figure, TaskResult
+from compress.evaluation.document import TaskResult
+from compress.evaluation.statistics import Values, exponential, mean_of_independent
 from compress.evaluation.tasks.likelihood import Likelihood
-from compress.evaluation.tasks.paired import Values, holm, interval, mcnemar, mean_of
+from compress.evaluation.tasks.paired import holm, interval, mcnemar
 from compress.evaluation.tasks.questions import CLOZE, Task
 
 
@@ -52,9 +52,9 @@ def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskR
     """`found`, which says what was asked, with the figures; with the paired ones where there is a reference."""
     found = replace(
         found,
-        accuracy=mean_of(ours.score_N),
-        accuracy_norm=None if ours.norm_N is None else mean_of(ours.norm_N),
-        perplexity=None if ours.surprisal_N is None else _exp(mean_of(ours.surprisal_N)),
+        accuracy=mean_of_independent(ours.score_N),
+        accuracy_norm=None if ours.norm_N is None else mean_of_independent(ours.norm_N),
+        perplexity=None if ours.surprisal_N is None else exponential(mean_of_independent(ours.surprisal_N)),
         outcomes=ours.outcomes,
     )
     return found if theirs is None else replace(found, **_compared(ours, theirs))
@@ -64,8 +64,8 @@ def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
     """The fields of a `TaskResult` that take two models."""
     differences_N = ours.score_N - theirs.score_N
     made: dict[str, Any] = {
-        "reference_accuracy": mean_of(theirs.score_N),
-        "difference": mean_of(differences_N),
+        "reference_accuracy": mean_of_independent(theirs.score_N),
+        "difference": mean_of_independent(differences_N),
         "interval": interval(differences_N) if len(differences_N) > 1 else None,
         "reference_outcomes": theirs.outcomes,
     }
@@ -73,11 +73,11 @@ def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
         gained, lost = int((differences_N > 0).sum()), int((differences_N < 0).sum())
         made |= {"gained": gained, "lost": lost, "p_value": mcnemar(gained, lost)}
     if ours.norm_N is not None and theirs.norm_N is not None:
-        made["reference_accuracy_norm"] = mean_of(theirs.norm_N)
-        made["difference_norm"] = mean_of(ours.norm_N - theirs.norm_N)
+        made["reference_accuracy_norm"] = mean_of_independent(theirs.norm_N)
+        made["difference_norm"] = mean_of_independent(ours.norm_N - theirs.norm_N)
     if ours.surprisal_N is not None and theirs.surprisal_N is not None:
-        made["reference_perplexity"] = _exp(mean_of(theirs.surprisal_N))
-        made["log_perplexity_ratio"] = mean_of(ours.surprisal_N - theirs.surprisal_N)
+        made["reference_perplexity"] = exponential(mean_of_independent(theirs.surprisal_N))
+        made["log_perplexity_ratio"] = mean_of_independent(ours.surprisal_N - theirs.surprisal_N)
     return made
 
 
@@ -88,12 +88,3 @@ def adjusted(results: Sequence[TaskResult]) -> list[TaskResult]:
     for i, p in zip(tested, holm([results[i].p_value or 0.0 for i in tested]), strict=True):
         made[i] = replace(made[i], p_adjusted=p)
     return made
-
-
-def _exp(figure: Figure) -> Figure:
-    """exp of a mean, its error by the delta method."""
-    try:
-        value = math.exp(figure.value)
-    except OverflowError:
-        value = math.inf
-    return Figure(value, None if figure.error is None else value * figure.error)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap, sem
 
-from compress.evaluation.tasks.paired import holm, interval, mcnemar, mean_of
+from compress.evaluation.statistics import mean_of_independent
+from compress.evaluation.tasks.paired import holm, interval, mcnemar
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (3, 9), (7, 7), (8, 7), (40, 12), (0, 2000)])
@@ -32,7 +33,7 @@ def test_the_interval_is_scipys_percentile_bootstrap() -> None:
         assert interval(values) == pytest.approx(tuple(theirs.confidence_interval), abs=near)
         assert interval(values) == interval(values)
         low, high = interval(values)
-        assert high - low == pytest.approx(2 * 1.96 * mean_of(values).error, rel=0.05)
+        assert high - low == pytest.approx(2 * 1.96 * mean_of_independent(values).error, rel=0.05)
 
 
 def test_of_many_samples_the_interval_holds_the_truth_95_times_in_100() -> None:
@@ -50,6 +51,6 @@ def test_pairs_tell_what_two_accuracies_cannot() -> None:
     theirs = draw.random(500) < 0.6
     ours = theirs ^ (draw.random(500) < 0.02)
     difference = ours.astype(float) - theirs
-    assert mean_of(difference).error == pytest.approx(sem(difference))
-    assert mean_of(difference).error < mean_of(ours.astype(float)).error / 3
-    assert mean_of(np.array([1.0])).error is None
+    assert mean_of_independent(difference).error == pytest.approx(sem(difference))
+    assert mean_of_independent(difference).error < mean_of_independent(ours.astype(float)).error / 3
+    assert mean_of_independent(np.array([1.0])).error is None
