@@ -11,6 +11,9 @@ from torch.nn import functional
 import compress
 import compress.sensitivity as measuring
 from compress.budget import Budget, allocate
+from compress.checkpoint.source import find_source
+from compress.evaluation.components import size_result
+from compress.evaluation.document import SizeResult
 from compress.passes.candidate import Candidate
 from compress.recipe import parse_recipe
 from compress.sensitivity import measure_sensitivity
@@ -71,6 +74,11 @@ def test_a_loss_is_that_of_the_outputs_of_the_original_model():
         assert unit.tried["w3"].kl is None
 
 
+def tensor_bytes(size: SizeResult) -> int:
+    """Of weight files without their headers."""
+    return sum(part.bytes for part in size.components if part.name != "file headers")
+
+
 def test_bytes_are_those_of_the_file(tmp_path):
     model = save(strong().half(), tmp_path / "model")
     candidates = [
@@ -80,6 +88,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
         Candidate("ternary", (compress.Ternary(group_size=32),)),
     ]
     found = measure_sensitivity(model, candidates, calibration=CALIBRATION, text=HELD_OUT, score="loss").table
+    rest = tensor_bytes(size_result(find_source(str(model)))) - 2 * found.weights  # of float16
     for share in (0.2, 0.5, 0.9):
         sizes = [[tried.bytes + tried.header_bytes for tried in unit.tried.values()] for unit in found.units]
         least, most = sum(map(min, sizes)), sum(map(max, sizes))
@@ -88,6 +97,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
         compress.quantize(model, parse_recipe(made.recipe, "it"), calibration=CALIBRATION, output=output, verify=False)
         size = compress.evaluate(output, text=HELD_OUT).size
         assert size.bits_per_weight == pytest.approx(made.bits_per_weight, rel=1e-12)
+        assert tensor_bytes(size) == made.bytes + rest
         assert 0.9 * made.total_bytes < size.bytes <= made.total_bytes  # a small file is a third headers
     assert len(set(made.chosen.values())) > 1
 
