@@ -17,7 +17,7 @@ def section(found: Evaluation) -> Section:
     """Figures on every text; what is not there is said to be missing."""
     blocks: list[Block] = []
     if not found.texts:
-        why = found.missing.get("quality", found.missing.get("text", "no text was given"))
+        why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
         blocks.append(Words(f"{words.NOT_MEASURED}: {why}", "warning"))
     for text in found.texts:
         blocks += of_text(text)
