@@ -5,20 +5,51 @@ Both lower tr(E H E^T), row by row, and never raise it: `refit_scales` moves one
 parabola that the loss is in it, `descend` one code.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from compress.kernels.cpu.columns import Block, Held, Rounding, descend_columns, sweep_columns, takes
 from compress.passes.outliers import costs, exact_places
-from compress.passes.sweep import BLOCK
+from compress.passes.sweep import BLOCK, ColumnRule
 from compress.weights.grid import Grid, decode, encode, fit, round_scale
 
 
+class Settled(ColumnRule):
+    """A rule whose columns, once each is decided, may be decided again."""
+
+    settled: bool
+
+    @abstractmethod
+    def at(self, column: int) -> tuple[Tensor, ...]:
+        """What `decide` writes for a column."""
+
+    def descend(self, block: Block) -> None:
+        """Each column of a block moves to the grid point nearest its own optimum, one after another.
+
+        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
+        """
+        columns, target = len(block.target), block.target
+        for j in range(columns):
+            wanted = block.value[j] + target[j] / block.diagonal[j]
+            before = [held.clone() for held in self.at(block.first + j)]
+            value = self.decide(block.first + j, wanted)
+            closer = (value - wanted).abs() < (block.value[j] - wanted).abs()
+            for held, old in zip(self.at(block.first + j), before, strict=True):
+                held.copy_(torch.where(closer, held, old))
+            value = torch.where(closer, value, block.value[j])
+            block.change[j] = value - block.value[j]
+            block.value[j] = value
+            if j + 1 < columns:
+                target[j + 1 :].addr_(block.matrix[j, j + 1 :], block.change[j], alpha=-1)
+
+
 @dataclass
-class GridRule:
+class GridRule(Settled):
     """Round each target to the grid; scales are fitted when a group begins, or given.
 
     kept [K, N], in sweep order as the codes are: weights that are not kept have the code of 0, and no say in a range
@@ -69,8 +100,29 @@ class GridRule:
         return values
 
     def at(self, column: int) -> tuple[Tensor, ...]:
-        """What `decide` writes for a column."""
         return (self.codes[column],)
+
+    def run(self, block: Block, begin: int, end: int) -> None:
+        if self._compiled:
+            sweep_columns(block, self._held(), begin, end)
+        else:
+            super().run(block, begin, end)
+
+    def descend(self, block: Block) -> None:
+        if self._compiled:
+            descend_columns(block, self._held())
+        else:
+            super().descend(block)
+
+    @property
+    def _compiled(self) -> bool:
+        return self.grid.type == "int" and takes(self.codes, self.scale_dtype)
+
+    def _held(self) -> Held:
+        rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype)
+        price = None if self.settled or self.exact is None else self.price
+        decided = (self.codes, self.scale, self.zero_point, self.group_of)
+        return Held(*decided, rounding, self.kept, self.exact, price, self.cost_K)
 
     def mixed(self, other: "GridRule", from_other_N: Tensor) -> "GridRule":
         """What this rule has decided, but for some outputs, of which the other has."""
@@ -88,20 +140,6 @@ class GridRule:
         return self.exact[column]
 
 
-class Settled(Protocol):
-    """A rule that has decided every column once."""
-
-    settled: bool
-
-    def decide(self, column: int, target_N: Tensor) -> Tensor:
-        """As in the sweep."""
-        ...
-
-    def at(self, column: int) -> tuple[Tensor, ...]:
-        """What `decide` writes for a column."""
-        ...
-
-
 class Grouped(Protocol):
     """A rule whose groups all have their scales [G, N]."""
 
@@ -112,25 +150,37 @@ class Grouped(Protocol):
     def scale(self) -> Tensor: ...
 
 
-def members(rule: Grouped) -> Tensor:
-    """[G, g] the columns of each group, in sweep order."""
-    group_of = torch.tensor(rule.group_of, device=rule.scale.device)
-    return torch.argsort(group_of, stable=True).view(len(rule.scale), -1)
+def members(rule: Grouped) -> Sequence[Tensor | slice]:
+    """The columns of each group, in sweep order: [g] of them, or from where to where."""
+    group_of, groups = torch.tensor(rule.group_of, device=rule.scale.device), len(rule.scale)
+    columns = torch.argsort(group_of, stable=True)
+    if not bool((columns.diff() == 1).all()):
+        return columns.view(groups, -1).unbind()
+    size = len(columns) // groups
+    return [slice(group * size, (group + 1) * size) for group in range(groups)]
 
 
 R = TypeVar("R", bound=Settled)
 
 
 class Polish(Generic[R]):
-    """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors."""
+    """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors.
+
+    gradient [N, K]: E H, kept up to date by whatever changes values.
+    """
 
     def __init__(self, weight: Tensor, values: Tensor, rule: R, hessian: Tensor) -> None:
         self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
+        self.gradient = (weight - values) @ hessian
         rule.settled = True
 
     def loss(self) -> Tensor:
-        error = self.weight - self.values
-        return ((error @ self.hessian) * error).sum(1)
+        return (self.gradient * (self.weight - self.values)).sum(1)
+
+    def move(self, columns: Tensor | slice, change: Tensor) -> None:
+        """Change the values of some columns by [N, g]."""
+        self.values[:, columns] += change
+        self.gradient.addmm_(change, self.hessian[columns], alpha=-1)
 
     def rounds(self, refit: Callable[[], None], refits: int, sweeps: int) -> Tensor:
         """So many rounds of a refit and of descent, in turns; returns the loss."""
@@ -144,11 +194,12 @@ class Polish(Generic[R]):
     def refit_scales(self: "Polish[GridRule]") -> None:
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         rule = self.rule
-        gradient = (self.weight - self.values) @ self.hessian
         for group, columns in enumerate(members(rule)):
             steps = (rule.codes[columns] - rule.zero_point[group]).t()
-            curvature = ((steps @ self.hessian[columns][:, columns]) * steps).sum(1)
-            slope = (gradient[:, columns] * steps).sum(1)
+            own = self.hessian[columns][:, columns]
+            gradient = self.gradient[:, columns]
+            curvature = ((steps @ own) * steps).sum(1)
+            slope = (gradient * steps).sum(1)
             old = rule.scale[group]
             moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
             valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
@@ -158,37 +209,23 @@ class Polish(Generic[R]):
             if rule.exact is not None:
                 change = change.masked_fill(rule.exact[columns].t(), 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = 2 * (gradient[:, columns] * change).sum(1)
-            gain = gain - ((change @ self.hessian[columns][:, columns]) * change).sum(1)
+            gain = (change * (2 * gradient - change @ own)).sum(1)
             change = torch.where((gain > 0).unsqueeze(1), change, torch.zeros_like(change))
             rule.scale[group] = torch.where(gain > 0, new, old)
-            self.values[:, columns] += change
-            gradient -= change @ self.hessian[columns]
+            self.move(columns, change)
 
     def descend(self) -> None:
         """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum, a weight
-        that is no code to the optimum itself.
-
-        Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
-        """
-        rule, columns = self.rule, self.weight.shape[1]
-        gradient = (self.weight - self.values) @ self.hessian
+        that is no code to the optimum itself."""
+        columns = self.weight.shape[1]
         for first in range(0, columns, BLOCK):
-            last = min(first + BLOCK, columns)
-            block = self.hessian[first:last, first:last].contiguous()
-            gradient_BN = gradient[:, first:last].t().contiguous()
-            values_BN = self.values[:, first:last].t().contiguous()
-            change_BN = torch.empty_like(values_BN)
-            for j in range(last - first):
-                target = values_BN[j] + gradient_BN[j] / block[j, j]
-                before = [held.clone() for held in rule.at(first + j)]
-                value = rule.decide(first + j, target)
-                closer = (value - target).abs() < (values_BN[j] - target).abs()
-                for held, old in zip(rule.at(first + j), before, strict=True):
-                    held.copy_(torch.where(closer, held, old))
-                value = torch.where(closer, value, values_BN[j])
-                change_BN[j] = value - values_BN[j]
-                values_BN[j] = value
-                gradient_BN.addr_(block[j], change_BN[j], alpha=-1)
-            self.values[:, first:last] = values_BN.t()
-            gradient -= change_BN.t() @ self.hessian[first:last]
+            part = slice(first, min(first + BLOCK, columns))
+            own = self.hessian[part, part].contiguous()
+            held = (self.weight, self.gradient, self.values)
+            # Copies, also of one row, which would be contiguous as it is.
+            weight, gradient, values = (x[:, part].t().clone(memory_format=torch.contiguous_format) for x in held)
+            change = torch.empty_like(values)
+            none = change.new_empty(0)
+            block = Block(first, weight, gradient, values, change, own, own.diagonal().contiguous(), none)
+            self.rule.descend(block)
+            self.move(part, change.t())

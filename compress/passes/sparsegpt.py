@@ -47,7 +47,7 @@ from compress.passes.sites import Site
 from compress.passes.solve import Solve, solve_rows
 from compress.passes.sparsity_budget import SparsityBudget
 from compress.passes.survivors import STEPS, settled
-from compress.passes.sweep import BLOCK, damped, sweep
+from compress.passes.sweep import BLOCK, ColumnRule, damped, sweep
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
 from compress.weights.terms import Summand, Weight
@@ -133,7 +133,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
 
 
 @dataclass
-class MaskRule:
+class MaskRule(ColumnRule):
     """Zero, or the target. The mask of a block is chosen when the sweep comes to it; all [K, N] in sweep order.
 
     earlier: what a mask before this one has left. kept: of blocks that have begun, what stays.
@@ -144,7 +144,6 @@ class MaskRule:
     cost_K: Tensor
     kept: Tensor
     earlier: Tensor | None = None
-    settled: bool = False
 
     def begin(self, column: int, updated_gN: Tensor) -> None:
         block = slice(column, column + len(updated_gN))
@@ -154,10 +153,6 @@ class MaskRule:
 
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         return torch.where(self.kept[column], target_N, 0.0)
-
-    def at(self, column: int) -> tuple[Tensor, ...]:
-        """Nothing but the value is decided."""
-        return ()
 
 
 def prune_ordered(

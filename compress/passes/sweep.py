@@ -11,13 +11,14 @@ so rounding each target t_j to its nearest code is greedily optimal and the loss
 factorisation of the flipped H replaces the factorisation, inversion and second factorisation of the paper.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from compress.errors import CompressError
+from compress.kernels.cpu.columns import Block
 
 BLOCK = 128
 DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
@@ -61,18 +62,29 @@ def factorize(hessian_KK: Tensor, damp: float) -> Factor:
     )
 
 
-class ColumnRule(Protocol):
+class ColumnRule(ABC):
     """Decides columns. `group` columns share what `begin` prepares (0: `begin` is never called)."""
 
     group: int
 
+    @abstractmethod
     def begin(self, column: int, updated_gN: Tensor) -> None:
         """Columns [column, column + group) as GPTQ would hold them now: the weights plus all feedback so far."""
-        ...
 
+    @abstractmethod
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         """The value [N] that stands for this column from now on."""
-        ...
+
+    def run(self, block: Block, begin: int, end: int) -> None:
+        """Decide columns [begin, end) of a block, whose targets have the feedback of all columns before `begin`."""
+        for j in range(begin, end):
+            target = block.target[j]
+            value = self.decide(block.first + j, target)
+            block.loss.add_(block.diagonal[j] * (target - value) ** 2)
+            block.value[j] = value
+            block.change[j] = block.weight[j] - value
+            if j + 1 < end:
+                block.target[j + 1 : end].addr_(block.matrix[j, j + 1 : end], block.change[j])
 
 
 def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, Tensor]:
@@ -92,21 +104,22 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
         # Column-major inside the block: every column is contiguous.
         weight_BN = weight_NK[:, first:last].t().contiguous()
         target_BN = weight_BN + (error[:, :first] @ upper[:first, first:last]).t() if first else weight_BN.clone()
-        value_BN = torch.empty_like(target_BN)
-        error_BN = torch.empty_like(target_BN)
-        for j in range(last - first):
-            if inside and (first + j) % group == 0:
+        value_BN, error_BN = torch.empty_like(target_BN), torch.empty_like(target_BN)
+        diagonal = factor.diagonal[first:last].contiguous()
+        here = Block(first, weight_BN, target_BN, value_BN, error_BN, feedback, diagonal, loss)
+        step = group if inside else last - first
+        for j in range(0, last - first, step):
+            end = min(j + step, last - first)
+            if inside:
                 # GPTQ holds w + x with x U = t - w; only the group's own corner of U matters for its columns.
-                corner = feedback[j : j + group, j : j + group].t()
-                change = (target_BN - weight_BN)[j : j + group]
-                updated = torch.linalg.solve_triangular(corner, change, upper=False, unitriangular=True)
-                rule.begin(first + j, weight_BN[j : j + group] + updated)
-            value = rule.decide(first + j, target_BN[j])
-            loss += factor.diagonal[first + j] * (target_BN[j] - value) ** 2
-            value_BN[j] = value
-            error_BN[j] = weight_BN[j] - value
-            if j + 1 < last - first:
-                target_BN[j + 1 :].addr_(feedback[j, j + 1 :], error_BN[j])
+                change = (target_BN - weight_BN)[j:end]
+                updated = torch.linalg.solve_triangular(
+                    feedback[j:end, j:end].t(), change, upper=False, unitriangular=True
+                )
+                rule.begin(first + j, weight_BN[j:end] + updated)
+            rule.run(here, j, end)
+            if end < last - first:
+                target_BN[end:].addmm_(feedback[j:end, end:].t(), error_BN[j:end])
         values[:, first:last] = value_BN.t()
         error[:, first:last] = error_BN.t()
     return values, loss

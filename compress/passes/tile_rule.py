@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.passes.columns import POLISH_DAMP, TRIAL_ROWS, Ordered, Solved
 from compress.passes.outliers import by_count, exact_places, price_by_trial, sampled_rows
-from compress.passes.polish import Polish, members
+from compress.passes.polish import Polish, Settled, members
 from compress.passes.sweep import damped, sweep
 from compress.weights.grid import encode_unsigned
 from compress.weights.sparse import sparse
@@ -24,7 +24,7 @@ NEIGHBOURS = (-1, 0, 1)
 
 
 @dataclass
-class TileRule:
+class TileRule(Settled):
     """Round each target to its group's grid; scales are fitted when a group begins.
 
     price [N]: what a weight of its own is worth; None: there are none. leave_one_out: as SpQR chooses them
@@ -107,7 +107,6 @@ class TileRule:
         return ((codes - zero) * scale).to(self.dtype).to(codes.dtype)
 
     def at(self, column: int) -> tuple[Tensor, ...]:
-        """What `decide` writes for a column."""
         return self.codes[column], self.extra[column]
 
 
@@ -241,19 +240,18 @@ def round_to_tiles(weight_NK: Tensor, format_: Tiles, scale_dtype: torch.dtype) 
 def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
     """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it has,
     that lower the loss the most; group after group."""
-    gradient = (state.weight - state.values) @ state.hessian
     for group, columns in enumerate(members(rule)):
         block, codes = state.hessian[columns][:, columns], rule.codes[columns].t()
         exact, ranges, old = rule.exact[columns].t(), rule.ranges[group], state.values[:, columns]
         best = torch.zeros_like(rule.scale[group])
-        change = torch.zeros_like(old)
+        change, gradient = torch.zeros_like(old), state.gradient[:, columns]
         chosen = rule.scale_codes[group], rule.zero_codes[group]
         for tried in neighbours(*chosen, rule.format):
             scale, zero = (t.unsqueeze(1) for t in scales_and_zeros(*tried, ranges))
             values = rule._values(codes, scale, zero)
             values = torch.where(exact, rule.completed(old, values)[0], values)
             moved = values - old
-            gain = 2 * (gradient[:, columns] * moved).sum(1) - ((moved @ block) * moved).sum(1)
+            gain = (moved * (2 * gradient - moved @ block)).sum(1)
             better = gain > best
             best = torch.where(better, gain, best)
             change = torch.where(better.unsqueeze(1), moved, change)
@@ -263,8 +261,7 @@ def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
         base = rule._values(codes, rule.scale[group].unsqueeze(1), rule.zero[group].unsqueeze(1))
         extra = rule.completed(old, base)[1]
         rule.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra)).t()
-        state.values[:, columns] += change
-        gradient -= change @ state.hessian[columns]
+        state.move(columns, change)
 
 
 def price_in_tiles(

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.cpu import columns
+from compress.kernels.cpu.columns import Range
 from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token"]
@@ -245,21 +247,28 @@ def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) of ranges [lo, hi] (lo <= 0 <= hi, any shape), both in the dtype of `lo`."""
+    kind, divisor = steps_of_range(grid)
+    if kind == "asymmetric":
+        scale = round_scale((hi - lo) / divisor, scale_dtype)
+        return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
+    span = hi if kind == "unsigned" else torch.maximum(-lo, hi)
+    if kind == "signed scale":
+        span = torch.where(hi > -lo, -hi, -lo)
+    return round_scale(span / divisor, scale_dtype), torch.zeros_like(span)
+
+
+def steps_of_range(grid: Grid) -> tuple[Range, float]:
+    """(what of a range makes the scale, how many steps are in it)."""
     half = 2 ** (grid.bits - 1)
     if not grid.symmetric:
-        scale = round_scale((hi - lo) / (grid.qmax - grid.qmin), scale_dtype)
-        return scale, torch.round(grid.qmin - lo / scale).clamp(grid.qmin, grid.qmax)
+        return "asymmetric", grid.qmax - grid.qmin
     if grid.floating:
-        scale = torch.maximum(-lo, hi) / FLOAT8_MAX
-    elif grid.signed_scale:
-        scale = torch.where(hi > -lo, -hi, -lo) / half
-    elif not grid.signed:
-        scale = hi / grid.qmax
-    elif grid.narrow:
-        scale = torch.maximum(-lo, hi) / (half - 1)
-    else:
-        scale = torch.maximum(-lo, hi) / (half - 0.5)
-    return round_scale(scale, scale_dtype), torch.zeros_like(scale)
+        return "magnitude", FLOAT8_MAX
+    if grid.signed_scale:
+        return "signed scale", half
+    if not grid.signed:
+        return "unsigned", grid.qmax
+    return "magnitude", half - 1 if grid.narrow else half - 0.5
 
 
 def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
@@ -333,6 +342,11 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
     if grid.range_choice == "minmax":
         return scale, zero_point
     importance = None if weight is None else (weight / weight.mean().clamp(min=torch.finfo(x.dtype).tiny)).to(x.dtype)
+    if grid.type == "int" and columns.takes(x, scale_dtype):
+        rounding = columns.Rounding(grid.qmin, grid.qmax, scale_dtype)
+        x_gN = x.reshape(-1, x.shape[-1]).t()
+        found = columns.search_ranges(x_gN, importance, range_factors(grid), *steps_of_range(grid), rounding)
+        return found[0].view_as(scale), found[1].view_as(scale)
     best = torch.full_like(scale, float("inf"))
     best_scale, best_zero = scale, zero_point
     for factor in range_factors(grid):

@@ -1,4 +1,4 @@
-"""Builds `cpu_gemm.cpp` for the processor it finds, once, and loads it.
+"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp` or `cpu_columns.cpp`.
 
 Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not.
 
@@ -28,9 +28,9 @@ import torch
 from compress.errors import InputError
 from compress.kernels.cache import cache_directory
 
-HEADERS = ("floats", "ints", "tiles", "sparse", "sparse24", "work", "numbers", "vectors")
-NAMES = ("cpu_gemm.cpp", *(f"cpu_{name}.h" for name in HEADERS))
-SOURCES = tuple(Path(__file__).resolve().with_name(name) for name in NAMES)
+NUMBERS = ("numbers", "vectors")
+# What each library includes.
+HEADERS = {"gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "work", *NUMBERS), "columns": NUMBERS}
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
@@ -40,24 +40,30 @@ NEEDED = ("avx2", "fma", "f16c")
 BUILD_SECONDS = 300
 
 
-def why_not() -> tuple[str, ...]:
-    """Reasons why there are no compiled products on this machine; empty when there are. The first call builds."""
-    return _loaded()[1]
+def why_not(name: str = "gemm") -> tuple[str, ...]:
+    """Reasons why there is no such library on this machine; empty when there is. The first call builds."""
+    return _loaded(name)[1]
 
 
-def library() -> ctypes.CDLL:
-    """The compiled products; only where `why_not` is empty."""
-    found, reasons = _loaded()
+def library(name: str = "gemm") -> ctypes.CDLL:
+    """A library of `HEADERS`, by its name; only where `why_not` is empty."""
+    found, reasons = _loaded(name)
     assert found is not None, reasons
     return found
 
 
 @cache
-def _loaded() -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     reasons = machine_reasons()
     if reasons:
         return None, reasons
-    return build_and_load(cache_directory(), flags_for(target()))
+    return build_and_load(cache_directory(), flags_for(target()), name)
+
+
+def sources(name: str) -> list[Path]:
+    """What a library is made of, first what a compiler is given."""
+    files = (f"cpu_{name}.cpp", *(f"cpu_{header}.h" for header in HEADERS[name]))
+    return [Path(__file__).resolve().with_name(file) for file in files]
 
 
 def target() -> str:
@@ -114,7 +120,9 @@ def openmp_of_torch() -> list[str]:
     return []
 
 
-def build_and_load(directory: Path, flags: tuple[str, ...]) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+def build_and_load(
+    directory: Path, flags: tuple[str, ...], name: str = "gemm"
+) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     """The library, from the directory or from the first compiler that can build it; or None and why none could."""
     commands = compilers()
     if not commands:
@@ -122,7 +130,7 @@ def build_and_load(directory: Path, flags: tuple[str, ...]) -> tuple[ctypes.CDLL
     reasons = []
     for command in commands:
         try:
-            library = ctypes.CDLL(str(built(directory, command, flags)))
+            library = ctypes.CDLL(str(built(directory, command, flags, name)))
             library.instructions.restype = ctypes.c_char_p
             return library, ()
         except subprocess.TimeoutExpired:
@@ -134,19 +142,20 @@ def build_and_load(directory: Path, flags: tuple[str, ...]) -> tuple[ctypes.CDLL
     return None, tuple(reasons)
 
 
-def built(directory: Path, command: list[str], flags: tuple[str, ...]) -> Path:
+def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str = "gemm") -> Path:
     """The path of the library that this compiler makes, compiled unless it is there already."""
     openmp = openmp_of_torch()
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
-    depends = [*(source.read_text(encoding="utf-8") for source in SOURCES), *command, *flags, *openmp]
+    files = sources(name)
+    depends = [*(source.read_text(encoding="utf-8") for source in files), *command, *flags, *openmp]
     depends += [version.stdout, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
-    target = directory / f"cpu_gemm-{key}.so"
+    target = directory / f"cpu_{name}-{key}.so"
     if not target.exists():
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as folder:
             made = Path(folder) / target.name
-            words = [*command, *flags, str(SOURCES[0]), *openmp, "-o", str(made)]
+            words = [*command, *flags, str(files[0]), *openmp, "-o", str(made)]
             subprocess.run(words, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
             made.replace(target)
     return target

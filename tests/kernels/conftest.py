@@ -21,6 +21,6 @@ def compiled(request):
 @pytest.fixture
 def library(compiled, monkeypatch):
     """Runs the operators on the library under test, on outputs that are NaN before."""
-    monkeypatch.setattr(cpu, "library", lambda: compiled)
+    monkeypatch.setattr(cpu, "library", lambda name="gemm": compiled)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: torch.full(shape, torch.nan, dtype=self.dtype))
     return compiled

@@ -249,7 +249,7 @@ def small(monkeypatch, tmp_path):
     source.write_text(
         'extern "C" int answer() { return 42; }\nextern "C" const char* instructions() { return "none"; }\n'
     )
-    monkeypatch.setattr(cpu, "SOURCES", (source,))
+    monkeypatch.setattr(cpu, "sources", lambda name: [source])
     return source
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compress.errors import CompressError
-from compress.passes.sweep import BLOCK, DAMP_LIMIT, damped, factorize, sweep
+from compress.passes.sweep import BLOCK, DAMP_LIMIT, ColumnRule, damped, factorize, sweep
 from compress.weights.grid import Grid, quantize
 
 
@@ -26,7 +26,7 @@ def row_losses(error_NK: torch.Tensor, hessian_KK: torch.Tensor) -> torch.Tensor
     return torch.einsum("ni,ij,nj->n", error_NK, hessian_KK, error_NK)
 
 
-class Rounding:
+class Rounding(ColumnRule):
     """Rounds to multiples of a step, and notes what it is shown."""
 
     def __init__(self, step: float, group: int = 0) -> None:

@@ -145,7 +145,7 @@ def test_routes_name_the_kernel_and_what_speaks_against_a_faster_one(monkeypatch
             assert route(name) == ("cpu rows", ())
             assert route(name, M=64) == ("cpu blocks", (MANY,))
             assert route(name, torch.float64)[0] == "torch"
-    monkeypatch.setattr("compress.kernels.cpu.build._loaded", lambda: (None, ("no compiler",)))
+    monkeypatch.setattr("compress.kernels.cpu.build._loaded", lambda name: (None, ("no compiler",)))
     assert route("numbers") == route("4 bits") == ("torch", ("no compiler",))
     pairs = ("torch", ("no GPU kernel reads pairs: torch makes a block of rows dense at a time",))
     assert route("numbers", device="meta") == route("8 bits", device="meta") == pairs

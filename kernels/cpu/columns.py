@@ -1,0 +1,160 @@
+"""The loops of `cpu_columns.cpp` on tensors: rounding a run of columns that make up for each other, descent on codes,
+and the search for a scale.
+
+Shapes: K columns, B of them in a block, N outputs, G groups, g members of a group. float32 on a CPU, outputs side by
+side: every array is [columns, N].
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu import build
+from compress.kernels.cpu.gemm import TYPES
+
+Range = Literal["asymmetric", "signed scale", "unsigned", "magnitude"]
+RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitude")
+
+
+class _Rounding(ctypes.Structure):
+    _fields_ = (("lowest_code", ctypes.c_float), ("highest_code", ctypes.c_float), ("scale_type", ctypes.c_int32))
+
+
+class _Columns(ctypes.Structure):
+    """`Columns` of cpu_columns.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "target", "value", "change", "matrix", "diagonal")),
+        *((name, ctypes.c_void_p) for name in ("loss", "codes", "scale", "zero", "group", "kept", "exact")),
+        *((name, ctypes.c_void_p) for name in ("price", "cost")),
+        *((name, ctypes.c_int64) for name in ("N", "B", "begin", "end")),
+        ("rounding", _Rounding),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class _Search(ctypes.Structure):
+    """`Search` of cpu_columns.cpp, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "importance", "factors", "scale", "zero")),
+        *((name, ctypes.c_int64) for name in ("N", "g", "count")),
+        ("rounding", _Rounding),
+        *((name, ctypes.c_float) for name in ("divisor", "least_scale", "largest_scale")),
+        ("kind", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Codes from lowest to highest, and the dtype of scales, to which values are rounded."""
+
+    lowest: int
+    highest: int
+    scale_dtype: torch.dtype
+
+    def _as_read(self) -> _Rounding:
+        return _Rounding(self.lowest, self.highest, TYPES[self.scale_dtype])
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is decided of K columns, and by what: codes [K, N], scale and zero [G, N], group_of [K].
+
+    kept [K, N]: the others have the code of 0; None: all. exact [K, N]: weights that have a value of their own, None:
+    none. price [N], where more of them may become exact: those whose error costs more than that, by cost_K.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    group_of: Sequence[int]
+    rounding: Rounding
+    kept: Tensor | None
+    exact: Tensor | None
+    price: Tensor | None
+    cost_K: Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns first ... first + B: weight, target, value and change, [B, N] each; matrix [B, B], diagonal [B].
+
+    target, of a sweep: what a column aims at but for the feedback of those before it in a run; of descent: the
+    gradient. change, of a sweep: weight - value; of descent: what values have moved by. loss [N], of a sweep: grows by
+    diagonal (target - value)^2.
+    """
+
+    first: int
+    weight: Tensor
+    target: Tensor
+    value: Tensor
+    change: Tensor
+    matrix: Tensor
+    diagonal: Tensor
+    loss: Tensor
+
+
+def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
+    """Whether the loops can work on such tensors here: float32 on a CPU that they could be built for."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or scale_dtype not in TYPES:
+        return False
+    return not build.why_not("columns")
+
+
+def sweep_columns(block: Block, held: Held, begin: int, end: int) -> None:
+    """Decide columns begin ... end of a block one after another, each making up for the errors of those before it."""
+    _call("sweep_columns", block, held, begin, end)
+
+
+def descend_columns(block: Block, held: Held) -> None:
+    """Move the codes of a block's columns, one after another, each to the one nearest its optimum where that is closer
+    than what it has."""
+    _call("descend_columns", block, held, 0, len(block.target))
+
+
+def _call(loop: Literal["sweep_columns", "descend_columns"], block: Block, held: Held, begin: int, end: int) -> None:
+    count, outputs = block.target.shape
+    part = slice(block.first, block.first + count)
+    filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=held.rounding._as_read())
+    filled.threads = torch.get_num_threads()
+    tensors: dict[str, Tensor | None] = {
+        name: getattr(block, name) for name in ("weight", "target", "value", "change", "matrix", "diagonal", "loss")
+    }
+    tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "cost": held.cost_K[part]}
+    tensors |= {"kept": None if held.kept is None else held.kept[part], "price": held.price}
+    tensors |= {"exact": None if held.exact is None else held.exact[part]}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            assert tensor.is_contiguous(), name
+            setattr(filled, name, tensor.data_ptr())
+    groups = (ctypes.c_int32 * count)(*held.group_of[part])
+    filled.group = ctypes.addressof(groups)
+    getattr(build.library("columns"), loop)(ctypes.byref(filled))
+
+
+def search_ranges(
+    x_gN: Tensor, importance_g: Tensor | None, factors: Sequence[float], kind: Range, divisor: float, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """(scale, zero) [N] of N groups: of all shares of their whole range that of least squared error, weighted by
+    importance. divisor: what a range is divided by to be a scale."""
+    members, count = x_gN.shape
+    x_gN, tried = x_gN.contiguous(), torch.tensor(factors, dtype=torch.float32)
+    scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)
+    stored = torch.finfo(rounding.scale_dtype)
+    filled = _Search(N=count, g=members, count=len(factors), rounding=rounding._as_read(), divisor=divisor)
+    filled.least_scale = max(stored.tiny, torch.finfo(torch.float32).tiny)
+    filled.largest_scale = min(stored.max, torch.finfo(torch.float32).max)
+    filled.kind, filled.threads = RANGES.index(kind), torch.get_num_threads()
+    filled.x, filled.factors = x_gN.data_ptr(), tried.data_ptr()
+    filled.scale, filled.zero = scale_N.data_ptr(), zero_N.data_ptr()
+    if importance_g is not None:
+        importance_g = importance_g.contiguous()
+        filled.importance = importance_g.data_ptr()
+    build.library("columns").search_ranges(ctypes.byref(filled))
+    return scale_N, zero_N

@@ -1,0 +1,259 @@
+// What a sweep does to a run of columns whose scales are known, what coordinate descent does to them later, and the
+// search for a scale: the loops of compress/passes and of `grid.fit`, with the outputs of a weight as lanes.
+//
+// Shapes: B columns of a block, N outputs, G groups, g members of a group. Every array is [columns, N]: sixteen outputs
+// are one vector, and nothing passes between lanes, so that a row has the same codes whatever rows are solved with it.
+// Arithmetic is that of `weights.grid`, operation by operation, in fp32.
+
+#include <omp.h>
+
+#include <limits>
+
+#include "cpu_numbers.h"
+
+namespace {
+
+// Vectors of outputs that a thread works on at once: sums that do not wait for each other.
+constexpr int VECTORS = WIDE ? 4 : 2;
+constexpr int64_t TILE = LANES * VECTORS;
+// Ranges that are tried at once.
+constexpr int AT_ONCE = 4;
+
+INLINE Int greater(Float a, Float b) {
+#if WIDE
+  return _mm512_movm_epi32(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ));
+#else
+  return {_mm256_castps_si256(_mm256_cmp_ps(a.a, b.a, _CMP_GT_OQ)),
+          _mm256_castps_si256(_mm256_cmp_ps(a.b, b.b, _CMP_GT_OQ))};
+#endif
+}
+
+INLINE Float magnitude(Float v) { return bits_to_float(both(float_to_bits(v), every(0x7fffffff))); }
+INLINE Float clamped(Float v, float low, float high) { return least(largest(v, every(low)), every(high)); }
+// Bytes 0 or 1 as lanes whose top bit says so, and back.
+INLINE Int flags(const uint8_t* p, int64_t count) { return shift_left(widen_bytes(p, count), 31); }
+INLINE void store_flags(uint8_t* p, Int chosen, int64_t count) {
+  uint8_t all[LANES];
+  store_bytes(all, shift_right<31>(chosen));
+  memcpy(p, all, std::min<int64_t>(count, LANES));
+}
+INLINE Float read(const float* p, int64_t count) { return load_floats(p, F32, count); }
+INLINE void write(float* p, Float v, int64_t count) { store_floats(p, F32, v, count); }
+
+}  // namespace
+
+// Mirrored field by field in columns.py.
+struct Rounding {
+  float lowest_code, highest_code;
+  Type scale_type;
+};
+
+struct Columns {
+  const float *weight, *target;   // [B, N]: of descent, target is the gradient
+  float *value, *change;          // [B, N]: of a sweep, change is weight - value
+  const float *matrix, *diagonal; // [B, B], [B]
+  float *loss, *codes;            // [N], [B, N]
+  const float *scale, *zero;      // [G, N]
+  const int32_t* group;           // [B]
+  const uint8_t* kept;            // [B, N], or null: all
+  uint8_t* exact;                 // [B, N], or null: none
+  const float *price, *cost;      // [N], or null: no more become exact; [B]
+  int64_t N, B, begin, end;
+  Rounding rounding;
+  int32_t threads;
+};
+
+struct Search {
+  const float *x, *importance;  // [g, N], [g] or null
+  const float* factors;         // [count]
+  float *scale, *zero;          // [N]
+  int64_t N, g, count;
+  Rounding rounding;
+  float divisor, least_scale, largest_scale;
+  int32_t kind, threads;
+};
+
+enum Kind : int32_t { ASYMMETRIC, SIGNED_SCALE, UNSIGNED, MAGNITUDE };
+
+namespace {
+
+INLINE Float encoded(const Rounding& r, Float x, Float scale, Float zero) {
+  return clamped(plus(rounded(over(x, scale)), zero), r.lowest_code, r.highest_code);
+}
+INLINE Float decoded(const Rounding& r, Float codes, Float scale, Float zero) {
+  return rounded_to(r.scale_type, times(minus(codes, zero), scale));
+}
+
+// Lanes n ... n + count of one column, rounded.
+struct Decided {
+  Float codes, value;
+};
+
+INLINE Decided decide(const Columns& a, int64_t j, int64_t n, int64_t count, Float target) {
+  const int64_t at = j * a.N + n;
+  const Float scale = read(a.scale + a.group[j] * a.N + n, count);
+  const Float zero = read(a.zero + a.group[j] * a.N + n, count);
+  Float codes = encoded(a.rounding, target, scale, zero);
+  if (a.kept != nullptr) codes = where(flags(a.kept + at, count), codes, zero);
+  Float value = decoded(a.rounding, codes, scale, zero);
+  if (a.exact != nullptr) {
+    Int exact = flags(a.exact + at, count);
+    if (a.price != nullptr) {
+      const Float error = minus(target, value);
+      Int dear = greater(times(every(a.cost[j]), times(error, error)), read(a.price + n, count));
+      if (a.kept != nullptr) dear = both(dear, flags(a.kept + at, count));
+      exact = either(exact, dear);
+      store_flags(a.exact + at, exact, count);
+    }
+    codes = where(exact, zero, codes);
+    value = where(exact, rounded_to(a.rounding.scale_type, target), value);
+  }
+  return {codes, value};
+}
+
+// Vectors of outputs from n on: body(v, first output, outputs that there are) for those that are not empty.
+template <class Body>
+INLINE void each_vector(const Columns& a, int64_t n, Body body) {
+  each<VECTORS>([&](auto v) {
+    const int64_t at = n + v * LANES;
+    if (at < a.N) body(v, at, a.N - at);
+  });
+}
+
+// Column j of the targets, with sign * matrix[i][j] change[i] of the columns before it in the run, one after another.
+INLINE void with_earlier(const Columns& a, int64_t j, int64_t n, float sign, Float (&sums)[VECTORS]) {
+  each_vector(a, n, [&](auto v, int64_t at, int64_t count) { sums[v] = read(a.target + j * a.N + at, count); });
+  if (n + TILE <= a.N) {
+    for (int64_t i = a.begin; i < j; ++i) {
+      const Float factor = every(sign * a.matrix[i * a.B + j]);
+      const float* row = a.change + i * a.N + n;
+      each<VECTORS>([&](auto v) {
+        sums[v] = fma(factor, bits_to_float(load(row + v * LANES)), sums[v]);
+      });
+    }
+    return;
+  }
+  for (int64_t i = a.begin; i < j; ++i) {
+    const Float factor = every(sign * a.matrix[i * a.B + j]);
+    each_vector(a, n, [&](auto v, int64_t at, int64_t count) {
+      sums[v] = fma(factor, read(a.change + i * a.N + at, count), sums[v]);
+    });
+  }
+}
+
+// TILE outputs from n on in a run of a sweep.
+void sweep_tile(const Columns& a, int64_t n) {
+  Float loss[VECTORS], target[VECTORS];
+  each<VECTORS>([&](auto v) { loss[v] = every(0.0f); });
+  for (int64_t j = a.begin; j < a.end; ++j) {
+    with_earlier(a, j, n, 1.0f, target);
+    each_vector(a, n, [&](auto v, int64_t at, int64_t count) {
+      const int64_t here = j * a.N + at;
+      const Decided now = decide(a, j, at, count, target[v]);
+      const Float error = minus(target[v], now.value);
+      loss[v] = plus(loss[v], times(every(a.diagonal[j]), times(error, error)));
+      write(a.codes + here, now.codes, count);
+      write(a.value + here, now.value, count);
+      write(a.change + here, minus(read(a.weight + here, count), now.value), count);
+    });
+  }
+  each_vector(a, n, [&](auto v, int64_t at, int64_t count) {
+    write(a.loss + at, plus(read(a.loss + at, count), loss[v]), count);
+  });
+}
+
+// The same in descent: every column moves to the code nearest its optimum, where that is closer.
+void descend_tile(const Columns& a, int64_t n) {
+  Float gradient[VECTORS];
+  for (int64_t j = a.begin; j < a.end; ++j) {
+    with_earlier(a, j, n, -1.0f, gradient);
+    each_vector(a, n, [&](auto v, int64_t at, int64_t count) {
+      const int64_t here = j * a.N + at;
+      const Float old = read(a.value + here, count);
+      const Float target = plus(old, over(gradient[v], every(a.diagonal[j])));
+      const Decided now = decide(a, j, at, count, target);
+      const Int closer = greater(magnitude(minus(old, target)), magnitude(minus(now.value, target)));
+      const Float value = where(closer, now.value, old);
+      write(a.codes + here, where(closer, now.codes, read(a.codes + here, count)), count);
+      write(a.value + here, value, count);
+      write(a.change + here, minus(value, old), count);
+    });
+  }
+}
+
+// Scale and zero point of ranges, as `grid.scale_of_range`.
+struct Ranged {
+  Float scale, zero;
+};
+
+INLINE Ranged of_range(const Search& a, Float low, Float high) {
+  const Float none = every(0.0f), down = minus(none, low);
+  Float span = high;
+  if (a.kind == ASYMMETRIC) span = minus(high, low);
+  if (a.kind == SIGNED_SCALE) span = where(greater(high, down), minus(none, high), down);
+  if (a.kind == MAGNITUDE) span = largest(down, high);
+  const Float wanted = over(span, every(a.divisor));
+  const Int sign = both(float_to_bits(wanted), every(static_cast<int32_t>(0x80000000)));
+  const Float size = rounded_to(a.rounding.scale_type, clamped(magnitude(wanted), a.least_scale, a.largest_scale));
+  const Float scale = bits_to_float(either(float_to_bits(size), sign));
+  if (a.kind != ASYMMETRIC) return {scale, none};
+  const float low_code = a.rounding.lowest_code;
+  return {scale, clamped(rounded(minus(every(low_code), over(low, scale))), low_code, a.rounding.highest_code)};
+}
+
+// The range of least weighted squared error among the shares `factors` of the whole one, for sixteen groups from n on.
+void search_tile(const Search& a, int64_t n) {
+  const int64_t count = a.N - n;
+  Float low = every(0.0f), high = low;
+  for (int64_t k = 0; k < a.g; ++k) {
+    const Float x = read(a.x + k * a.N + n, count);
+    low = least(low, x);
+    high = largest(high, x);
+  }
+  Ranged best = of_range(a, low, high);
+  Float fewest = every(std::numeric_limits<float>::infinity());
+  for (int64_t first = 0; first < a.count; first += AT_ONCE) {
+    Ranged tried[AT_ONCE];
+    Float error[AT_ONCE];
+    each<AT_ONCE>([&](auto f) {
+      const Float factor = every(a.factors[std::min<int64_t>(first + f, a.count - 1)]);
+      tried[f] = of_range(a, times(low, factor), times(high, factor));
+      error[f] = every(0.0f);
+    });
+    for (int64_t k = 0; k < a.g; ++k) {
+      const Float x = read(a.x + k * a.N + n, count);
+      const Float weight = every(a.importance == nullptr ? 1.0f : a.importance[k]);
+      each<AT_ONCE>([&](auto f) {
+        const Float codes = encoded(a.rounding, x, tried[f].scale, tried[f].zero);
+        const Float off = minus(decoded(a.rounding, codes, tried[f].scale, tried[f].zero), x);
+        error[f] = plus(error[f], times(times(off, off), weight));
+      });
+    }
+    each<AT_ONCE>([&](auto f) {
+      const Int better = greater(fewest, error[f]);
+      fewest = where(better, error[f], fewest);
+      best = {where(better, tried[f].scale, best.scale), where(better, tried[f].zero, best.zero)};
+    });
+  }
+  write(a.scale + n, best.scale, count);
+  write(a.zero + n, best.zero, count);
+}
+
+}  // namespace
+
+extern "C" void sweep_columns(const Columns* a) {
+#pragma omp parallel for num_threads(a->threads)
+  for (int64_t n = 0; n < a->N; n += TILE) sweep_tile(*a, n);
+}
+
+extern "C" void descend_columns(const Columns* a) {
+#pragma omp parallel for num_threads(a->threads)
+  for (int64_t n = 0; n < a->N; n += TILE) descend_tile(*a, n);
+}
+
+extern "C" void search_ranges(const Search* a) {
+#pragma omp parallel for num_threads(a->threads)
+  for (int64_t n = 0; n < a->N; n += LANES) search_tile(*a, n);
+}
+
+extern "C" const char* instructions() { return WIDE ? "avx512" : "avx2"; }
