@@ -350,8 +350,9 @@ def sink_of(
     check_storable(plan_)
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery
-    how = {"resume": delivery.resume, "overwrite": delivery.overwrite, "halved": delivery.store == TWO_OF_FOUR}
-    return Writer(place, fingerprint(identity), comm, **how), cache
+    halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
+    how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
+    return Writer(place, fingerprint(identity), comm, **how, halved=halved), cache
 
 
 def _remarks(
@@ -376,7 +377,9 @@ def _remarks(
             "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
         )
     elif plan_.passes and (
-        little := coverage.remark(planned(model, plan_, isinstance(sink, Writer) and not sink.halved))
+        little := coverage.remark(
+            planned(model, plan_, isinstance(sink, Writer), sink.halved if isinstance(sink, Writer) else ())
+        )
     ):
         notes.append(little)
     return notes

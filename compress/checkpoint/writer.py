@@ -7,7 +7,7 @@ makes that the output. Whenever a run is killed, there is a complete OUT or a pa
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,16 @@ class Writer:
     """The pipeline's sink. Every method is called on every rank; a failure on one is an error on all."""
 
     def __init__(
-        self, place: Directory, identity: str, comm: Comm, *, resume: bool, overwrite: bool, halved: bool = False
+        self,
+        place: Directory,
+        identity: str,
+        comm: Comm,
+        *,
+        resume: bool,
+        overwrite: bool,
+        halved: Collection[str] = (),
     ) -> None:
-        """halved: layers, which are 2:4, are written without their zeros."""
+        """halved: layers, which are 2:4, that are written without their zeros."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
@@ -98,8 +105,7 @@ class Writer:
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
-        if self.halved:
-            decided = {name: halved(layers[name], decision) for name, decision in decided.items()}
+        decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}

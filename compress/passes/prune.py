@@ -22,6 +22,7 @@ from compress.passes.stages import Reorder, Stage, Survey
 from compress.weights.decision import Decision, Figures
 from compress.weights.dense import dense
 from compress.weights.masks import Choice, Pattern, parse_pattern
+from compress.weights.sparse24 import TWO_OF_FOUR
 from compress.weights.terms import Term
 
 Per = Literal["row", "layer"]
@@ -85,8 +86,16 @@ class Prune(Pass):
     sparsities: tuple[tuple[str, float], ...] = ()
     """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
 
+    store: str = ""
+    """2:4 or nothing: whether a checkpoint holds these layers, pruned to 2:4, without their zeros, for `compress.load`
+    alone; by default zeros are stored as other numbers are."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.store not in ("", TWO_OF_FOUR):
+            raise InputError(f"store {self.store!r}; allowed: {TWO_OF_FOUR}, or nothing")
+        if self.store and self.pattern != TWO_OF_FOUR:
+            raise InputError(f"store {self.store} is of layers that are pruned so; give pattern {TWO_OF_FOUR} with it")
         if not 0 <= self.sparsity < 1:
             raise InputError(
                 f"sparsity {self.sparsity}; allowed: above 0, below 1; 0 is what the pattern says, or half"

@@ -1,6 +1,6 @@
 """Which pass treats which layer, found and checked before any weight is touched."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,6 +23,7 @@ from compress.model.layers import (
 from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
+from compress.passes.prune import Prune
 from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
@@ -73,6 +74,13 @@ class Plan:
             for layer in layers
             if any(p.wants(layer.name) for p in self.passes)
         }
+
+    @property
+    def halved(self) -> frozenset[str]:
+        """Layers that a pass prunes, to be stored without their zeros."""
+        storing = [p for p in self.passes if isinstance(p, Prune) and p.store]
+        names = [layer.name for layers in self.layers.values() for layer in layers]
+        return frozenset(name for name in names if any(p.wants(name) for p in storing))
 
 
 def plan(
@@ -294,11 +302,12 @@ def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
             )
 
 
-def planned(model: nn.Module, plan: Plan, stored: bool) -> Coverage:
-    """What a plan will compress; what is `stored` needs a format."""
+def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str]) -> Coverage:
+    """What a plan will compress; what is `stored` needs a format, which dense layers have where they are `halved`."""
     treated = plan.treated
     layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
     quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
-    dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in quantized)}
+    formed = quantized.union(halved)
+    dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
     reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
     return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons)

@@ -25,6 +25,11 @@ def check_storable(plan: Plan) -> None:
                 "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
             )
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
+        if layer.name in plan.halved:
+            raise InputError(
+                f"{layer.name} is a {type(layer.module).__name__}, which has no form without its zeros; ignore it, or "
+                "leave store out"
+            )
         for p in plan.passes:
             if p.rounds_inputs and p.wants(layer.name):
                 raise InputError(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands import StopAfterOne, command, fast_gptq, last_line, make_llama, save
 from halved import TwoOfFour
+from models import build
 from pruning import Largest
 from safetensors.torch import load_file, save_file
 
@@ -14,7 +15,7 @@ import compress
 from compress.checkpoint.files import OWN_WHOLE, RECORD
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
-from compress.errors import CheckpointError, CompressError
+from compress.errors import CheckpointError, CompressError, InputError
 from compress.passes.where import only
 from compress.runtime.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
 from compress.runtime.twin import compared
@@ -150,6 +151,35 @@ def test_a_run_writes_what_an_export_of_its_output_would(name: str, model: Path,
     one, other = (load_file(file) for file in files)
     assert one.keys() == other.keys()
     assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_pass_says_which_layers_are_stored_so(model: Path, tmp_path: Path) -> None:
+    pruning = compress.Magnitude(pattern="2:4", store="2:4")
+    passes = [only(pruning, "*.mlp.*"), compress.RTN(scheme="w4a16", group_size=32)]
+    made = compress.quantize(model, passes, output=tmp_path / "some", verify=False)
+    assert not any("stored dense" in note for note in made.record.notes)
+    compress.verify(tmp_path / "some")
+    stored = stored_in(find_source(str(tmp_path / "some"))).layers
+    kinds = {name: layer.scheme.terms[0].kind for name, layer in stored.items()}
+    assert {name for name, kind in kinds.items() if kind == "pack-sparse-24"} == {n for n in kinds if ".mlp." in n}
+    compress.quantize(model, pruning, output=tmp_path / "all", verify=False)
+    plain = compress.Magnitude(pattern="2:4")
+    compress.quantize(model, plain, output=tmp_path / "other", store="2:4", verify=False)
+    one, other = (load_file(tmp_path / each / OWN_WHOLE) for each in ("all", "other"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_pass_stores_so_what_it_prunes_so(tmp_path: Path) -> None:
+    for options, says in (
+        ({"store": "2 of 4", "pattern": "2:4"}, "store '2 of 4'; allowed: 2:4, or nothing"),
+        ({"store": "2:4"}, "store 2:4 is of layers that are pruned so; give pattern 2:4"),
+        ({"store": "2:4", "pattern": "4:8"}, "give pattern 2:4"),
+    ):
+        with pytest.raises(InputError, match=says):
+            compress.Magnitude(**options)
+    with pytest.raises(InputError, match="is a Conv1D, which has no form without its zeros"):
+        compress.quantize(build("gpt2"), compress.Magnitude(pattern="2:4", store="2:4"), output=tmp_path / "out")
 
 
 def test_a_run_stops_at_the_first_layer_that_is_not_2_4(model: Path, tmp_path: Path) -> None:
