@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.source import find_source
 from compress.device import find_device
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SizeResult, TaskResult, TextResult
@@ -18,7 +19,7 @@ from compress.evaluation.predictor import predictor
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
 from compress.evaluation.quality import measure
 from compress.evaluation.reference import Original
-from compress.evaluation.tasks.evaluate import Prepared, evaluate_tasks, prepare_tasks, read_tasks
+from compress.evaluation.tasks.evaluate import Prepared, ask_tasks, compare_tasks, prepare_tasks, read_tasks
 from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
 from compress.progress import Counted, Reporter, Silent
@@ -118,11 +119,31 @@ def evaluate(
         dtype=work,
         device=target,
         cache=cache,
-        again=prepared is not None,
+        tasks=prepared,
         note=reporter.note,
     )
     work_on = partial(_evaluated, noise_floor=noise_floor, dtype=work, device=target, reporter=reporter)
     return work_on(ours, None if theirs is None else original(theirs), texts, prepared)
+
+
+def check_asked(
+    model: str | Path,
+    *,
+    text: Given | Sequence[Given] | None = None,
+    length: int | None = None,
+    samples: int | None = None,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
+    trust_remote_code: bool = False,
+) -> list[str | None]:
+    """Refuse text and tasks that could not be asked of a checkpoint, without loading its weights; what `evaluate`
+    raises. Fingerprints of the tasks: None of one that cannot tell all that it asks."""
+    source = find_source(str(model), trust_remote_code)
+    words = partial(first_tokenizer, source)
+    windows = {"length": length, "samples": samples, "stride": None}
+    _texts([] if text is None else text, None, words, source, None, Silent().note, **windows)
+    prepared = _tasks(tasks, questions, words, source)
+    return [] if prepared is None else [task.fingerprint() for task in prepared.tasks]
 
 
 def _evaluated(
@@ -167,7 +188,10 @@ def _answers(
     """What a model says to the questions, and its original."""
     if prepared is None:
         return []
-    return evaluate_tasks(prepared, network, None if original is None else original.network, reporter)
+    step = Counted(reporter, prepared.total + (0 if original is None else original.questions))
+    step(0, "")
+    ours = ask_tasks(prepared, network, step)
+    return compare_tasks(ours, None if original is None else original.answers(step))
 
 
 def _missing(

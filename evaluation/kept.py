@@ -51,6 +51,11 @@ class About(TypedDict):
     sha256: str
 
 
+def folder() -> Path:
+    """Where all of it lies."""
+    return cache_directory() / "references"
+
+
 def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
     """KEY.json of what this model says of these windows."""
     parameter = next(asked.network.parameters())
@@ -62,7 +67,7 @@ def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "format": FORMAT,
     }
-    return cache_directory() / "references" / f"{fingerprint(key)}.json"
+    return folder() / f"{fingerprint(key)}.json"
 
 
 class Kept:

@@ -9,12 +9,14 @@ so that two models are compared in pairs, as on questions from files.
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,20 @@ class Harness:
         """How many questions are asked of a model."""
         counts = [len(task.eval_docs) for task in self.loaded["tasks"].values()]
         return sum(count if self.questions is None else min(count, self.questions) for count in counts)
+
+    def words(self) -> list[str]:
+        """All that is known of each question that is asked."""
+        rows = (row for task in self.loaded["tasks"].values() for row in islice(task.eval_docs, self.questions))
+        return [json.dumps(row, sort_keys=True, default=repr) for row in rows]
+
+    def fingerprint(self) -> str | None:
+        """sha256 of how and what is asked; None where there are examples before a question, which it does not know."""
+        tasks = self.loaded["tasks"]
+        if any(task.get_config("num_fewshot") for task in tasks.values()):
+            return None
+        how = {name: task.dump_config() for name, task in tasks.items()}
+        asked = json.dumps([how, self.words()], sort_keys=True, default=repr)
+        return hashlib.sha256(asked.encode()).hexdigest()
 
 
 def read_harness(name: str, questions: int | None = None) -> Harness:

@@ -1,11 +1,12 @@
-"""The original that a model is compared with: asked once for every text, where what it says can be kept (`kept`)."""
+"""The original that a model is compared with: asked once for every text and every task, where what it says can be kept
+(`kept`, `tasks.kept`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.checkpoint.source import Source, own_code
 from compress.evaluation import noise
@@ -15,14 +16,17 @@ from compress.evaluation.language import Model, loaded
 from compress.evaluation.predictor import Predictor, Says, predictor
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import measure
+from compress.evaluation.tasks.evaluate import Prepared, ask_task
+from compress.evaluation.tasks.kept import Answered, keep_answers, read_answers
+from compress.evaluation.tasks.kept import place_of as place_of_answers
 from compress.evaluation.texts import Text
 from compress.model.calls import evaluating
 
 
 class Original:
     """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether what it says
-    may be kept; again: whether more is asked of it than texts (`network`). Loads it, and lets its body go where nothing
-    is left to be asked."""
+    may be kept; tasks: what is asked of it beside texts. Loads it, and lets its body go where nothing is left to be
+    asked."""
 
     def __init__(
         self,
@@ -32,7 +36,7 @@ class Original:
         dtype: torch.dtype | None,
         device: torch.device,
         cache: bool,
-        again: bool,
+        tasks: Prepared | None,
         note: Note,
     ) -> None:
         self.model, self.texts, self.dtype, self.device, self.note = model, texts, dtype, device, note
@@ -40,7 +44,10 @@ class Original:
         self.size = size_of(model)
         self.name = named(model, network, self.size)
         self.arithmetic = next(network.parameters()).dtype
-        self.whole: nn.Module | None = network if again or not texts else None
+        self.tasks = tasks
+        keeps = cache and isinstance(model, Source) and not own_code(model.config)
+        self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)
+        self.whole: nn.Module | None = None if all(known is not None for _, known in self.answered) else network
         self.asked: Predictor | None = None
         if texts:
             self._prepare(network, cache)
@@ -61,6 +68,35 @@ class Original:
         if self.asked is not None:
             return self.asked.network
         return loaded(self.model, self.dtype, self.device) if self.whole is None else self.whole
+
+    def _answered(self, tasks: Prepared, parameter: Tensor, keeps: bool) -> list[tuple[Path | None, Answered | None]]:
+        """Of each task where its answers are kept, and those that are."""
+        found: list[tuple[Path | None, Answered | None]] = []
+        for task, pairs in zip(tasks.tasks, tasks.pairs, strict=True):
+            place = None
+            if keeps and isinstance(self.model, Source):
+                place = place_of_answers(self.model, parameter, task, pairs, tasks.tokenizer)
+            found.append((place, None if place is None else read_answers(place, self.note)))
+        return found
+
+    @property
+    def questions(self) -> int:
+        """How many steps of tasks are left to be asked."""
+        left = [i for i, (_, known) in enumerate(self.answered) if known is None]
+        return 0 if self.tasks is None else sum(map(self.tasks.steps, left))
+
+    def answers(self, step: Callable[[int, str], None]) -> Answered:
+        """What it answers to the tasks: read, where that is kept, or asked, and kept where it can be. step: as in
+        `ask_tasks`."""
+        found: Answered = []
+        for i, (place, known) in enumerate(self.answered):
+            if known is None:
+                assert self.tasks is not None
+                known = ask_task(self.tasks, i, self.network, step)
+                if place is not None:
+                    keep_answers(place, known, self.note)
+            found += known
+        return found
 
     def _places(self, asked: Predictor) -> list[Path | None]:
         """Where what it says of each text is kept; nowhere, with a note, where it cannot be."""

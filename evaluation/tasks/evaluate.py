@@ -60,7 +60,12 @@ class Prepared:
     @property
     def total(self) -> int:
         """How many steps it takes to ask one model."""
-        return sum(_steps(task, pairs) for task, pairs in zip(self.tasks, self.pairs, strict=True))
+        return sum(map(self.steps, range(len(self.tasks))))
+
+    def steps(self, i: int) -> int:
+        """How many of them are of task i."""
+        task = self.tasks[i]
+        return task.total if isinstance(task, Harness) else len(self.pairs[i] or [])
 
 
 def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequence[Any]) -> Prepared:
@@ -80,15 +85,19 @@ def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], N
 
     Raises CompressError for a model that gives no numbers.
     """
-    found: list[Asked] = []
+    return [each for i in range(len(prepared.tasks)) for each in ask_task(prepared, i, model, step)]
+
+
+@torch.no_grad()
+def ask_task(prepared: Prepared, i: int, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
+    """The same of task i alone, which may be several of lm-eval."""
+    task, pairs = prepared.tasks[i], prepared.pairs[i]
     with evaluating(model):
-        for task, pairs in zip(prepared.tasks, prepared.pairs, strict=True):
-            if isinstance(task, Task):
-                assert pairs is not None
-                found.append(_ask(task, pairs, model, step))
-            else:
-                found += ask(task, model, prepared.tokenizer)
-                step(task.total, task.name)
+        if isinstance(task, Task):
+            assert pairs is not None
+            return [_ask(task, pairs, model, step)]
+        found = ask(task, model, prepared.tokenizer)
+        step(task.total, task.name)
     return found
 
 
@@ -106,10 +115,6 @@ def evaluate_tasks(
     step = Counted(reporter or Silent(), prepared.total * len(models))
     step(0, "")
     return compare_tasks(*(ask_tasks(prepared, each, step) for each in models))
-
-
-def _steps(task: Task | Harness, pairs: list[Pair] | None) -> int:
-    return task.total if isinstance(task, Harness) else len(pairs or [])
 
 
 def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:

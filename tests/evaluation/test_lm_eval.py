@@ -19,6 +19,7 @@ from compress.checkpoint.source import DEMO, find_source
 from compress.errors import CompressError, InputError
 from compress.evaluation import lm_eval as adapter
 from compress.evaluation.lm_eval import read_harness, wrapped
+from compress.evaluation.tasks import evaluate as evaluating
 from compress.evaluation.tasks.evaluate import ask_tasks, evaluate_tasks, prepare_tasks, read_tasks
 
 TEXT = (DEMO / "heldout.txt").read_text(encoding="utf-8").split()
@@ -107,6 +108,22 @@ def test_lm_eval_answers_as_our_scorer_on_compressed_and_original(tmp_path, llam
     assert found[3].truncated is None  # lm-eval does not say
     assert len({each.sha256 for each in found}) == 4
     assert not models[0].training
+
+
+@pytest.mark.usefixtures("lm_eval")
+@pytest.mark.filterwarnings("ignore")
+def test_a_reference_answers_a_task_once_unless_it_changed(tmp_path, llama, llama_w4, monkeypatch) -> None:
+    rows, asked = [{"text": " ".join(TEXT[i : i + 6])} for i in range(5)], []
+    inner = evaluating.ask
+    monkeypatch.setattr(evaluating, "ask", lambda *a: (asked.append(a[0].name), inner(*a))[1])
+    path, task = defined(tmp_path, "words", rows, WORD, ("acc", "mean", "true"))
+    for before, rows_ in ((2, rows), (3, rows), (5, rows[1:])):  # asked in all
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows_))
+        compress.evaluate(llama_w4, reference=llama, tasks=[f"lm-eval:{task}"])
+        assert len(asked) == before
+    task.write_text(task.read_text() + "num_fewshot: 1\nfewshot_split: test\n")
+    (asked_with_examples,) = read_tasks([f"lm-eval:{task}"])
+    assert asked_with_examples.fingerprint() is None
 
 
 @pytest.mark.usefixtures("lm_eval")

@@ -1,5 +1,6 @@
 """The reference: asked once, kept, read back bit for bit; never more than a chunk of logits; its own rounding."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
 from compress.evaluation import kept, predictor, reference
+from compress.evaluation.tasks import evaluate as answering
 from compress.progress import Silent
 
 
@@ -95,6 +97,35 @@ def test_what_is_damaged_is_made_anew_with_a_note(
     assert folder.name in notes.said[0]
     compress.evaluate(llama, reference=llama, text=ids[:2])
     assert asked == [2, 2]
+
+
+def test_what_a_reference_answers_is_asked_once_and_damage_is_noted(
+    llama: Path, llama_w4: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    likelihoods = answering.likelihoods
+    monkeypatch.setattr(answering, "likelihoods", lambda *a: (asked.append(len(a[1])), likelihoods(*a))[1])
+    choices = [{"goal": f"{word} is", "sol1": "one", "sol2": "two of it", "label": 0} for word in ("he", "it", "who")]
+    tasks = [tmp_path / "piqa.jsonl", tmp_path / "lambada.jsonl"]
+    for path, rows in zip(tasks, (choices, [{"text": "so it is he"}, {"text": "the end"}]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"reference": llama, "tasks": tasks}
+    plain = compress.evaluate(llama_w4, **how, cache=False)
+    assert not folder.exists()
+    assert asked == [6, 2, 6, 2]
+    first, second = (compress.evaluate(llama_w4, **how) for _ in range(2))
+    assert asked[4:] == [6, 2, 6, 2, 6, 2]
+    assert first.tasks == second.tasks == plain.tasks
+    assert first.tasks[1].log_perplexity_ratio is not None
+    compress.evaluate(llama_w4, **how, questions=1)
+    assert asked[10:] == [2, 1, 2, 1], "other questions"
+    kept_answers, notes = sorted(folder.iterdir()), Notes()
+    for path, damage in zip(kept_answers, ("{", '{"format": 1, "asked": [], "answers": [1]}', "", "[]"), strict=True):
+        path.write_text(damage)
+    assert compress.evaluate(llama_w4, **how, reporter=notes).tasks == first.tasks
+    assert asked[14:] == [6, 2, 6, 2]
+    assert all("answers is damaged and made anew" in said for said in notes.said)
+    assert len(notes.said) == 2
 
 
 def test_other_weights_of_the_same_name_are_another_reference(

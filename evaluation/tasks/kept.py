@@ -1,0 +1,120 @@
+"""What the reference answered to tasks, asked once: a file for each task, beside what it says of texts
+(`compress.evaluation.kept`).
+
+    KEY.answers.json   {"format", "asked": [what was asked, as a TaskResult], "answers": [scores of questions]}
+
+KEY is a hash of what answers depend on: the weights and the configuration, the dtype and the kind of device, the
+questions as tokens (of lm-eval's tasks: their definition, their rows, and these as tokens), the versions of the
+libraries. A file that is damaged is made anew, with a note.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from compress.checkpoint.files import fingerprint, write_json
+from compress.checkpoint.source import Source
+from compress.errors import CheckpointError
+from compress.evaluation import kept
+from compress.evaluation.document import TaskResult
+from compress.evaluation.kept import Note
+from compress.evaluation.lm_eval import Harness
+from compress.evaluation.statistics import Values
+from compress.evaluation.tasks.likelihood import Pair
+from compress.evaluation.tasks.questions import Task
+from compress.evaluation.tasks.results import Answers
+from compress.reading import parse_json
+from compress.schema import built, fits
+
+FORMAT = 1
+Answered = list[tuple[TaskResult, Answers]]
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """`Answers` as JSON has them."""
+
+    score: list[float]
+    norm: list[float] | None
+    surprisal: list[float] | None
+
+
+@dataclass(frozen=True)
+class _File:
+    """KEY.answers.json."""
+
+    format: int
+    asked: list[TaskResult]
+    answers: list[_Scores]
+
+
+def place_of(
+    source: Source, parameter: Tensor, task: Task | Harness, pairs: Sequence[Pair] | None, tokenizer: Any
+) -> Path | None:
+    """KEY.answers.json of what this model answers to a task; None where it cannot be told what that depends on.
+    parameter: one of the model as it is asked. pairs: the questions as tokens, of files."""
+    libraries, asked = ["torch", "transformers"], task.fingerprint()
+    if asked is None:
+        return None
+    if isinstance(task, Harness):
+        libraries.append("lm-eval")
+        tokens: Any = tokenizer(task.words(), return_attention_mask=False)["input_ids"]
+    else:
+        tokens = [(pair.context, pair.continuation) for pair in pairs or []]
+    key = {
+        "model": source.fingerprint(),
+        "dtype": str(parameter.dtype),
+        "device": parameter.device.type,
+        "task": asked,
+        "tokens": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        "versions": {name: version(name) for name in libraries},
+        "format": FORMAT,
+    }
+    return kept.folder() / f"{fingerprint(key)}.answers.json"
+
+
+def read_answers(place: Path, note: Note) -> Answered | None:
+    """What was kept; None where nothing is, or nothing that can be used."""
+    if not place.exists():
+        return None
+    try:
+        found = parse_json(place)
+        fits(found, _File, place)
+        file: _File = built(found, _File)
+        if file.format != FORMAT or len(file.asked) != len(file.answers):
+            raise CheckpointError(f"{place} is not as this version writes it")
+        made = [(asked, _answers(scores)) for asked, scores in zip(file.asked, file.answers, strict=True)]
+        if any(len(answers.score_N) != asked.questions for asked, answers in made):
+            raise CheckpointError(f"{place} has not an answer for each question")
+    except (CheckpointError, OSError) as error:
+        note(f"what was kept of the reference's answers is damaged and made anew ({error})")
+        return None
+    return made
+
+
+def keep_answers(place: Path, asked: Answered, note: Note) -> None:
+    """Write down what a reference answered; a disk that takes nothing is noted."""
+    scores = [_Scores(_listed(a.score_N), _listed(a.norm_N), _listed(a.surprisal_N)) for _, a in asked]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_json(place, asdict(_File(FORMAT, [found for found, _ in asked], scores)))
+    except OSError as error:
+        note(f"what the reference answers is not kept in {place.parent}: {error.strerror}")
+
+
+def _listed(values_N: Values | None) -> Any:
+    return None if values_N is None else values_N.tolist()
+
+
+def _answers(scores: _Scores) -> Answers:
+    listed = (scores.score, scores.norm, scores.surprisal)
+    score_N, norm_N, surprisal_N = (None if each is None else np.array(each, float) for each in listed)
+    assert score_N is not None
+    return Answers(score_N, norm_N, surprisal_N)
