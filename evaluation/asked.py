@@ -12,7 +12,7 @@ from compress.checkpoint.source import find_source
 from compress.data import load_tokens
 from compress.device import find_device
 from compress.errors import CompressError, InputError
-from compress.evaluation.document import Evaluation, SizeResult
+from compress.evaluation.document import Evaluation, SizeResult, SpeedResult
 from compress.evaluation.generations import beginnings, generate
 from compress.evaluation.peak import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed
@@ -29,12 +29,14 @@ NOT_ASKED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """prompts: to continue; those of the text's beginnings where `continuations` is True and there are none."""
+    """prompts: to continue; those of the text's beginnings where `continuations` is True and there are none. beside:
+    the reference's speed, where that was measured before and is not to be again."""
 
     speed: bool = False
     memory: bool = False
     continuations: bool = False
     prompts: Sequence[str] = ()
+    beside: SpeedResult | None = None
 
 
 def with_asked(
@@ -63,7 +65,7 @@ def with_asked(
         except (CompressError, InputError) as error:
             unmeasured("peak memory", error)
     if asked.speed or asked.continuations:
-        names = (model, reference)
+        names = (model, reference if asked.beside is None or asked.continuations else None)
         loaded = [None if name is None else _loaded(name, target, trust_remote_code) for name in names]
         ours, theirs = loaded[0], loaded[1]
         assert ours is not None
@@ -71,7 +73,9 @@ def with_asked(
             if asked.speed:
                 reporter.note("measuring speed")
                 try:
-                    speed = measure_speed(ours, theirs, checkpoint=model, trust_remote_code=trust_remote_code)
+                    how: dict[str, Any] = {"checkpoint": model, "trust_remote_code": trust_remote_code}
+                    beside = None if asked.beside is not None else theirs
+                    speed = measure_speed(ours, beside, beside=asked.beside, **how)
                     found = replace(found, speed=speed)
                     del missing["speed"]
                 except (CompressError, InputError) as error:
@@ -86,6 +90,14 @@ def with_asked(
                 except (CompressError, InputError) as error:
                     unmeasured("continuations", error)
     return replace(found, missing={**found.missing, **missing})
+
+
+def speed_alone(model: str, device: str | torch.device | None = None, trust_remote_code: bool = False) -> SpeedResult:
+    """The speed of a checkpoint by itself, to be told beside those of others (`Asked.beside`). Raises InputError for a
+    model that generates nothing."""
+    loaded = _loaded(model, find_device(device), trust_remote_code)
+    with evaluating(loaded):
+        return measure_speed(loaded, checkpoint=model, trust_remote_code=trust_remote_code)
 
 
 def _loaded(name: str, device: torch.device, trusted: bool) -> nn.Module:

@@ -172,7 +172,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """Of the model and of the reference, taken in turns. kernels: {kernel: layers}; fallbacks: {reason: layers}."""
+    """Of the model and of the reference. in_turns: whether rounds of the two were taken in turns; otherwise the
+    reference was measured by itself, before. kernels: {kernel: layers}; fallbacks: {reason: layers}."""
 
     device: str
     threads: int
@@ -181,6 +182,7 @@ class SpeedResult:
     reference: Timing | None = None
     kernels: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    in_turns: bool = True
 
 
 @dataclass(frozen=True)

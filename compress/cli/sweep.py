@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.exits import exits_cleanly, leave
-from compress.cli.options import begin, device_option, json_option, quiet_option, trust_option, write_report
+from compress.cli.options import (
+    begin,
+    device_option,
+    json_option,
+    quiet_option,
+    task_options,
+    trust_option,
+    write_report,
+)
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
 @click.option("--length", type=int, help="Tokens per window of calibration text.")
 @click.option("--text-samples", type=int, help="At most so many windows of held-out text.")
 @click.option("--text-length", type=int, help="Tokens per window of held-out text.")
+@task_options
+@click.option("--speed", is_flag=True, help="Tokens a second of a prompt and of decoding; the original's once.")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
 @click.option("--keep/--discard", default=True, show_default=True, help="Whether checkpoints stay once evaluated.")
 @trust_option
@@ -40,6 +50,9 @@ def sweep(
     model: str,
     recipes: tuple[str, ...],
     output: str,
+    tasks: tuple[str, ...],
+    questions: int | None,
+    speed: bool,
     keep: bool,
     device: str | None,
     trust_remote_code: bool,
@@ -51,13 +64,15 @@ def sweep(
 
     \b
     compress sweep MODEL recipes/sweeps/*.yaml --calibration TEXT --text TEXT --output DIR
+    compress sweep MODEL RECIPE... --calibration TEXT --text TEXT --task piqa.jsonl --speed --output DIR
 
-    The same command goes on where it was stopped: what is done, by the content of model, recipe and texts, stays. A
-    recipe that fails is reported, and the others go on; the exit code is 1 then.
+    The same command goes on where it was stopped: what is done, by the content of model, recipe and texts, stays; a
+    task or --speed that is new is measured on the checkpoints that are there. Of the original nothing is measured
+    twice. A recipe that fails is reported, and the others go on; the exit code is 1 then.
     """
     begin()
     from compress.cli.progress import reporting
-    from compress.cli.sweeping import Shown
+    from compress.cli.sweeping import Beside, Shown
     from compress.cli.sweeping import sweep as swept
 
     found = named(recipes)
@@ -67,6 +82,7 @@ def sweep(
             found,
             Shown(**texts),
             output,
+            beside=Beside(tasks, questions, speed),
             device=device,
             keep=keep,
             trust_remote_code=trust_remote_code,

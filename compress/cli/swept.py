@@ -11,11 +11,14 @@ def rows(made: Sweep, output: str) -> None:
     """A line for each recipe, by bytes; a star where no other has fewer bytes and a lower KL."""
     table = Table(title=f"{made.model}, evaluated on {made.text}", title_justify="left")
     table.add_column("recipe")
-    for heading in ("MiB", "bits/weight", "perplexity", "KL", "same top", "front"):
+    tasks = list(dict.fromkeys(name for row in made.rows for name in row.tasks))
+    timed = any(row.decode is not None for row in made.rows)
+    headings = ["MiB", "bits/weight", "perplexity", "KL", "same top", *tasks, *(["tokens/s"] if timed else []), "front"]
+    for heading in headings:
         table.add_column(heading, justify="right")
     for row in made.rows:
         if row.problem is not None:
-            table.add_row(row.name, *("failed" if i == 0 else "-" for i in range(6)))
+            table.add_row(row.name, *("failed" if i == 0 else "-" for i in range(len(headings))))
             continue
         table.add_row(
             row.name,
@@ -24,6 +27,8 @@ def rows(made: Sweep, output: str) -> None:
             number(row.perplexity, ".4f"),
             number(row.kl_mean, ".5f"),
             number(row.same_top, ".2%"),
+            *(number(row.tasks.get(name, {}).get("accuracy"), ".2%") for name in tasks),
+            *([number(row.decode, ".1f")] if timed else []),
             "*" if row.front else "",
         )
     console().print(table)

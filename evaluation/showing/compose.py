@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from compress.errors import InputError
 from compress.evaluation.drawing import alone
-from compress.evaluation.showing import facts, layers, pareto, quality, words
+from compress.evaluation.showing import beside, facts, layers, pareto, quality, words
 from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Words
 from compress.evaluation.showing.runs import Run
 from compress.evaluation.showing.verdict import change, held_out, tiles, verdict
@@ -70,6 +70,7 @@ def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]
     known = {id(run) for run in alike}
     faint = frozenset(i for i, run in enumerate(order) if id(run) in known and id(run) not in best)
     blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({8}), faint=faint))
+    blocks += beside.tables(order)
     blocks += [Words(f"Not compared: {words.clean(each)}.", "warning") for each in left]
     return Section("Quality against bytes", blocks), _said(points, runs)
 

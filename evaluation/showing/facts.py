@@ -126,6 +126,7 @@ def speed(found: Evaluation) -> Section:
 
 def _timings(measured: SpeedResult) -> Table:
     own, other = measured.model, measured.reference
+    turns = " in turns" if measured.in_turns else ", the original's taken once for the whole sweep,"
 
     def row(called: str, field: str) -> tuple[str, ...]:
         figure: Figure = getattr(own, field)
@@ -143,7 +144,7 @@ def _timings(measured: SpeedResult) -> Table:
             row(f"decoding {timing.decoded_tokens}, tokens/s", "decode"),
             row("first token, ms", "first_token_ms"),
         ],
-        "One sequence; the median of rounds in turns ± half their middle half",
+        f"One sequence; the median of rounds{turns} ± half their middle half",
     )
 
 

@@ -8,6 +8,7 @@ is that of the prompt, with the choice of the token.
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def measure_speed(
     model: Any,
     reference: Any = None,
     *,
+    beside: SpeedResult | None = None,
     checkpoint: str | None = None,
     prompt: int = PROMPT,
     new: int = NEW,
@@ -36,7 +38,9 @@ def measure_speed(
 ) -> SpeedResult:
     """Time a decoder that `compress.load` made, on the device where it is, and the reference in turns with it.
 
-    prompt, new: tokens of the prompt, and decoded after it; fewer where the context is shorter. rounds: 3 or more.
+    beside: instead of a reference, what was measured of it alone before, which has no say where it is of another
+    device, dtype, number of threads or tokens. prompt, new: tokens of the prompt, and decoded after it; fewer where the
+    context is shorter. rounds: 3 or more.
     checkpoint: where the model comes from, whose layers' kernels are then told. Raises InputError for models that
     generate nothing.
     """
@@ -60,15 +64,34 @@ def measure_speed(
     device: torch.device = parameter.device
     timings = [_timing(found, prompt, new) for found in times]
     kernels, fallbacks = _kernels(model, checkpoint, device, prompt, trust_remote_code)
-    return SpeedResult(
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        threads=torch.get_num_threads(),
+    where, threads = surroundings(device)
+    made = SpeedResult(
+        device=where,
+        threads=threads,
         dtype=str(parameter.dtype).removeprefix("torch."),
         model=timings[0],
         reference=timings[1] if reference is not None else None,
         kernels=kernels,
         fallbacks=fallbacks,
     )
+    if beside is None or not alike(made, beside):
+        return made
+    return replace(made, reference=beside.model, in_turns=False)
+
+
+def surroundings(device: torch.device) -> tuple[str, int]:
+    """What speed depends on beside the model: the processor's name, and how many threads torch has."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(), torch.get_num_threads()
+
+
+def alike(one: SpeedResult, other: SpeedResult) -> bool:
+    """Whether two were measured in the same way and place."""
+    return _conditions(one) == _conditions(other)
+
+
+def _conditions(found: SpeedResult) -> tuple[object, ...]:
+    timing = found.model
+    return found.device, found.threads, found.dtype, timing.prompt_tokens, timing.decoded_tokens
 
 
 def _room(models: list[Any], prompt: int, new: int) -> tuple[int, int]:

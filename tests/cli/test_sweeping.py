@@ -1,6 +1,8 @@
 """Sweeps: many recipes, one of which fails; what is done stays, what changed is made anew."""
 
 import json
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,11 @@ from commands import command, in_this_process, make_llama, save
 import compress.cli.sweeping as sweeping
 from compress import verification
 from compress.cli.sweeping import Row, ranked
+from compress.evaluation import kept
+from compress.evaluation.speed import side_by_side
 from compress.evaluation.stored import read_evaluation
+from compress.evaluation.tasks import evaluate as asked_of
+from compress.recipe import load_recipe
 
 TEXT = ["--text", "demo", "--text-samples", "4"]
 
@@ -82,6 +88,75 @@ def test_a_sweep_that_was_stopped_goes_on(desk, monkeypatch):
     monkeypatch.setattr(sweeping, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
     assert swept(desk, "w8", "w3").code == 0
     assert ran == ["w3"]  # w8 was quantized, and only evaluated now
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often models were asked questions and timed, and the original about a text."""
+    found = Counter()
+
+    def count(owner, name, what):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (found.update([what]), inner(*a, **k))[1])
+
+    count(asked_of, "likelihoods", "asked")
+    count(side_by_side, "_timing", "timed")
+    count(kept.Keeping, "finish", "original")
+    return found
+
+
+def test_tasks_and_speed_of_each_recipe_and_of_the_original_once(desk, monkeypatch, counted):
+    monkeypatch.setattr(kept, "cache_directory", lambda: desk / "cache")
+    questions = [{"goal": f"{word} is", "sol1": "one", "sol2": "two of it", "label": 0} for word in ("he", "it", "who")]
+    (desk / "task.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    assert swept(desk, "w8", "w3").code == 0
+    assert counted == {"original": 1}
+    both = ["--task", desk / "task.jsonl", "--questions", 2, "--speed"]
+    made = swept(desk, "w8", "w3", more=[*both, "--json", "-"])
+    assert made.code == 0, made.err
+    assert counted == {"original": 1, "asked": 3, "timed": 3}  # two recipes, and the original
+    speeds = []
+    for row in made.json()["rows"]:
+        found = read_evaluation(desk / "out" / row["evaluation"])
+        (task,) = found.tasks
+        assert (task.questions, task.available, task.interval is None) == (2, 3, False)
+        accuracy = {"accuracy": task.accuracy.value, "difference": task.difference.value}
+        assert (row["tasks"], row["decode"]) == ({"task": accuracy}, found.speed.model.decode.value)
+        assert not found.speed.in_turns
+        speeds.append(found.speed.reference)
+    assert speeds[0] == speeds[1] is not None
+    text = (desk / "out" / "report.md").read_text("utf-8")
+    assert "Task task" in text
+    assert "decoding, tokens/s" in text
+    assert swept(desk, "w8", "w3", more=both).code == 0
+    assert swept(desk, "w8", "w3", "odd").code == 1  # less than was asked: there already
+    assert counted == {"original": 1, "asked": 3, "timed": 3}
+    (desk / "out" / "original.json").write_text("{}")  # nobody's
+    assert swept(desk, "w8", more=["--task", desk / "task.jsonl", "--speed"]).code == 0
+    assert counted == {"original": 1, "asked": 5, "timed": 5}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--questions", 2], "questions are for tasks"),
+        (["--task", "no.jsonl"], "task 'no.jsonl' is no file"),
+        (["--text-length", 1], "length"),
+        (["--text", "no.txt"], "no.txt"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_work(desk, more, says):
+    outcome = swept(desk, "w8", more=more)
+    assert outcome.code == 2
+    assert says in outcome.err
+    assert not (desk / "out").exists()
+
+
+def test_the_recipes_that_come_with_it_fit_models_of_576_inputs():
+    folder = Path(__file__).parents[2] / "recipes" / "sweeps"
+    for path in sorted(folder.glob("*.yaml")):
+        for p in load_recipe(path):
+            p.fitted({576, 1536}).check({"model.layers.0.mlp.up_proj": (1536, 576)})
 
 
 def test_the_front_is_what_nothing_beats():
