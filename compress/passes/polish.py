@@ -28,11 +28,29 @@ class Settled(ColumnRule):
     def at(self, column: int) -> tuple[Tensor, ...]:
         """What `decide` writes for a column."""
 
+    @abstractmethod
+    def held(self) -> Held | None:
+        """What the compiled loops need to decide as `decide` does; None where they cannot."""
+
+    def run(self, block: Block, begin: int, end: int) -> None:
+        compiled = self.held()
+        if compiled is None:
+            super().run(block, begin, end)
+        else:
+            sweep_columns(block, compiled, begin, end)
+
     def descend(self, block: Block) -> None:
         """Each column of a block moves to the grid point nearest its own optimum, one after another.
 
         Values are rounded to the scale's dtype, so the nearest code may have a farther value: it does not move then.
         """
+        compiled = self.held()
+        if compiled is None:
+            self._one_by_one(block)
+        else:
+            descend_columns(block, compiled)
+
+    def _one_by_one(self, block: Block) -> None:
         columns, target = len(block.target), block.target
         for j in range(columns):
             wanted = block.value[j] + target[j] / block.diagonal[j]
@@ -102,23 +120,9 @@ class GridRule(Settled):
     def at(self, column: int) -> tuple[Tensor, ...]:
         return (self.codes[column],)
 
-    def run(self, block: Block, begin: int, end: int) -> None:
-        if self._compiled:
-            sweep_columns(block, self._held(), begin, end)
-        else:
-            super().run(block, begin, end)
-
-    def descend(self, block: Block) -> None:
-        if self._compiled:
-            descend_columns(block, self._held())
-        else:
-            super().descend(block)
-
-    @property
-    def _compiled(self) -> bool:
-        return self.grid.type == "int" and takes(self.codes, self.scale_dtype)
-
-    def _held(self) -> Held:
+    def held(self) -> Held | None:
+        if self.grid.type != "int" or not takes(self.codes, self.scale_dtype):
+            return None
         rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype)
         price = None if self.settled or self.exact is None else self.price
         decided = (self.codes, self.scale, self.zero_point, self.group_of)

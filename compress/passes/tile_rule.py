@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compress.kernels.cpu.columns import Held, Rounding, takes
 from compress.passes.columns import POLISH_DAMP, TRIAL_ROWS, Ordered, Solved
 from compress.passes.outliers import by_count, exact_places, price_by_trial, sampled_rows
 from compress.passes.polish import Polish, Settled, members
@@ -108,6 +109,14 @@ class TileRule(Settled):
 
     def at(self, column: int) -> tuple[Tensor, ...]:
         return self.codes[column], self.extra[column]
+
+    def held(self) -> Held | None:
+        if not takes(self.codes, self.dtype):
+            return None
+        rounding = Rounding(0, 2**self.format.bits - 1, self.dtype, free_zero=True)
+        price, exact = (None, None) if self.price is None else (self.price, self.exact)
+        decided = (self.codes, self.scale, self.zero, self.group_of)
+        return Held(*decided, rounding, None, exact, None if self.settled else price, self.cost_K, self.extra)
 
 
 Pair = tuple[Tensor, Tensor]

@@ -21,7 +21,10 @@ RANGES: tuple[Range, ...] = ("asymmetric", "signed scale", "unsigned", "magnitud
 
 
 class _Rounding(ctypes.Structure):
-    _fields_ = (("lowest_code", ctypes.c_float), ("highest_code", ctypes.c_float), ("scale_type", ctypes.c_int32))
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("lowest_code", "highest_code")),
+        *((name, ctypes.c_int32) for name in ("scale_type", "free_zero")),
+    )
 
 
 class _Columns(ctypes.Structure):
@@ -29,7 +32,7 @@ class _Columns(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "target", "value", "change", "matrix", "diagonal")),
-        *((name, ctypes.c_void_p) for name in ("loss", "codes", "scale", "zero", "group", "kept", "exact")),
+        *((name, ctypes.c_void_p) for name in ("loss", "codes", "scale", "zero", "group", "kept", "exact", "extra")),
         *((name, ctypes.c_void_p) for name in ("price", "cost")),
         *((name, ctypes.c_int64) for name in ("N", "B", "begin", "end")),
         ("rounding", _Rounding),
@@ -52,14 +55,16 @@ class _Search(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Codes from lowest to highest, and the dtype of scales, to which values are rounded."""
+    """Codes from lowest to highest, and the dtype of scales, to which values are rounded. free_zero: zero points are no
+    whole numbers."""
 
     lowest: int
     highest: int
     scale_dtype: torch.dtype
+    free_zero: bool = False
 
     def _as_read(self) -> _Rounding:
-        return _Rounding(self.lowest, self.highest, TYPES[self.scale_dtype])
+        return _Rounding(self.lowest, self.highest, TYPES[self.scale_dtype], self.free_zero)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Held:
     """What is decided of K columns, and by what: codes [K, N], scale and zero [G, N], group_of [K].
 
     kept [K, N]: the others have the code of 0; None: all. exact [K, N]: weights that have a value of their own, None:
-    none. price [N], where more of them may become exact: those whose error costs more than that, by cost_K.
+    none. price [N], where more of them may become exact: those whose error costs more than that, by cost_K. extra
+    [K, N] of the scales' dtype: what exact weights have beyond the code nearest to 0; None: their codes are 0.
     """
 
     codes: Tensor
@@ -79,6 +85,7 @@ class Held:
     exact: Tensor | None
     price: Tensor | None
     cost_K: Tensor
+    extra: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,9 +133,10 @@ def _call(loop: Literal["sweep_columns", "descend_columns"], block: Block, held:
     tensors: dict[str, Tensor | None] = {
         name: getattr(block, name) for name in ("weight", "target", "value", "change", "matrix", "diagonal", "loss")
     }
-    tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "cost": held.cost_K[part]}
-    tensors |= {"kept": None if held.kept is None else held.kept[part], "price": held.price}
-    tensors |= {"exact": None if held.exact is None else held.exact[part]}
+    tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "price": held.price}
+    tensors |= {"cost": held.cost_K[part]}
+    columns = {"kept": held.kept, "exact": held.exact, "extra": held.extra}
+    tensors |= {name: None if tensor is None else tensor[part] for name, tensor in columns.items()}
     for name, tensor in tensors.items():
         if tensor is not None:
             assert tensor.is_contiguous(), name

@@ -46,6 +46,7 @@ INLINE void write(float* p, Float v, int64_t count) { store_floats(p, F32, v, co
 struct Rounding {
   float lowest_code, highest_code;
   Type scale_type;
+  int32_t free_zero;  // zero points are no whole numbers, and codes those of `grid.encode_unsigned`
 };
 
 struct Columns {
@@ -57,6 +58,7 @@ struct Columns {
   const int32_t* group;           // [B]
   const uint8_t* kept;            // [B, N], or null: all
   uint8_t* exact;                 // [B, N], or null: none
+  void* extra;                    // [B, N] what exact weights have beyond their codes, or null: codes of 0
   const float *price, *cost;      // [N], or null: no more become exact; [B]
   int64_t N, B, begin, end;
   Rounding rounding;
@@ -78,6 +80,10 @@ enum Kind : int32_t { ASYMMETRIC, SIGNED_SCALE, UNSIGNED, MAGNITUDE };
 namespace {
 
 INLINE Float encoded(const Rounding& r, Float x, Float scale, Float zero) {
+  if (r.free_zero) {
+    const Float codes = clamped(rounded(plus(over(x, scale), zero)), r.lowest_code, r.highest_code);
+    return where(greater(magnitude(scale), every(0.0f)), codes);
+  }
   return clamped(plus(rounded(over(x, scale)), zero), r.lowest_code, r.highest_code);
 }
 INLINE Float decoded(const Rounding& r, Float codes, Float scale, Float zero) {
@@ -86,7 +92,7 @@ INLINE Float decoded(const Rounding& r, Float codes, Float scale, Float zero) {
 
 // Lanes n ... n + count of one column, rounded.
 struct Decided {
-  Float codes, value;
+  Float codes, value, extra;
 };
 
 INLINE Decided decide(const Columns& a, int64_t j, int64_t n, int64_t count, Float target) {
@@ -95,7 +101,7 @@ INLINE Decided decide(const Columns& a, int64_t j, int64_t n, int64_t count, Flo
   const Float zero = read(a.zero + a.group[j] * a.N + n, count);
   Float codes = encoded(a.rounding, target, scale, zero);
   if (a.kept != nullptr) codes = where(flags(a.kept + at, count), codes, zero);
-  Float value = decoded(a.rounding, codes, scale, zero);
+  Float value = decoded(a.rounding, codes, scale, zero), extra = every(0.0f);
   if (a.exact != nullptr) {
     Int exact = flags(a.exact + at, count);
     if (a.price != nullptr) {
@@ -105,10 +111,19 @@ INLINE Decided decide(const Columns& a, int64_t j, int64_t n, int64_t count, Flo
       exact = either(exact, dear);
       store_flags(a.exact + at, exact, count);
     }
-    codes = where(exact, zero, codes);
-    value = where(exact, rounded_to(a.rounding.scale_type, target), value);
+    // What codes say of an exact weight: 0, or as near to it as they come; the rest is added.
+    const Float none = a.extra == nullptr ? zero : encoded(a.rounding, every(0.0f), scale, zero);
+    const Float base = decoded(a.rounding, none, scale, zero);
+    const Float more = rounded_to(a.rounding.scale_type, minus(target, base));
+    codes = where(exact, none, codes);
+    value = where(exact, rounded_to(a.rounding.scale_type, plus(base, more)), value);
+    extra = where(exact, more);
   }
-  return {codes, value};
+  return {codes, value, extra};
+}
+
+INLINE char* extra_at(const Columns& a, int64_t here) {
+  return static_cast<char*>(a.extra) + here * size_of(a.rounding.scale_type);
 }
 
 // Vectors of outputs from n on: body(v, first output, outputs that there are) for those that are not empty.
@@ -153,6 +168,7 @@ void sweep_tile(const Columns& a, int64_t n) {
       const Float error = minus(target[v], now.value);
       loss[v] = plus(loss[v], times(every(a.diagonal[j]), times(error, error)));
       write(a.codes + here, now.codes, count);
+      if (a.extra != nullptr) store_floats(extra_at(a, here), a.rounding.scale_type, now.extra, count);
       write(a.value + here, now.value, count);
       write(a.change + here, minus(read(a.weight + here, count), now.value), count);
     });
@@ -175,6 +191,10 @@ void descend_tile(const Columns& a, int64_t n) {
       const Int closer = greater(magnitude(minus(old, target)), magnitude(minus(now.value, target)));
       const Float value = where(closer, now.value, old);
       write(a.codes + here, where(closer, now.codes, read(a.codes + here, count)), count);
+      if (a.extra != nullptr) {
+        const Float before = load_floats(extra_at(a, here), a.rounding.scale_type, count);
+        store_floats(extra_at(a, here), a.rounding.scale_type, where(closer, now.extra, before), count);
+      }
       write(a.value + here, value, count);
       write(a.change + here, minus(value, old), count);
     });

@@ -9,8 +9,10 @@ from combinations import every
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu.columns import Block
 from compress.passes.columns import gptq
-from compress.passes.polish import GridRule, Settled
+from compress.passes.polish import GridRule
+from compress.passes.tile_rule import TileRule
 from compress.weights.grid import Grid, decode, encode, fit
+from compress.weights.tiles import Tiles
 
 COLUMNS, GROUP = 24, 8
 GRIDS = {
@@ -39,23 +41,29 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "why_not", lambda name: ("asked to do without",))
 
 
-def rule(grid: Grid, dtype: torch.dtype, rows: int, kept: bool, price: bool, settled: bool) -> GridRule:
+def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) -> GridRule | TileRule:
     """A rule that has scales already, for columns in an order of their own."""
     draw = torch.Generator().manual_seed(rows)
-    group_of = torch.randperm(COLUMNS, generator=draw) // GROUP
-    weight = torch.randn(COLUMNS, rows, generator=draw)
-    scale, zero = fit(weight.view(-1, GROUP, rows).transpose(1, 2), grid.with_range("minmax"), dtype)
-    made = GridRule(
-        grid, dtype, 0, group_of.tolist(), torch.ones(COLUMNS), torch.rand(COLUMNS, generator=draw), weight, scale, zero
-    )
-    made.settled = settled
-    made.codes = torch.randint(grid.qmin, grid.qmax + 1, (COLUMNS, rows), generator=draw).float()
-    if kept:
-        made.kept = torch.rand(COLUMNS, rows, generator=draw) < 0.6
-    if price:
-        made.price = torch.rand(rows, generator=draw) * 0.01
-        made.exact = torch.rand(COLUMNS, rows, generator=draw) < 0.1
-    return made
+    group_of = (torch.randperm(COLUMNS, generator=draw) // GROUP).tolist()
+    weight, cost = torch.randn(COLUMNS, rows, generator=draw), torch.rand(COLUMNS, generator=draw)
+    groups = weight.view(-1, GROUP, rows).transpose(1, 2)
+    price = torch.rand(rows, generator=draw) * 0.01 if "price" in masks else None
+    exact = torch.rand(COLUMNS, rows, generator=draw) < 0.1
+    codes = torch.randint(0, 4, (COLUMNS, rows), generator=draw).float()
+    if grid in GRIDS:
+        scale, zero = fit(groups, GRIDS[grid].with_range("minmax"), dtype)
+        made = GridRule(GRIDS[grid], dtype, 0, group_of, torch.ones(COLUMNS), cost, codes, scale, zero, settled=settled)
+        made.kept = torch.rand(COLUMNS, rows, generator=draw) < 0.6 if "kept" in masks else None
+        made.price, made.exact = price, None if price is None else exact
+        return made
+    low, high = groups.amin(2), groups.amax(2)
+    scale, unused = (high - low) / 7, torch.zeros(0)
+    zero = -low / scale
+    scale[0, :3] = zero[0, :3] = 0.0
+    extra = torch.zeros(COLUMNS, rows, dtype=dtype)
+    small = (unused, unused, scale, zero, unused)
+    format_ = Tiles(group_size=GROUP)
+    return TileRule(format_, dtype, 0, group_of, cost, price, False, False, codes, extra, exact, *small, settled)
 
 
 def block(rows: int) -> Block:
@@ -66,29 +74,28 @@ def block(rows: int) -> Block:
     return Block(0, *parts, matrix, matrix.diagonal().clone(), torch.zeros(rows))
 
 
-def held(made: GridRule, here: Block) -> list[torch.Tensor]:
-    return [made.codes, here.value, here.change, here.loss, *([] if made.exact is None else [made.exact])]
-
-
 @every("rows", [17, 130])
-@every("kept", [False, True])
-@every("price", [False, True])
+@every("masks", ["", "kept", "price", "kept, price"])
 @every("dtype", [torch.float16, torch.bfloat16])
-@every("grid", list(GRIDS))
+@every("grid", [*GRIDS, "tiles"])
 @every("loop", ["run", "descend"])
-def test_a_run_of_columns_is_decided_as_one_by_one(library, loop, grid, dtype, price, kept, rows):
-    settled = loop == "descend"
-    found = []
-    for kind in (GridRule, Settled):
-        made, here = rule(GRIDS[grid], dtype, rows, kept, price, settled), block(rows)
-        if settled:
-            kind.descend(made, here)
+def test_a_run_of_columns_is_decided_as_one_by_one(library, loop, grid, dtype, masks, rows):
+    found: list[list[torch.Tensor]] = []
+    for compiled in (True, False):
+        made, here = rule(grid, dtype, rows, masks, settled=loop == "descend"), block(rows)
+        if not compiled:
+            made.held = lambda: None  # type: ignore[method-assign]
+        assert (made.held() is not None) == compiled
+        if loop == "descend":
+            made.descend(here)
         else:
-            kind.run(made, here, 3, COLUMNS)
-        found.append(held(made, here))
-    # Sums of feedback are rounded once per column here, and there as torch likes it.
-    for compiled, plain in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+            made.run(here, 3, COLUMNS)
+        decided = [made.exact] if made.price is not None and made.exact is not None else []
+        decided += [made.extra] if isinstance(made, TileRule) else []
+        found.append([made.codes, here.value, here.change, here.loss, *decided])
+    # A sum of feedback is rounded once per column here, and there as torch likes it.
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @every("grid", list(GRIDS))
