@@ -12,6 +12,8 @@ from compress.errors import InputError
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
 # statistics entirely does better than rounding on other text; with a quarter of that it may not.
 FEW = 2
+# Columns of a block of a symmetric sum, at least: of the blocks on both sides of the diagonal one is computed.
+BLOCK, BLOCKS = 256, 4
 Precision = Literal["float32", "float64"]
 
 
@@ -57,7 +59,7 @@ class Hessian:
     """X^T X of the layer's input, and its drift from the uncompressed model's input when `reference` is set.
 
     Accumulated in `dtype`: float32 keeps products of 16-bit inputs exact; float64 makes the sum independent of the
-    order of micro-batches to 1e-16.
+    order of micro-batches to 1e-16. Being symmetric, X^T X is summed on one side of its diagonal (in blocks) alone.
 
     The shrinkage is the one of least expected squared error towards a diagonal of unequal variances, for moments about
     zero (Ledoit and Wolf 2004; Schaefer and Strimmer 2005, table 2, target D),
@@ -87,11 +89,11 @@ class Hessian:
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
         x, half = x_MK.to(self.total.dtype), len(x_MK) // 2
         parts = (slice(half), slice(half, None))
-        self.total.addmm_(x.t(), x)
+        _add_products(self.total, x)
         self.counts = [self.counts[0] + half, self.counts[1] + len(x) - half]
         self._forget_early()
         if self.early is not None:
-            self.early.addmm_(x[:half].t(), x[:half])
+            _add_products(self.early, x[:half])
         squares = x.square()
         size_M = squares.sum(1, keepdim=True)
         shares = squares / size_M.clamp(min=torch.finfo(x.dtype).tiny)
@@ -117,6 +119,9 @@ class Hessian:
 
     def result(self) -> HessianResult:
         first, second = self.counts
+        for sum_KK in (self.total, self.early):
+            if sum_KK is not None:
+                _mirror(sum_KK)
         tokens = first + second
         drift = None if self.drift is None else self.drift.sum(0)
         contrast = None
@@ -132,6 +137,23 @@ class Hessian:
             noise = None if contrast is None else contrast * (tokens / count) ** 0.5
             halves.append(_means(count, total, products, None if self.drift is None else self.drift[i], noise))
         return replace(whole, few=True, halves=tuple(halves))
+
+
+def _blocks(columns: int) -> list[slice]:
+    size = max(BLOCK, -(-columns // BLOCKS))
+    return [slice(first, min(first + size, columns)) for first in range(0, columns, size)]
+
+
+def _add_products(sum_KK: Tensor, x_MK: Tensor) -> None:
+    """Add x^T x to a sum, but for the blocks below its diagonal."""
+    for part in _blocks(len(sum_KK)):
+        sum_KK[part, part.start :].addmm_(x_MK[:, part].t(), x_MK[:, part.start :])
+
+
+def _mirror(sum_KK: Tensor) -> None:
+    """Give a symmetric sum its blocks below the diagonal."""
+    for part in _blocks(len(sum_KK)):
+        sum_KK[part.stop :, part] = sum_KK[part, part.stop :].t()
 
 
 class AffineHessian(Hessian):

@@ -32,7 +32,9 @@ def drift_correction(statistics: HessianResult, damp: float) -> Correction | Non
         return None
     known = [m for m in (statistics.drift, statistics.contrast) if m is not None]
     # The inverse is symmetric: transposed, the products on the right are solutions of one system.
-    solved = torch.linalg.solve(damped(statistics.hessian, damp), torch.cat(known).t()).t()
+    lower, failed = torch.linalg.cholesky_ex(stiff := damped(statistics.hessian, damp))
+    wanted = torch.cat(known).t()
+    solved = (torch.linalg.solve(stiff, wanted) if int(failed) else torch.cholesky_solve(wanted, lower)).t()
     found = solved.split(len(statistics.hessian))
     return found[0], found[1] if len(found) > 1 else None
 
