@@ -16,7 +16,9 @@ from compress.version import VERSION
 
 if TYPE_CHECKING:
     from compress.api import quantize
+    from compress.budget import Allocation, allocate
     from compress.caching import Cached, cache_logits
+    from compress.candidates import grid_of_candidates
     from compress.checkpoint.exported import Exported, export_dense
     from compress.checkpoint.exported24 import export_sparse24
     from compress.evaluation.classifiers import evaluate_classifier
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from compress.passes.awq import AWQ
     from compress.passes.base import Pass
     from compress.passes.binary import Binary
+    from compress.passes.candidate import Candidate
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
@@ -50,6 +53,10 @@ if TYPE_CHECKING:
     from compress.runtime.adapters import lora
     from compress.runtime.linear import QuantLinear
     from compress.runtime.loading import load, register
+    from compress.sensitivity import measure_sensitivity
+    from compress.trials.rows import Sweep
+    from compress.trials.sweep import sweep
+    from compress.trials.within import Mixed, quantize_within
     from compress.verification import verify
     from compress.weights.grid import Grid, Quantized, fake_quantize
 
@@ -62,9 +69,11 @@ _HOMES = {
     "GPTQ": "compress.passes.gptq",
     "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
+    "Allocation": "compress.budget",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
     "Cached": "compress.caching",
+    "Candidate": "compress.passes.candidate",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
     "Exported": "compress.checkpoint.exported",
@@ -72,6 +81,7 @@ _HOMES = {
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
+    "Mixed": "compress.trials.within",
     "Pass": "compress.passes.base",
     "Prepared": "compress.qat",
     "QuantLinear": "compress.runtime.linear",
@@ -82,10 +92,12 @@ _HOMES = {
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
     "Structure": "compress.passes.structure",
+    "Sweep": "compress.trials.rows",
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Train": "compress.passes.train",
     "Wanda": "compress.passes.wanda",
+    "allocate": "compress.budget",
     "but": "compress.passes.where",
     "cache_logits": "compress.caching",
     "evaluate": "compress.evaluation.evaluate",
@@ -95,13 +107,17 @@ _HOMES = {
     "export_sparse24": "compress.checkpoint.exported24",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
+    "grid_of_candidates": "compress.candidates",
     "load": "compress.runtime.loading",
     "load_recipe": "compress.recipe",
     "lora": "compress.runtime.adapters",
+    "measure_sensitivity": "compress.sensitivity",
     "only": "compress.passes.where",
     "prepare_qat": "compress.qat",
     "quantize": "compress.api",
+    "quantize_within": "compress.trials.within",
     "register": "compress.runtime.loading",
+    "sweep": "compress.trials.sweep",
     "verify": "compress.verification",
 }
 
@@ -110,9 +126,11 @@ __all__ = [
     "GPTQ",
     "LQS",
     "RTN",
+    "Allocation",
     "BatchNormFolds",
     "Binary",
     "Cached",
+    "Candidate",
     "CheckpointError",
     "CompressError",
     "Embeddings",
@@ -123,6 +141,7 @@ __all__ = [
     "KVCache",
     "LowRank",
     "Magnitude",
+    "Mixed",
     "Pass",
     "Prepared",
     "QuantLinear",
@@ -133,11 +152,13 @@ __all__ = [
     "SpQR",
     "SparseGPT",
     "Structure",
+    "Sweep",
     "Taylor",
     "Ternary",
     "Train",
     "Wanda",
     "__version__",
+    "allocate",
     "but",
     "cache_logits",
     "evaluate",
@@ -147,13 +168,17 @@ __all__ = [
     "export_sparse24",
     "fake_quantize",
     "fold_batch_norm",
+    "grid_of_candidates",
     "load",
     "load_recipe",
     "lora",
+    "measure_sensitivity",
     "only",
     "prepare_qat",
     "quantize",
+    "quantize_within",
     "register",
+    "sweep",
     "verify",
 ]
 

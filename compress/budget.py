@@ -23,6 +23,7 @@ from compress.checkpoint.files import write_whole
 from compress.checkpoint.sensitivity import Sensitivity, Tried
 from compress.errors import InputError
 from compress.passes.allocation import Option, choose
+from compress.passes.base import Pass
 from compress.recipe import options_of, parse_recipe, pass_class
 
 By = Literal["kl", "loss"]
@@ -63,6 +64,11 @@ class Allocation:
     bits_per_weight: float
     notes: tuple[str, ...] = ()
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The recipe as `quantize` takes it."""
+        return parse_recipe(self.recipe, "the recipe")
+
 
 def parse_budget(words: str) -> Budget:
     """From words like 3.5bpw and 2.1GB. Raises InputError."""
@@ -74,16 +80,18 @@ def parse_budget(words: str) -> Budget:
 
 
 def allocate(
-    found: Sensitivity, budget: Budget | None = None, *, max_kl: float | None = None, by: By | None = None
+    found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None, by: By | None = None
 ) -> Allocation:
     """The candidate of every unit with which the sum of their scores is least within the budget; or, with `max_kl`, the
     bytes are least at which a KL of no more is predicted.
 
-    by: the score: kl (of a model with that unit alone replaced; the default where it was measured), or loss (of the
-    layers' outputs, as a part of those). Raises InputError for what cannot be reached, with what can.
+    budget: words like 3.5bpw and 2.1GB do, too. by: the score: kl (of a model with that unit alone replaced; the
+    default where it was measured), or loss (of the layers' outputs, as a part of those). Raises InputError for what
+    cannot be reached, with what can.
     """
     if (budget is None) == (max_kl is None):
         raise InputError("give a budget or max_kl, one of them")
+    budget = parse_budget(budget) if isinstance(budget, str) else budget
     if max_kl is not None and not 0 < max_kl < math.inf:
         raise InputError(f"max_kl {max_kl}; allowed: above 0, nats per token (0.02 is close to the original)")
     measured = all(tried.kl is not None for unit in found.units for tried in unit.tried.values())

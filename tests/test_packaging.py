@@ -141,6 +141,7 @@ STOREYS = (
     ("job",),
     ("prepare",),
     ("api",),
+    ("trials",),
     ("compress",),
     ("cli", "recipes"),
 )
@@ -230,7 +231,7 @@ def test_kernels_import_nothing_of_compress_but_kernels_and_errors() -> None:
 
 def test_evaluation_and_pipeline_do_not_know_each_other() -> None:
     for name in NAMES - {"compress"}:
-        if not name.startswith(("compress.evaluation", "compress.recipes", "compress.cli")):
+        if not name.startswith(("compress.evaluation", "compress.trials", "compress.recipes", "compress.cli")):
             assert not {t for t in GRAPH[name] if t.startswith("compress.evaluation")}, name
     for name in NAMES:
         if name.startswith("compress.evaluation"):

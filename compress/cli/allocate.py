@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import compress
 from compress.cli.exits import exits_cleanly
 from compress.cli.options import begin, device_option, given, json_option, quiet_option, trust_option, write_report
 from compress.cli.running import setting_option, split_settings
@@ -15,7 +16,7 @@ from compress.errors import InputError
 
 if TYPE_CHECKING:
     from compress.budget import Allocation, Budget
-    from compress.cli.mixed import Mixed
+    from compress.trials.within import Mixed
 
 # What `compress quantize` takes only beside a budget.
 OF_A_BUDGET = ("text", "by", "fused")
@@ -115,11 +116,9 @@ def allocate(
     if Path(output).suffix not in (".yaml", ".yml"):
         raise InputError(f"output {output!r}; a recipe is a file that ends in .yaml")
     begin()
-    from compress.budget import allocate as shared_out
     from compress.budget import write_recipe
     from compress.candidates import grid_of_candidates
     from compress.cli.progress import reporting
-    from compress.sensitivity import measure_sensitivity
 
     candidates = grid_of_candidates(
         method,
@@ -130,8 +129,8 @@ def allocate(
         options=split_settings(settings, {}),
     )
     with reporting("measure", quiet) as reporter:
-        found = measure_sensitivity(model, candidates, score=by, reporter=reporter, **options).table
-    made = shared_out(found, wanted, max_kl=max_kl, by=by)
+        found = compress.measure_sensitivity(model, candidates, score=by, reporter=reporter, **options).table
+    made = compress.allocate(found, wanted, max_kl=max_kl, by=by)
     write_recipe(output, made, about(model, made))
     write_report(json_file, {"sensitivity": asdict(found), "allocation": asdict(made)})
     if not quiet and json_file != "-":
@@ -182,7 +181,6 @@ def quantize_to_budget(
         raise InputError("a budget is shared out by what calibration data shows; give --calibration TEXT")
     begin()
     from compress.candidates import grid_of_candidates
-    from compress.cli.mixed import quantize_within
     from compress.cli.progress import reporting
 
     size = chosen.pop("group_size", 0)
@@ -190,7 +188,7 @@ def quantize_to_budget(
     for name in ("fsdp", "training", "one_block", "convolutions"):
         options.pop(name)
     with reporting("quantize", quiet) as reporter:
-        made = quantize_within(model, candidates, wanted, max_kl=max_kl, reporter=reporter, **options)
+        made = compress.quantize_within(model, candidates, wanted, max_kl=max_kl, reporter=reporter, **options)
     write_report(json_file, report(made))
     if not quiet and json_file != "-":
         from compress.cli import allocated as show

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from compress.budget import Allocation
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.cli.mixed import Mixed
 from compress.cli.terminal import console
+from compress.trials.within import Mixed
 
 
 def allocation(found: Sensitivity, made: Allocation) -> None:

@@ -1,12 +1,11 @@
 """`compress sweep`: many recipes on one model, and which of them are worth their bytes."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+import compress
 from compress.cli.exits import exits_cleanly, leave
 from compress.cli.options import (
     begin,
@@ -17,11 +16,6 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
-from compress.cli.terminal import visible
-from compress.errors import InputError
-
-if TYPE_CHECKING:
-    from compress.passes.base import Pass
 
 
 @click.command(short_help="Run many recipes, evaluate each, and show which are worth their bytes.")
@@ -47,18 +41,7 @@ if TYPE_CHECKING:
 @quiet_option
 @exits_cleanly
 def sweep(
-    model: str,
-    recipes: tuple[str, ...],
-    output: str,
-    tasks: tuple[str, ...],
-    questions: int | None,
-    speed: bool,
-    keep: bool,
-    device: str | None,
-    trust_remote_code: bool,
-    json_file: str | None,
-    quiet: bool,
-    **texts: Any,
+    model: str, recipes: tuple[str, ...], output: str, json_file: str | None, quiet: bool, **options: Any
 ) -> None:
     """Quantize MODEL by every RECIPE (a YAML file, or a name from `compress recipes`), and evaluate each against it.
 
@@ -72,61 +55,15 @@ def sweep(
     """
     begin()
     from compress.cli.progress import reporting
-    from compress.cli.sweeping import Beside, Shown
-    from compress.cli.sweeping import sweep as swept
 
-    found = named(recipes)
     with reporting("sweep", quiet) as reporter:
-        made = swept(
-            model,
-            found,
-            Shown(**texts),
-            output,
-            beside=Beside(tasks, questions, speed),
-            device=device,
-            keep=keep,
-            trust_remote_code=trust_remote_code,
-            reporter=reporter,
-        )
+        made = compress.sweep(model, recipes, output=output, reporter=reporter, **options)
     write_report(json_file, asdict(made))
-    written = _reported(Path(output), [row.evaluation for row in made.rows if row.evaluation is not None])
     if not quiet and json_file != "-":
         from compress.cli import swept as show
 
         show.rows(made, output)
-        click.echo("\n".join(visible(str(path)) for path in written))
     for row in made.failed:
         click.echo(f"compress: recipe {row.name} failed: {' '.join(str(row.problem).split())}", err=True)
     if made.failed:
         leave(1)
-
-
-def _reported(place: Path, evaluations: Sequence[str]) -> list[Path]:
-    """One report on all recipes that have figures, as a page and as Markdown, in the directory of the sweep."""
-    if not evaluations:
-        return []
-    from compress.checkpoint.files import write_whole
-    from compress.cli.sweeping import PAGE, TEXT
-    from compress.evaluation.showing.compose import compose
-    from compress.evaluation.showing.markdown import as_markdown
-    from compress.evaluation.showing.page import as_html
-    from compress.evaluation.showing.runs import open_runs
-
-    made = compose(open_runs([str(place / each) for each in evaluations]))
-    write_whole(place / PAGE, as_html(made))
-    write_whole(place / TEXT, as_markdown(made))
-    return [place / PAGE, place / TEXT]
-
-
-def named(recipes: Sequence[str]) -> dict[str, tuple["Pass", ...]]:
-    """{name: passes}, the name being the file's. Raises InputError for a recipe that cannot be read, and for two of one
-    name."""
-    from compress.recipe import load_recipe
-
-    found: dict[str, tuple[Pass, ...]] = {}
-    for path in recipes:
-        name = Path(path).stem
-        if name in found:
-            raise InputError(f"two recipes are called {name!r}; each has a directory of its name: rename one")
-        found[name] = load_recipe(path)
-    return found

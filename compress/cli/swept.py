@@ -2,9 +2,10 @@
 
 from rich.table import Table
 
-from compress.cli.sweeping import INDEX, Sweep
 from compress.cli.tables import MIB, number
 from compress.cli.terminal import console
+from compress.trials.rows import Sweep
+from compress.trials.sweep import INDEX, PAGE, TEXT
 
 
 def rows(made: Sweep, output: str) -> None:
@@ -33,3 +34,5 @@ def rows(made: Sweep, output: str) -> None:
         )
     console().print(table)
     console().print(f"{output}/{INDEX} has these rows; each recipe has its checkpoint and evaluation beside it")
+    if len(made.failed) < len(made.rows):
+        console().print(f"{output}/{PAGE} and {TEXT} compare all that have figures")

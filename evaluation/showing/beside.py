@@ -41,10 +41,12 @@ def _answered(task: TaskResult) -> tuple[str, ...]:
 
 
 def _speed(runs: Sequence[Run]) -> Table:
-    """Tokens a second; runs on another device than the first are told with it."""
+    """Tokens a second, and where; whether rounds of the original were between those of every run, or taken once."""
+    measured = [run.evaluation.speed for run in runs if run.evaluation.speed is not None]
+    turns = "in turns with the original" if all(each.in_turns for each in measured) else "the original taken once"
     rows = [(words.name(run.name), *_timed(run.evaluation)) for run in runs]
     columns = ("run", "decoding, tokens/s", "original", "ratio", "prompt, tokens/s", "original", "device")
-    return Table(columns, rows, "Speed, one sequence")
+    return Table(columns, rows, f"Speed of one sequence, {turns}")
 
 
 def _timed(found: Evaluation) -> tuple[str, ...]:

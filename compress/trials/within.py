@@ -21,7 +21,6 @@ from compress.evaluation.evaluate import evaluate
 from compress.job import Result
 from compress.passes.candidate import Candidate
 from compress.progress import Reporter, Silent
-from compress.recipe import parse_recipe
 from compress.request import Calibration
 from compress.sensitivity import measure_sensitivity
 
@@ -44,7 +43,7 @@ class Mixed:
 def quantize_within(
     model: str | Path,
     candidates: Sequence[Candidate],
-    budget: Budget | None = None,
+    budget: Budget | str | None = None,
     *,
     calibration: Calibration,
     output: str | Path,
@@ -64,7 +63,8 @@ def quantize_within(
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Mixed:
-    """Measure, allocate, quantize and evaluate. Options are those of `measure_sensitivity`, `allocate` and `quantize`.
+    """Measure, allocate, quantize and evaluate. Options are those of `measure_sensitivity`, `allocate` and `quantize`;
+    candidates, say, of `grid_of_candidates`.
 
     With max_kl the recipe is tried again with a lower aim, up to four times in all, while the checkpoint's KL is above.
     """
@@ -82,7 +82,7 @@ def quantize_within(
         allocation = allocate(found, budget, max_kl=aim, by=by)
         result = quantize(
             model,
-            parse_recipe(allocation.recipe, "the recipe"),
+            allocation.passes,
             output=output,
             resume=resume and rounds == 1,
             overwrite=overwrite or rounds > 1,

@@ -6,16 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import command, in_this_process, make_llama, save
+import torch
+from commands import VOCABULARY, command, fast_gptq, in_this_process, make_llama, save
 
-import compress.cli.sweeping as sweeping
+import compress
+import compress.trials.trial as trial
 from compress import verification
-from compress.cli.sweeping import Row, ranked
+from compress.errors import InputError
 from compress.evaluation import kept
 from compress.evaluation.speed import side_by_side
 from compress.evaluation.stored import read_evaluation
 from compress.evaluation.tasks import evaluate as asked_of
 from compress.recipe import load_recipe
+from compress.trials.rows import Row, ranked
 
 TEXT = ["--text", "demo", "--text-samples", "4"]
 
@@ -62,8 +65,8 @@ def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
     assert swept(desk, "w8", "w3", more=["--discard"]).code == 0
     assert not (desk / "out" / "w3" / "model").exists()
     ran = []
-    quantize = sweeping.quantize
-    monkeypatch.setattr(sweeping, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
+    quantize = trial.quantize
+    monkeypatch.setattr(trial, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
     (desk / "w3.yaml").write_text("passes:\n  - rtn: {scheme: w2a16, group_size: 32}\n")
     made = swept(desk, "w8", "w3", more=["--json", "-"])
     assert made.code == 0
@@ -75,17 +78,17 @@ def test_what_is_done_stays_and_what_changed_is_made_anew(desk, monkeypatch):
 
 
 def test_a_sweep_that_was_stopped_goes_on(desk, monkeypatch):
-    evaluate = sweeping.evaluate
+    evaluate = trial.evaluate
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweeping, "evaluate", stop)
+    monkeypatch.setattr(trial, "evaluate", stop)
     assert swept(desk, "w8", "w3").code == 130
-    monkeypatch.setattr(sweeping, "evaluate", evaluate)
+    monkeypatch.setattr(trial, "evaluate", evaluate)
     ran = []
-    quantize = sweeping.quantize
-    monkeypatch.setattr(sweeping, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
+    quantize = trial.quantize
+    monkeypatch.setattr(trial, "quantize", lambda *a, **k: (ran.append(k["output"].parent.name), quantize(*a, **k)))
     assert swept(desk, "w8", "w3").code == 0
     assert ran == ["w3"]  # w8 was quantized, and only evaluated now
 
@@ -157,6 +160,23 @@ def test_the_recipes_that_come_with_it_fit_models_of_576_inputs():
     for path in sorted(folder.glob("*.yaml")):
         for p in load_recipe(path):
             p.fitted({576, 1536}).check({"model.layers.0.mlp.up_proj": (1536, 576)})
+
+
+def test_passes_and_token_ids_from_python_go_on_where_they_were(desk):
+    ids = [torch.randint(VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    recipes = {"rtn": compress.RTN(group_size=32), "gptq": [fast_gptq(group_size=32)]}
+    how = {"calibration": ids[0], "output": desk / "out"}
+    made = compress.sweep(desk / "model", recipes, text=ids[1], **how)
+    assert [row.problem for row in made.rows] == [None, None]
+    evaluation = desk / "out" / "gptq" / "evaluation.json"
+    before = evaluation.stat().st_mtime_ns
+    assert compress.sweep(desk / "model", recipes, text=ids[1].clone(), **how) == made
+    assert evaluation.stat().st_mtime_ns == before
+    other = compress.sweep(desk / "model", {"gptq": recipes["gptq"]}, text=ids[1].flip(0)[:2], **how)
+    assert other.rows[0].kl_mean != {row.name: row for row in made.rows}["gptq"].kl_mean
+    for wrong, says in (({}, "no recipe given"), ({"a/b": compress.RTN()}, "without slashes"), ("w8.yaml", "is one")):
+        with pytest.raises(InputError, match=says):
+            compress.sweep(desk / "model", wrong, text=ids[1], **how)
 
 
 def test_the_front_is_what_nothing_beats():

@@ -1,0 +1,147 @@
+"""`sweep`: many recipes on one model, each quantized and evaluated against the original, and what they are worth beside
+each other.
+
+    DIR/NAME/model            the checkpoint
+    DIR/NAME/evaluation.json  what `compress evaluate --json` writes
+    DIR/NAME/run.json         of what content these are: model, recipe, texts, version; what was asked beside texts
+    DIR/sweep.json            a row for each recipe
+    DIR/original.json         the original's speed, where that is asked for
+    DIR/report.html, .md      the report on all that have figures
+
+A recipe that is done, by its content, is not run again; one that was stopped goes on behind its last finished block,
+and one that was asked less than is asked now is only evaluated again. What the original says of texts and answers to
+tasks is kept where `evaluate` keeps it, and its speed is taken once: none of it is measured for the next recipe again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.checkpoint.files import write_json, write_whole
+from compress.checkpoint.shown import shown
+from compress.checkpoint.source import find_source
+from compress.errors import InputError
+from compress.evaluation.evaluate import check_asked
+from compress.evaluation.showing.compose import compose
+from compress.evaluation.showing.markdown import as_markdown
+from compress.evaluation.showing.page import as_html
+from compress.evaluation.showing.runs import open_runs
+from compress.passes.base import Pass
+from compress.progress import Reporter, Silent
+from compress.recipe import load_recipe
+from compress.request import several
+from compress.trials.original import OriginalSpeed
+from compress.trials.rows import Row, Sweep, ranked
+from compress.trials.texts import Beside, Text, Texts
+from compress.trials.trial import Common, Trial
+from compress.version import VERSION
+
+INDEX, ORIGINAL = "sweep.json", "original.json"
+PAGE, TEXT = "report.html", "report.md"
+RESERVED = (".", "..", INDEX, ORIGINAL, PAGE, TEXT)
+Recipes = Mapping[str, Pass | Sequence[Pass]] | Sequence[str | Path]
+
+
+def sweep(
+    model: str | Path,
+    recipes: Recipes,
+    *,
+    text: Text,
+    output: str | Path,
+    calibration: Text | None = None,
+    training: Text | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    text_samples: int | None = None,
+    text_length: int | None = None,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
+    speed: bool = False,
+    batch_size: int = 8,
+    keep: bool = True,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Sweep:
+    """Quantize a model by every recipe, evaluate each against it, and write one report on all.
+
+    recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length,
+    batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length` and
+    the others in `evaluate`. speed: tokens a second, too. output: a directory, new or of a sweep that goes on. keep:
+    whether checkpoints stay once they are evaluated.
+
+    A recipe that fails has a row that says why, and does not end the sweep. Raises InputError, before any work, for a
+    model, recipe, text or task that is not there or cannot be used, and for names that cannot be directories.
+    """
+    steps = _steps(recipes)
+    place, reporter = Path(output), reporter or Silent()
+    if place.exists() and not place.is_dir():
+        raise InputError(f"output {str(output)!r} is a file; give a directory")
+    texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size)
+    if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
+        raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
+    beside = Beside(tuple(map(str, tasks)), questions, speed)
+    original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
+    common = _common(str(model), texts, beside, original, keep)
+    rows: list[Row] = []
+    for done, (name, passes) in enumerate(steps.items()):
+        reporter.step(done, len(steps), "")
+        rows.append(Trial(name, passes, place / name, common).row())
+        reporter.step(done + 1, len(steps), name)
+        told = "token ids" if isinstance(text, Tensor) else shown(str(text))
+        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, ranked(rows))
+        write_json(place / INDEX, asdict(found))
+    _report(place, found)
+    return found
+
+
+def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
+    """What all recipes have in common. Raises InputError for what could not be asked of the model."""
+    fingerprints = check_asked(
+        model,
+        text=texts.held_out,
+        length=texts.window,
+        samples=texts.text_samples,
+        tasks=beside.tasks,
+        questions=beside.questions,
+        trust_remote_code=original.trusted,
+    )
+    about = {
+        "model": find_source(model, original.trusted).fingerprint(),
+        "version": VERSION,
+        "texts": texts.content(),
+    }
+    asked, how = beside.words(fingerprints), (original.device, original.trusted, keep, original.reporter)
+    return Common(model, texts, beside, about, asked, original, *how)
+
+
+def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
+    """{name: passes}. Raises InputError for no recipe, one that cannot be read, two of one name, and a name that is no
+    name of a directory of its own."""
+    if isinstance(recipes, str | Path | Pass):
+        raise InputError(f"recipes: {str(recipes)!r} is one; give a list of files, or a mapping of names to passes")
+    found: dict[str, tuple[Pass, ...]] = {}
+    if isinstance(recipes, Mapping):
+        found = {name: several(passes) for name, passes in recipes.items()}
+    else:
+        for path in recipes:
+            name = Path(path).stem
+            if name in found:
+                raise InputError(f"two recipes are called {name!r}; each has a directory of its name: rename one")
+            found[name] = load_recipe(path)
+    if not found:
+        raise InputError("no recipe given; give at least one .yaml file, or a name from `compress recipes`")
+    for name in found:
+        if not name or name in RESERVED or "/" in name or "\0" in name:
+            raise InputError(f"recipe name {name!r}; each is the name of a directory: give one without slashes")
+    return found
+
+
+def _report(place: Path, found: Sweep) -> None:
+    """One report on all recipes that have figures, as a page and as Markdown."""
+    if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
+        made = compose(open_runs(evaluations))
+        write_whole(place / PAGE, as_html(made))
+        write_whole(place / TEXT, as_markdown(made))
