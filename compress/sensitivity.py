@@ -4,10 +4,9 @@ What was measured is kept in the cache directory ($COMPRESS_CACHE_DIR/sensitivit
 texts, the candidates and the rest that it depends on.
 """
 
-import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -17,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from compress.candidates import described
-from compress.checkpoint.files import fingerprint, read_json, write_whole
+from compress.checkpoint.files import fingerprint
+from compress.checkpoint.kept_sensitivity import folder, keep_sensitivity, kept_sensitivity
 from compress.checkpoint.pretrained import tokenizer_of
 from compress.checkpoint.sensitivity import FORMAT, Sensitivity, Unit, header_bytes
 from compress.checkpoint.shown import shown
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
-from compress.errors import CheckpointError, InputError
+from compress.errors import InputError
 from compress.job import Job
-from compress.kernels.cache import cache_directory
 from compress.model.calls import evaluating
 from compress.passes.candidate import Candidate
 from compress.passes.gptq import GPTQ
@@ -36,7 +35,6 @@ from compress.request import Calibration, Data, Delivery, Request, Work
 from compress.request import Extent as Asked
 from compress.run.held_out import divergence_between
 from compress.run.swaps import Extent, measured
-from compress.schema import built, fits
 from compress.version import VERSION
 from compress.weights.sparse24 import TWO_OF_FOUR
 
@@ -105,15 +103,15 @@ def measure_sensitivity(
         "settings": [FORMAT, batch_size, list(ignore), score, fused, store, job.identity["compute_dtype"], VERSION],
         "candidates": words,
     }
-    path = cache_directory() / "sensitivity" / f"{fingerprint(about)}.json"
-    if cached and (found := _read(path)) is not None:
+    path = folder() / f"{fingerprint(about)}.json"
+    if cached and (found := kept_sensitivity(path)) is not None:
         reporter.note(f"sensitivities as measured before ({path})")
         return Measured(found, rows)
     held_out = [] if rows is None else batches_of(rows.ids, batch_size)
     found = _measured(job, candidates, words, Extent(held_out, score == "kl", fused, store == TWO_OF_FOUR), rows)
     if rows is not None:
         found = replace(found, run_kl=_run_kl(job, candidates, found, rows))
-    _write(path, found)
+    keep_sensitivity(path, found)
     return Measured(found, rows)
 
 
@@ -233,32 +231,3 @@ def _other_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
                 rest[f"{prefix}.{name}" if prefix else name] = buffer
     headers = sum(header_bytes(name, tensor.shape) for name, tensor in rest.items())
     return HEADER + headers + sum(t.numel() * t.element_size() for t in rest.values())
-
-
-def _read(path: Path) -> Sensitivity | None:
-    """What was kept; None where nothing was, or what cannot be read."""
-    if not path.is_file():
-        return None
-    try:
-        return read_sensitivity(path)
-    except CheckpointError:
-        return None
-
-
-def read_sensitivity(path: Path) -> Sensitivity:
-    """A table from its file. Raises CheckpointError for anything else."""
-    entry = read_json(path)
-    fits(entry, Sensitivity, path)
-    if entry["format"] != FORMAT:
-        raise CheckpointError(f"{path}: format is {entry['format']!r}; it must be {FORMAT}: measure it anew")
-    found: Sensitivity = built(entry, Sensitivity)
-    return found
-
-
-def _write(path: Path, found: Sensitivity) -> None:
-    """Keep it; where nothing can be written, it is measured again the next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(asdict(found)) + "\n")
-    except OSError:
-        return

@@ -196,6 +196,30 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class UnitSensitivity:
+    """Layers of the original that were tried together, by the names of the candidates: the relative error of their
+    output, and the KL of the model with them alone replaced, where that was measured."""
+
+    name: str
+    layers: list[str]
+    loss: dict[str, float]
+    kl: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SensitivityResult:
+    """What was measured of the original when a budget was shared out between its layers. bits: per weight, of each
+    candidate; uniform_kl: of the model in which all layers are what a candidate makes of them. calibration, held_out:
+    what candidates were shown, and what KL was measured on."""
+
+    bits: dict[str, float]
+    units: list[UnitSensitivity]
+    uniform_kl: dict[str, float]
+    calibration: dict[str, Any]
+    held_out: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class RunResult:
     """What the record of the run says that made the checkpoint; None or empty where it was not made here."""
 
@@ -230,6 +254,7 @@ class Evaluation:
     size: SizeResult | None = None
     reference_size: SizeResult | None = None
     speed: SpeedResult | None = None
+    sensitivity: SensitivityResult | None = None
     generations: list[Generation] = field(default_factory=list)
     run: RunResult | None = None
     gap: dict[str, Figure] = field(default_factory=dict)

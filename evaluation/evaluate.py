@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.checkpoint.source import find_source
 from compress.device import find_device
 from compress.errors import InputError
-from compress.evaluation.document import Evaluation, Figure, SizeResult, TaskResult, TextResult
+from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
 from compress.evaluation.kept import Note
 from compress.evaluation.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
 from compress.evaluation.predictor import predictor
@@ -93,8 +93,9 @@ def evaluate(
     the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
     predicted. samples: at most so many windows of each text. noise_floor: measure the reference against itself, too, in
     the 16 bits that it is stored in. cache: keep what a reference in files says of a text, or read it where that was
-    done. tasks: .jsonl files of questions, in the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME.
-    questions: at most so many of each, the first ones. tokenizer: of models in memory, where text or tasks are words.
+    done, and what `measure_sensitivity` has kept of it (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in
+    the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME. questions: at most so many of each, the first
+    ones. tokenizer: of models in memory, where text or tasks are words.
     dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
     trust_remote_code: run Python code that comes with models given by name, if any does.
 
@@ -167,12 +168,14 @@ def _evaluated(
     if texts:
         counted(0, "windows" if counted.done else "")
     results = _measured(network, texts, vocabulary, original, floors if isinstance(floors, list) else None, step)
+    sensitive = None if original is None else original.sensitivity
     return Evaluation(
         model=named(ours, network, size),
         texts=results,
         tasks=_answers(prepared, network, original, reporter),
         reference=None if original is None else original.name,
         recipe=recipe,
+        sensitivity=sensitive if isinstance(sensitive, SensitivityResult) else None,
         size=size,
         reference_size=None if original is None else original.size,
         run=run,
@@ -199,6 +202,8 @@ def _missing(
 ) -> dict[str, str]:
     """What was not measured, and why. floors: the reason, where there is no noise floor although it was asked for."""
     missing = missing_of(original is not None, size) | ({} if texts else {"texts": NO_TEXT})
+    if original is not None and isinstance(original.sensitivity, str):
+        missing["sensitivity"] = original.sensitivity
     return {**missing, "noise": floors} if isinstance(floors, str) else missing
 
 

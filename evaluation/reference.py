@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from compress.checkpoint.source import Source, own_code
 from compress.evaluation import noise
-from compress.evaluation.document import Figure
+from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.kept import Kept, Note, keeping, kept, place_of
 from compress.evaluation.language import Model, loaded
 from compress.evaluation.predictor import Predictor, Says, predictor
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import measure
+from compress.evaluation.sensitivity import NOT_READ, sensitivity_of
 from compress.evaluation.tasks.evaluate import Prepared, ask_task
 from compress.evaluation.tasks.kept import Answered, keep_answers, read_answers
 from compress.evaluation.tasks.kept import place_of as place_of_answers
@@ -44,6 +45,7 @@ class Original:
         self.size = size_of(model)
         self.name = named(model, network, self.size)
         self.arithmetic = next(network.parameters()).dtype
+        self.sensitivity: SensitivityResult | str = sensitivity_of(model) if cache else NOT_READ
         self.tasks = tasks
         keeps = cache and isinstance(model, Source) and not own_code(model.config)
         self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)

@@ -35,10 +35,12 @@ def _quiet_libraries() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What references say is kept where it goes away again, and not among a person's files."""
+    """What is kept of references goes away again, and is not among a person's files."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compress.evaluation.kept.cache_directory", lambda: folder)
+        sensitivities = "compress.checkpoint.kept_sensitivity.cache_directory"
+        patch.setattr(sensitivities, lambda: Path(os.environ.get("COMPRESS_CACHE_DIR", folder)))
         yield
 
 

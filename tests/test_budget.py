@@ -1,6 +1,7 @@
 """From sensitivities and a budget to a recipe: the choice against all others, the prediction, and the words of both."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -152,6 +153,22 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
     made = command("quantize", model, "--recipe", recipe, *data, "--output", tmp_path / "out", "--no-verify")
     assert made.code == 0, made.err
     assert compress.evaluate(tmp_path / "out").bits_per_weight <= 4
+    how = {"samples": 2, "text": "demo"}
+    known, unread = (
+        compress.evaluate(tmp_path / "out", reference=model, cache=cache, **how) for cache in (True, False)
+    )
+    table = json.loads((tmp_path / "found.json").read_text())["sensitivity"]
+    assert [unit.kl for unit in known.sensitivity.units] == [
+        {name: tried["kl"] for name, tried in unit["tried"].items()} for unit in table["units"]
+    ]
+    assert known.sensitivity.bits["w4 g32"] == pytest.approx(5, abs=0.05)  # scales of float32
+    assert "sensitivity" not in known.missing
+    assert (unread.sensitivity, unread.missing["sensitivity"]) == (
+        None,
+        "nothing was read that is kept of the original",
+    )
+    other = compress.evaluate(tmp_path / "out", reference=tmp_path / "out", **how)
+    assert (other.sensitivity, "compress allocate" in other.missing["sensitivity"]) == (None, True)
     within = ["--max-kl", "0.05", "--group-size", "32", "--output", tmp_path / "within", "--no-verify"]
     kept = command("quantize", model, *within, *data, *fast, "--json", "-")
     assert kept.code == 0, kept.err

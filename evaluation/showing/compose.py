@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from compress.errors import InputError
 from compress.evaluation.drawing import alone
-from compress.evaluation.showing import beside, facts, layers, pareto, quality, words
+from compress.evaluation.showing import beside, facts, layers, pareto, quality, sensitivity, words
 from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Words
 from compress.evaluation.showing.runs import Run
 from compress.evaluation.showing.verdict import change, held_out, tiles, verdict
@@ -12,11 +12,14 @@ from compress.evaluation.showing.verdict import change, held_out, tiles, verdict
 
 def compose(runs: Sequence[Run]) -> Report:
     """The report of these runs, in their order."""
-    articles = [article(run) for run in runs]
+    first = runs[0].evaluation
+    same = len(runs) > 1 and all(run.evaluation.sensitivity == first.sensitivity for run in runs)
+    articles = [article(run, sensitive=not same) for run in runs]
     if len(runs) == 1:
         return Report(title_of(runs[0]), articles[0].verdict, articles)
     overview, said = compared(runs, [each.recipe for each in articles])
-    return Report(f"{len(runs)} runs compared", said, articles, [overview])
+    of_all = sensitivity.section(first, stored=False) if same else None
+    return Report(f"{len(runs)} runs compared", said, articles, [overview, *([] if of_all is None else [of_all])])
 
 
 def title_of(run: Run) -> str:
@@ -25,8 +28,8 @@ def title_of(run: Run) -> str:
     return words.name(f"{run.name}: {recipe}" if recipe else run.name)
 
 
-def article(run: Run) -> Article:
-    """Everything about one run."""
+def article(run: Run, sensitive: bool = True) -> Article:
+    """Everything about one run. sensitive: with the sensitivity of its original, which several may have in common."""
     found = run.evaluation
     parts: list[Section | None] = [
         quality.section(found),
@@ -34,6 +37,7 @@ def article(run: Run) -> Article:
         facts.size(found),
         facts.speed(found),
         None if found.run is None else layers.section(found.run.layers),
+        sensitivity.section(found) if sensitive else None,
         quality.generations(found.generations),
         None if found.run is None else facts.left_alone(found.run),
         None if found.run is None else facts.verification(found.run),

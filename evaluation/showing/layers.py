@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from compress.checkpoint.record import LayerRecord
 from compress.evaluation.drawing import WIDE, Axis, hover, inline, label
@@ -27,6 +28,24 @@ COLUMNS = (
     ("shrinkage", "shrinkage", "share"),
     ("sparsity", "zeros", "share"),
     ("tokens", "tokens", "count"),
+)
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What a heat map is of. what: in the words of a sentence; said: a value in so many digits."""
+
+    title: str
+    what: str
+    caption: str
+    said: Callable[[float, int], str]
+
+
+ERRORS = Mapped(
+    "Error by layer",
+    "relative output error",
+    "Mean squared error of a layer's output, as a share of the output's own mean square, on the calibration data.",
+    words.share,
 )
 
 
@@ -64,7 +83,7 @@ def section(records: Sequence[LayerRecord]) -> Section | None:
     losses = {name: loss for name, each in layers.items() if (loss := value_of(each, "loss")) is not None}
     blocks: list[Block] = []
     if losses:
-        blocks += [heat_map(losses), worst(layers, losses)]
+        blocks += [heat_map(losses, ERRORS), worst(layers, losses)]
     else:
         blocks.append(Words("Errors by layer were not measured: the passes of this run compute none.", "note"))
     blocks += _health(layers)
@@ -72,13 +91,13 @@ def section(records: Sequence[LayerRecord]) -> Section | None:
     return Section("Layers", blocks)
 
 
-def heat_map(losses: Mapping[str, float]) -> Picture:
-    """Blocks downwards, kinds of layers to the right; the darker, the larger, by the logarithm."""
-    rows = list(dict.fromkeys(place_of(name)[0] for name in losses))
-    kinds = list(dict.fromkeys(place_of(name)[1] for name in losses))
+def heat_map(values: Mapping[str, float], about: Mapped) -> Picture:
+    """Blocks downwards, kinds of layers to the right; the darker, the larger, by the logarithm. values: by layer."""
+    rows = list(dict.fromkeys(place_of(name)[0] for name in values))
+    kinds = list(dict.fromkeys(place_of(name)[1] for name in values))
     height = min(ROW, max(LEAST_ROW, MOST_HEIGHT / len(rows)))
     width = (WIDE - LEFT - 2) / len(kinds)
-    positive = [loss for loss in losses.values() if loss > 0] or [1.0]
+    positive = [value for value in values.values() if value > 0] or [1.0]
     depth = Axis(min(positive), max(positive), FAINTEST, 1.0, logarithmic=True)
     turned = width < MOST_LETTERS * 6.0 and any(len(_short(kind, kinds)) * 6.0 > width for kind in kinds)
     top = TOP + (44.0 if turned else 0.0)
@@ -94,27 +113,22 @@ def heat_map(losses: Mapping[str, float]) -> Picture:
     for i, row in enumerate(rows):
         if i % shown == 0:
             marks.append(label(LEFT - 6, top + (i + 0.5) * height + 4, _number(row), "end"))
-    for name, loss in losses.items():
+    for name, value in values.items():
         row, kind = place_of(name)
         x, y = LEFT + kinds.index(kind) * width, top + rows.index(row) * height
-        shade = depth.place(loss) if loss > 0 else 0.0
-        said = hover(f"{words.name(name)}: {words.share(loss)}")
+        shade = depth.place(value) if value > 0 else 0.0
+        said = hover(f"{words.name(name)}: {about.said(value, 3)}")
         marks.append(
             f'<rect x="{x + 0.75:.1f}" y="{y + 0.75:.1f}" width="{max(1.0, width - 1.5):.1f}" rx="2" '
             f'height="{height - 1.5:.1f}" class="main" fill-opacity="{shade:.2f}">{said}</rect>'
         )
     bottom = top + len(rows) * height
-    marks += _legend(depth, bottom + 12)
-    about = f"relative output error of {len(losses)} layers, by block and kind"
-    return Picture(
-        "Error by layer",
-        inline(about, bottom + FOOT, marks),
-        "Mean squared error of a layer's output, as a share of the output's own mean square, on the calibration data. "
-        "The stronger the colour, the larger, on a logarithmic scale.",
-    )
+    marks += _legend(depth, about, bottom + 12)
+    drawn = inline(f"{about.what} of {len(values)} layers, by block and kind", bottom + FOOT, marks)
+    return Picture(about.title, drawn, f"{about.caption} The stronger the colour, the larger, on a logarithmic scale.")
 
 
-def _legend(depth: Axis, y: float) -> list[str]:
+def _legend(depth: Axis, about: Mapped, y: float) -> list[str]:
     marks, steps, width = [], 12, 10.0
     for i in range(steps):
         shade = FAINTEST + (1 - FAINTEST) * i / (steps - 1)
@@ -122,8 +136,8 @@ def _legend(depth: Axis, y: float) -> list[str]:
         marks.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width}" height="9" class="main" fill-opacity="{shade:.2f}"/>'
         )
-    marks.append(label(LEFT + 56, y + 9, words.share(depth.low, 2), "end"))
-    marks.append(label(LEFT + 68 + steps * width, y + 9, words.share(depth.high, 2)))
+    marks.append(label(LEFT + 56, y + 9, about.said(depth.low, 2), "end"))
+    marks.append(label(LEFT + 68 + steps * width, y + 9, about.said(depth.high, 2)))
     return marks
 
 
@@ -137,7 +151,7 @@ def _short(kind: str, kinds: Sequence[str]) -> str:
     """A kind by the last part of its name, where that tells it apart, without what all projections are called."""
     last = kind.rpartition(".")[2]
     alone = sum(each.rpartition(".")[2] == last for each in kinds) == 1
-    return (last if alone else kind).removesuffix("_proj")
+    return (last if alone else kind).replace("_proj", "")
 
 
 def worst(layers: Mapping[str, LayerRecord], losses: Mapping[str, float]) -> Table:

@@ -86,12 +86,12 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 def test_a_page_of_one_run_shows_everything_that_was_measured() -> None:
     found = page(evaluations.whole())
-    headings = "Quality Tasks Size Speed Layers Continuations Verification"
+    headings = "Quality Tasks Size Speed Layers Sensitivity Continuations Verification"
     assert all(
         word in found.text for word in [*headings.split(), "Left alone", "Not measured", "Where this comes from"]
     )
     assert ["KL, mean (nats per token)", "0.0450 ± 0.0022", "0.0406 to 0.0494", "0.000400 ± 0.000020"] in found.rows
-    assert found.tags.count("svg") == 2 * 2 + 1 + 1  # two texts with two pictures each, bytes, layers
+    assert found.tags.count("svg") == 2 * 2 + 1 + 2  # two texts with two pictures each, bytes, layers, sensitivities
     assert found.tags.count("rect") > 210  # a place of the map for every layer
     assert ["model.layers.29.mlp.down_proj", "w4a16", "2.22 %", "6.89 %"] in found.rows
     assert ["peak memory to load", "not measured", "512.00 MiB"] in found.rows
@@ -168,6 +168,26 @@ def test_what_is_missing_is_said_never_zero() -> None:
     assert ["quality", "no text was given"] in found.rows
     text = replace(evaluations.text_result(), figures={"perplexity": Figure(math.inf)}, noise=None)
     assert ["perplexity", "infinite", "–"] in page(replace(bare, texts=[text])).rows  # noqa: RUF001
+
+
+def test_sensitivities_are_those_of_the_candidate_nearest_to_the_bits_of_the_run() -> None:
+    found = evaluations.whole()
+    (section,) = (part for part in compose(runs(found)).articles[0].sections if part.title.startswith("Sensitivity"))
+    conditions, _, table = section.blocks
+    assert conditions.text.startswith("Each unit alone replaced by w4 in the original (calibrated on c4.txt, KL on wik")
+    assert table.columns == ("layers", "w3", "w4", "here")
+    assert table.title == "The ten most sensitive: KL alone by each candidate"
+    assert [row[0].split(".")[2] for row in table.rows[:6]] == ["0", "0", "1", "1", "2", "2"]
+    assert table.rows[4] == ("model.layers.2.self_attn.q_proj+k_proj+v_proj", "–", "0.000333", "w4a16")  # noqa: RUF001
+    small = replace(found, size=replace(found.size, bits_per_weight=3.1))
+    assert ["model.layers.3.self_attn.q_proj+k_proj+v_proj", "0.00400", "0.000250", "w4a16"] in page(small).rows
+    units = [replace(unit, kl={}) for unit in found.sensitivity.units]
+    text = page(replace(found, sensitivity=replace(found.sensitivity, units=units))).text
+    assert "KL of one layer replaced was not measured" in text
+    assert "The ten most sensitive: error by each candidate" in text
+    several = compose(runs(found, replace(found, reference=None)))
+    assert [part.title for part in several.overview] == ["Quality against bytes", "Sensitivity of the original"]
+    assert "Sensitivity" not in page(replace(found, sensitivity=None)).text
 
 
 def test_markdown_has_the_tables_of_the_page() -> None:

@@ -15,11 +15,13 @@ from compress.evaluation.document import (
     Histogram,
     Named,
     RunResult,
+    SensitivityResult,
     SizeResult,
     SpeedResult,
     TaskResult,
     TextResult,
     Timing,
+    UnitSensitivity,
 )
 from compress.evaluation.showing.runs import Run
 
@@ -131,6 +133,19 @@ def speed_result() -> SpeedResult:
     return SpeedResult("Some Processor 9000", 2, "float32", own, reference, {"cpu rows": 210}, fallbacks)
 
 
+def sensitivity_result() -> SensitivityResult:
+    """Two candidates, one of which does not suit the third block; the fourth loses most."""
+    units = []
+    for i in range(30):
+        for j, kind in enumerate(("self_attn.q_proj+k_proj+v_proj", "mlp.down_proj")):
+            kl = {"w3": 0.004 / (1 + abs(i - 3)) / (1 + j), "w4": 0.001 / (1 + i)}
+            kl = kl if i != 2 else {"w4": kl["w4"]}
+            layers = [f"model.layers.{i}.self_attn.{n}_proj" for n in "qkv"] if not j else [f"model.layers.{i}.{kind}"]
+            units.append(UnitSensitivity(f"model.layers.{i}.{kind}", layers, {n: 3 * k for n, k in kl.items()}, kl))
+    held_out = {"source": "wiki.txt", "samples": 16}
+    return SensitivityResult({"w3": 3.25, "w4": 4.25}, units, {"w4": 0.05}, {"source": "c4.txt"}, held_out)
+
+
 def whole(name: str = "smollm2-w4") -> Evaluation:
     """Nothing is missing but what `missing` names."""
     said = "Once upon a time there was a small model that ran on a phone"
@@ -143,6 +158,7 @@ def whole(name: str = "smollm2-w4") -> Evaluation:
         size=size_result(113_175_416, 4.25),
         reference_size=original_size(),
         speed=speed_result(),
+        sensitivity=sensitivity_result(),
         generations=[
             Generation("The story begins:", f"{said}, and it was glad.", f"{said} and never slept.", len(said)),
             Generation("Two and two", " is four.", " is four.", None),
