@@ -8,6 +8,7 @@ from compress.errors import InputError
 from compress.passes.base import Pass
 from compress.passes.candidate import Candidate
 from compress.recipe import describe, make_pass, options_of, pass_class
+from compress.weights.sparse24 import TWO_OF_FOUR
 
 BITS = (2, 3, 4, 5, 6, 8)
 NO_PATTERN = "none"
@@ -24,7 +25,7 @@ def grid_of_candidates(
 ) -> tuple[Candidate, ...]:
     """Every combination. method: a pass with a scheme, like gptq, rtn or spqr; options: what all of them have. group
     size 0: the usual one of the model, -1: a scale per output channel. patterns: N:M of zeros that sparsegpt makes
-    first, or none. Raises InputError for what the method has not."""
+    first, or none; those of 2:4 are not stored. Raises InputError for what the method has not."""
     lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
     for what, values in {**lists, "patterns": patterns}.items():
         if not values or len(set(values)) < len(values):
@@ -45,7 +46,8 @@ def grid_of_candidates(
             words.append("channel" if size == -1 else f"g{size}" if size else "usual group")
         words += [f"{share:.4g} exact"] if share else []
         if pattern != NO_PATTERN:
-            passes = (make_pass("sparsegpt", {"pattern": pattern}), *passes)
+            zeros = {"store": pattern} if pattern == TWO_OF_FOUR else {}
+            passes = (make_pass("sparsegpt", {"pattern": pattern, **zeros}), *passes)
             words.append(pattern)
         found.append(Candidate(" ".join(words), passes))
     return tuple(found)

@@ -36,7 +36,6 @@ from compress.request import Extent as Asked
 from compress.run.held_out import divergence_between
 from compress.run.swaps import Extent, measured
 from compress.version import VERSION
-from compress.weights.sparse24 import TWO_OF_FOUR
 
 Score = Literal["kl", "loss"]
 # Suits any layer: says which are treated, and on which data.
@@ -68,7 +67,6 @@ def measure_sensitivity(
     length: int | None = None,
     batch_size: int = 8,
     ignore: Sequence[str] = (),
-    store: str | None = None,
     device: str | torch.device | None = None,
     cached: bool = True,
     trust_remote_code: bool = False,
@@ -76,7 +74,7 @@ def measure_sensitivity(
 ) -> Measured:
     """Let every candidate decide about every layer of the original model, and measure what that costs.
 
-    calibration, samples, length, batch_size, ignore, store, device: as in `quantize`. text: held-out text, or token ids
+    calibration, samples, length, batch_size, ignore, device: as in `quantize`. text: held-out text, or token ids
     [samples, length], of which up to 16 windows count; by default the last windows of the calibration data, up to a
     fifth, which no candidate is shown then. score: `kl` measures the KL of a model with one unit replaced, for each
     unit and candidate; `loss` only that of each layer's output, and the KL of whole models. fused: layers that read one
@@ -100,7 +98,7 @@ def measure_sensitivity(
         "model": job.identity["model"],
         "calibration": job.identity["calibration"] if job.tokens is None else job.tokens.fingerprint(),
         "held_out": None if rows is None else rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), score, fused, store, job.identity["compute_dtype"], VERSION],
+        "settings": [FORMAT, batch_size, list(ignore), score, fused, job.identity["compute_dtype"], VERSION],
         "candidates": words,
     }
     path = folder() / f"{fingerprint(about)}.json"
@@ -108,7 +106,7 @@ def measure_sensitivity(
         reporter.note(f"sensitivities as measured before ({path})")
         return Measured(found, rows)
     held_out = [] if rows is None else batches_of(rows.ids, batch_size)
-    found = _measured(job, candidates, words, Extent(held_out, score == "kl", fused, store == TWO_OF_FOUR), rows)
+    found = _measured(job, candidates, words, Extent(held_out, score == "kl", fused), rows)
     if rows is not None:
         found = replace(found, run_kl=_run_kl(job, candidates, found, rows))
     keep_sensitivity(path, found)
@@ -158,8 +156,9 @@ def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate],
     layers = [layer for of_block in job.plan.layers.values() for layer in of_block if layer.name in treated]
     widths = {layer.shape[1] for layer in layers}
     found = [Candidate(c.name, tuple(p.fitted(widths) for p in c.passes)) for c in candidates]
-    if all(c.suits(layer.name, layer.shape) for c in found for layer in layers):
-        why = next((c.suits(layer.name, layer.shape) for c in found for layer in layers), "there are none")
+    whys = [c.suits(layer.name, layer.shape, layer.has_format) for c in found for layer in layers]
+    if all(whys):
+        why = next(iter(whys), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
     return found, described(found)
 

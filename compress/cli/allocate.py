@@ -71,7 +71,12 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
     "--group-sizes", callback=numbers(int), help="Group sizes it may get, -1 a whole channel.  [default: usual]"
 )
 @click.option("--outliers", callback=numbers(float), default="0", show_default=True, help="Shares of exact weights.")
-@click.option("--patterns", default="none", show_default=True, help="Zeros made first by sparsegpt, like none,2:4.")
+@click.option(
+    "--patterns",
+    default="none",
+    show_default=True,
+    help="Zeros made first by sparsegpt, like none,2:4; of 2:4 they are not stored (for compress.load alone).",
+)
 @setting_option
 @budget_options
 @click.option("--calibration", required=True, metavar="TEXT", help="What the model is shown.")
@@ -79,7 +84,6 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'.")
-@click.option("--store", metavar="FORM", help="2:4: layers that are pruned so count without their zeros.")
 @click.option("--output", required=True, metavar="RECIPE", help="The recipe to write, a .yaml file.")
 @trust_option
 @device_option
@@ -170,7 +174,7 @@ def quantize_to_budget(
     unread = [
         name for name in ("scheme", "recipe", "effort", "embeddings", "kv_cache", "training", "fsdp") if given(name)
     ]
-    unread += [name for name in ("one_block", "convolutions") if given(name)]
+    unread += [name for name in ("one_block", "convolutions", "store") if given(name)]
     if given("bits"):
         unread.append("bits")
     if unread:
@@ -185,7 +189,7 @@ def quantize_to_budget(
 
     size = chosen.pop("group_size", 0)
     candidates = grid_of_candidates(method, group_sizes=(int(size),), options=chosen)
-    for name in ("fsdp", "training", "one_block", "convolutions"):
+    for name in ("fsdp", "training", "one_block", "convolutions", "store"):
         options.pop(name)
     with reporting("quantize", quiet) as reporter:
         made = compress.quantize_within(model, candidates, wanted, max_kl=max_kl, reporter=reporter, **options)

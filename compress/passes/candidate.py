@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from compress.errors import InputError
 from compress.passes.base import Pass
+from compress.passes.prune import Prune
 from compress.passes.stages import Decide
 
 
@@ -24,8 +25,16 @@ class Candidate:
         if not self.passes:
             raise InputError(f"candidate {self.name!r} has no pass; give at least one, like gptq")
 
-    def suits(self, layer: str, shape: tuple[int, int]) -> str | None:
-        """Why it cannot treat a layer of this shape (N, K); None where it can."""
+    @property
+    def halved(self) -> bool:
+        """Whether a layer is stored without the zeros that a pass makes."""
+        return any(isinstance(p, Prune) and p.store for p in self.passes)
+
+    def suits(self, layer: str, shape: tuple[int, int], has_format: bool = True) -> str | None:
+        """Why it cannot treat a layer of this shape (N, K); None where it can. has_format: of codes or fewer numbers,
+        in which the layer can be stored."""
+        if self.halved and not has_format:
+            return f"{layer} has no form without its zeros"
         try:
             for p in self.passes:
                 p.fitted({shape[1]}).check({layer: shape})

@@ -40,13 +40,11 @@ from compress.weights.decision import Decision
 @dataclass(frozen=True)
 class Extent:
     """What of the measurement is wanted. held_out: rows for KL, none where losses are enough. each: KL of every unit by
-    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit. half: layers that
-    are 2:4 are stored without their zeros."""
+    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
 
     held_out: Sequence[Batch]
     each: bool
     fused: bool
-    half: bool
 
 
 @dataclass
@@ -143,12 +141,14 @@ class _Block:
             self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
             return
         for candidate in self.candidates:
-            suited = [layer for layer in site if candidate.suits(layer.name, layer.shape) is None]
+            suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
             if suited:
                 of_passes = [[{k: s[n] for k, n in own.items()} for s in statistics] for own in names[candidate.name]]
                 decisions = self._decided(candidate, suited, of_passes)
                 for layer in suited:
-                    self.made[candidate.name][layer.name] = self._made(layer, decisions[layer.name], statistics)
+                    self.made[candidate.name][layer.name] = self._made(
+                        candidate, layer, decisions[layer.name], statistics
+                    )
 
     def _decided(
         self, candidate: Candidate, site: Sequence[Layer], statistics: Sequence[Sequence[Mapping[str, Any]]]
@@ -167,7 +167,9 @@ class _Block:
                 values[layer] = _values(layer, made[layer.name])
         return earlier.decisions
 
-    def _made(self, layer: Layer, decision: Decision, statistics: Sequence[Mapping[str, Any]]) -> Made:
+    def _made(
+        self, candidate: Candidate, layer: Layer, decision: Decision, statistics: Sequence[Mapping[str, Any]]
+    ) -> Made:
         weight, new = layer.weight.float(), decision.weight.dequantize().to(layer.weight.device).float()
         height, loss, energy = len(weight) // len(statistics), 0.0, 0.0
         for i, of_part in enumerate(statistics):
@@ -175,14 +177,14 @@ class _Block:
             rows = slice(i * height, (i + 1) * height)
             loss += quadratic(self.run.comm, weight[rows] - new[rows], result.hessian)
             energy += quadratic(self.run.comm, weight[rows], result.hessian)
-        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, decision))
+        stored = halved(layer, decision) if candidate.halved else decision
+        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored))
 
-    def _sizes(self, layer: Layer, decision: Decision) -> tuple[int, int]:
+    def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
         """Bytes of what the checkpoint holds of a layer, and of what the header says of that."""
-        if not layer.has_format or decision.dense:
+        if not layer.has_format or stored.dense:
             size = layer.parameter.numel() * self.opened.dtype_of(layer.parameter).itemsize
             return size, header_bytes(f"{layer.name}.weight", layer.parameter.shape)
-        stored = halved(layer, decision) if self.extent.half and decision.kept is not None else decision
         parts = stored.parts()
         headers = sum(header_bytes(f"{layer.name}.{name}", part.shape) for name, part in parts.items())
         return sum(part.numel() * part.element_size() for part in parts.values()), headers

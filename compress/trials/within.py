@@ -56,7 +56,6 @@ def quantize_within(
     length: int | None = None,
     batch_size: int = 8,
     device: str | torch.device | None = None,
-    store: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     verify: bool | None = None,
@@ -73,9 +72,7 @@ def quantize_within(
     reporter = reporter or Silent()
     data: dict[str, Any] = {"calibration": calibration, "samples": samples, "length": length, "batch_size": batch_size}
     shared: dict[str, Any] = {"device": device, "trust_remote_code": trust_remote_code, "reporter": reporter}
-    measured = measure_sensitivity(
-        model, candidates, **data, text=text, score=by, fused=fused, ignore=ignore, store=store, **shared
-    )
+    measured = measure_sensitivity(model, candidates, **data, text=text, score=by, fused=fused, ignore=ignore, **shared)
     found, rows = measured.table, measured.rows
     aim = max_kl
     for rounds in range(1, ROUNDS + 1):
@@ -87,7 +84,6 @@ def quantize_within(
             resume=resume and rounds == 1,
             overwrite=overwrite or rounds > 1,
             ignore=ignore,
-            store=store,
             verify=verify,
             **data,
             **shared,

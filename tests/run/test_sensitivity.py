@@ -11,7 +11,9 @@ from torch.nn import functional
 import compress
 import compress.sensitivity as measuring
 from compress.budget import Budget, allocate
+from compress.candidates import grid_of_candidates
 from compress.checkpoint.source import find_source
+from compress.errors import InputError
 from compress.evaluation.components import size_result
 from compress.evaluation.document import SizeResult
 from compress.passes.candidate import Candidate
@@ -84,7 +86,7 @@ def test_bytes_are_those_of_the_file(tmp_path):
     candidates = [
         Candidate("w3", (fast_gptq(scheme="w3a16", group_size=32),)),
         Candidate("w4", (fast_gptq(scheme="w4a16", group_size=16, grid="asymmetric"),)),
-        Candidate("2:4", (compress.Magnitude(pattern="2:4"), fast_gptq(scheme="w4a16", group_size=-1))),
+        Candidate("2:4", (compress.Magnitude(pattern="2:4", store="2:4"), fast_gptq(scheme="w4a16", group_size=-1))),
         Candidate("ternary", (compress.Ternary(group_size=32),)),
     ]
     found = measure_sensitivity(model, candidates, calibration=CALIBRATION, text=HELD_OUT, score="loss").table
@@ -156,3 +158,13 @@ def test_passes_of_other_layers_decide_as_one_pass_of_all_would():
     for name, parameter in whole.model.named_parameters():
         assert torch.equal(parameter, parts.model.get_parameter(name)), name
     assert DRIFT_GPTQ["drift"] == 1.0  # or the order would not matter
+
+
+def test_what_is_pruned_2_4_is_stored_so_by_itself():
+    model, how = strong("gpt2"), {"calibration": CALIBRATION, "text": HELD_OUT, "score": "loss"}
+    plain, pruned, other = grid_of_candidates("rtn", bits=(4,), group_sizes=(16,), patterns=("none", "2:4", "4:8"))
+    assert [each.halved for each in (plain, pruned, other)] == [False, True, False]
+    whole, half = (measure_sensitivity(strong(), [each], **how).table.units[0].tried for each in (plain, pruned))
+    assert half["w4 g16 2:4"].bytes < 0.9 * whole["w4 g16"].bytes
+    with pytest.raises(InputError, match="has no form without its zeros"):
+        measure_sensitivity(model, [pruned], **how)
