@@ -7,6 +7,9 @@
     kl_mean                          KL(reference || model) of their classes' probabilities, nats per input
 
 Errors are those of means over inputs, which are taken for independent.
+
+A file of labelled inputs is .safetensors or .npz: `labels` [N], and the inputs by the names that the model's forward
+has for them, like pixel_values or input_ids and attention_mask, N along their first axis, as the model reads them.
 """
 
 from collections.abc import Mapping
@@ -14,10 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.checkpoint.files import checksum
+from compress.checkpoint.source import path_of
 from compress.device import find_device
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
@@ -25,14 +31,17 @@ from compress.evaluation.language import Model, dense, opened
 from compress.evaluation.provenance import Measured, evaluation_of
 from compress.evaluation.statistics import mean_of_independent
 from compress.model.calls import evaluating
+from compress.reading import regular
 
+LABELS = "labels"
+FORM = "give a .safetensors or .npz file of `labels` and of inputs, like pixel_values, by their names"
 NAMES = ("accuracy", "reference_accuracy", "accuracy_difference", "agreement")
 
 
 def evaluate_classifier(
     model: nn.Module | str | Path,
-    inputs: Tensor | Mapping[str, Tensor],
-    labels: Tensor,
+    inputs: Tensor | Mapping[str, Tensor] | str | Path,
+    labels: Tensor | None = None,
     *,
     reference: nn.Module | str | Path | None = None,
     batch_size: int = 64,
@@ -43,9 +52,17 @@ def evaluate_classifier(
     """Measure a classifier, compressed or not.
 
     inputs: what its forward takes, N along the first axis: a tensor for its first argument, or tensors by name. labels:
-    [N] integers, 0 to its classes less one. model, reference, dtype: as in `evaluate`; logits [N, classes] are what it
-    returns, or their `logits`. Raises InputError for what cannot be used, CompressError for logits that are no numbers.
+    [N] integers, 0 to its classes less one. Both in one: a file of labelled inputs. model, reference, dtype: as in
+    `evaluate`; logits [N, classes] are what it returns, or their `logits`. Raises InputError for what cannot be used,
+    CompressError for logits that are no numbers.
     """
+    name = {"name": str(inputs)} if isinstance(inputs, str | Path) else {}
+    if isinstance(inputs, str | Path):
+        if labels is not None:
+            raise InputError(f"labels beside {str(inputs)!r}, which has its own; give one of them")
+        inputs, labels = read_labelled(inputs)
+    if labels is None:
+        raise InputError("no labels given; give integers [N], one an input, or a file that has both")
     if labels.ndim != 1 or labels.is_floating_point() or not len(labels):
         raise InputError(f"labels of shape {list(labels.shape)} and {labels.dtype}; give integers [N], one an input")
     if batch_size < 1:
@@ -68,8 +85,30 @@ def evaluate_classifier(
     classes = found_NC.shape[1]
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise InputError(f"labels from {int(labels.min())} to {int(labels.max())}; the model has 0 to {classes - 1}")
-    result = ClassificationResult(checksum(labels), len(labels), classes, _figures(found_NC, expected_NC, labels.cpu()))
+    figures = _figures(found_NC, expected_NC, labels.cpu())
+    result = ClassificationResult(checksum(labels), len(labels), classes, figures, **name)
     return replace(evaluation_of(model_measured, original, target), classifications=[result])
+
+
+def read_labelled(source: str | Path) -> tuple[dict[str, Tensor], Tensor]:
+    """(inputs by name, labels) of a file. Raises InputError for what is none."""
+    path = regular(path_of(str(source), "labelled inputs"), "file of labelled inputs")
+    if path.suffix not in (".safetensors", ".npz"):
+        raise InputError(f"labelled inputs {str(source)!r}; {FORM}")
+    if not path.is_file():
+        raise InputError(f"file of labelled inputs {str(source)!r} does not exist; {FORM}")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: torch.from_numpy(file[name]) for name in file.files}
+        else:
+            found = load_file(path)
+    except Exception:  # noqa: BLE001 - numpy and zip raise anything
+        raise InputError(f"{source} is damaged or holds no tensors; {FORM}") from None
+    labels = found.pop(LABELS, None)
+    if labels is None or not found:
+        raise InputError(f"{source} holds {', '.join([*found, *([] if labels is None else [LABELS])])}; {FORM}")
+    return found, labels
 
 
 @torch.no_grad()

@@ -94,6 +94,7 @@ class ClassificationResult:
     inputs: int
     classes: int
     figures: dict[str, Figure]
+    name: str = "labelled inputs"
 
 
 @dataclass(frozen=True)

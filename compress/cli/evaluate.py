@@ -26,6 +26,7 @@ OF_TEXT = ("calibration", "length", "stride", "samples", "noise_floor", "no_cach
 OF_TASKS = ("tasks", "questions")
 OF_GENERATION = ("speed", "memory", "continuations", "prompts")
 SAID = {"texts": "text", "tasks": "task"}
+FOR = {"pairs": "encoders", "labelled": "classifiers"}
 
 
 @click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
@@ -42,6 +43,11 @@ SAID = {"texts": "text", "tasks": "task"}
 @click.option(
     "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
 )
+@click.option(
+    "--labelled",
+    metavar="FILE",
+    help="For a classifier: .safetensors or .npz of `labels` and inputs by name (instead of --text).",
+)
 @click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option(
@@ -55,7 +61,8 @@ SAID = {"texts": "text", "tasks": "task"}
     "gates",
     multiple=True,
     metavar="CONDITION",
-    help="Exit with 3 where it is true, like 'kl_mean > 0.05', or cannot be told. Repeatable.",
+    help="Exit with 3 where it is true or cannot be told: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
+    "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
 )
 @trust_option
 @plugin_option
@@ -70,6 +77,7 @@ def evaluate(
     texts: tuple[str, ...],
     tasks: tuple[str, ...],
     pairs: str | None,
+    labelled: str | None,
     gates: tuple[str, ...],
     json_file: str | None,
     quiet: bool,
@@ -83,7 +91,7 @@ def evaluate(
     original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
     too). A directory that compress wrote keeps what was found (--no-keep: it does not).
     """
-    _check(texts, tasks, pairs)
+    _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
     begin()
     from compress.cli.progress import reporting
     from compress.evaluation.gates import broken_gates, parse_gate
@@ -98,6 +106,8 @@ def evaluate(
             from compress.evaluation.encoders import evaluate_encoder
 
             found = evaluate_encoder(model, pairs, **words)
+        elif labelled is not None:
+            found = compress.evaluate_classifier(model, labelled, reference=reference, **options)
         else:
             from compress.evaluation.asked import with_asked
 
@@ -118,15 +128,21 @@ def evaluate(
         fail("; ".join(broken), GATE)
 
 
-def _check(texts: tuple[str, ...], tasks: tuple[str, ...], pairs: str | None) -> None:
-    """Refuse options that have nothing to do with what is measured."""
-    if not texts and not tasks and pairs is None:
-        raise InputError("nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE)")
+def _check(texts: tuple[str, ...], tasks: tuple[str, ...], others: dict[str, str | None]) -> None:
+    """Refuse options that have nothing to do with what is measured. others: files for models of other kinds."""
+    files = [name for name, file in others.items() if file is not None]
+    if len(files) > 1:
+        raise InputError("--pairs is for encoders, --labelled for classifiers; give one of them")
+    if not texts and not tasks and not files:
+        raise InputError(
+            "nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE, a classifier: "
+            "--labelled FILE)"
+        )
     of_language = {"texts": "text", **dict.fromkeys(OF_TEXT, "text"), **dict.fromkeys(OF_TASKS, "tasks")}
     of_language |= dict.fromkeys(OF_GENERATION, "models that generate text")
     for name, about in of_language.items():
-        if pairs is not None and given(name):
+        if files and given(name):
             told = SAID.get(name, name).replace("_", "-")
-            raise InputError(f"--pairs is for encoders; --{told} is for {about}: drop one of them")
+            raise InputError(f"--{files[0]} is for {FOR[files[0]]}; --{told} is for {about}: drop one of them")
     if not texts and (unused := [name for name in OF_TEXT if given(name)]):
         raise InputError(f"--{unused[0].replace('_', '-')} is for text; give --text TEXT, or drop it")

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from compress.cli.tables import MIB, measured, number
 from compress.cli.terminal import console
-from compress.evaluation.document import Band, EmbeddingResult, Evaluation, Figure, TextResult
+from compress.evaluation.document import Band, ClassificationResult, EmbeddingResult, Evaluation, Figure, TextResult
 from compress.evaluation.statistics import PERCENTILES
 
 ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
@@ -18,10 +18,12 @@ GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", 
 
 def details(found: Evaluation, model: str) -> None:
     """Of every text, what differs from token to token; then the gap, and what was not measured though asked for. Of an
-    encoder, its row."""
+    encoder or a classifier, its row."""
     out = console()
     for pairs in found.embeddings:
         out.print(_encoder(found, pairs, model))
+    for inputs in found.classifications:
+        out.print(_classifier(found, inputs, model))
     for text in found.texts:
         if "kl_mean" in text.figures:
             out.print(_spread(text))
@@ -47,6 +49,22 @@ def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
     rest = ("spearman_difference", "cosine_mean", "cosine_p01", "cosine_min")
     forms = (measured(figures.get(name), ".4f") for name in ("spearman", *rest))
     table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
+    return table
+
+
+def _classifier(found: Evaluation, inputs: ClassificationResult, model: str) -> Table:
+    """A classifier beside its original: how often it is right, and says the same."""
+    title = f"{inputs.name}: {inputs.inputs} inputs, {inputs.classes} classes, {found.model.dtype}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("model", "accuracy", "less the original's", "agreement", "KL mean", "MiB"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    figures = inputs.figures
+    if found.reference is not None:
+        size = None if found.reference_size is None else found.reference_size.bytes
+        right = measured(figures.get("reference_accuracy"), ".2%")
+        table.add_row(found.reference.name, right, *"---", number(size, ".2f", MIB))
+    shares = (measured(figures.get(name), ".2%") for name in ("accuracy", "accuracy_difference", "agreement"))
+    table.add_row(model, *shares, measured(figures.get("kl_mean"), ".5f"), number(found.bytes, ".2f", MIB))
     return table
 
 

@@ -1,9 +1,9 @@
 """The quality of a run: figures with their intervals, where KL comes from, tasks, and continuations side by side."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from compress.evaluation.document import Band, Evaluation, Generation, Histogram, TaskResult, TextResult
+from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
 from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, rule
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Continuation, Picture, Section, Table, Words
@@ -16,15 +16,29 @@ LEAST = 1e-12
 def section(found: Evaluation) -> Section:
     """Figures on every text; what is not there is said to be missing."""
     blocks: list[Block] = []
-    if not found.texts:
+    if not found.texts and not found.embeddings and not found.classifications:
         why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
         blocks.append(Words(f"{words.NOT_MEASURED}: {why}", "warning"))
     for text in found.texts:
         blocks += of_text(text)
+    for pairs in found.embeddings:
+        said = f"{words.count(pairs.pairs)} pairs of {words.count(pairs.sentences)} sentences"
+        blocks.append(_figures(pairs.figures, f"{words.name(pairs.name)}: {said}"))
+    for inputs in found.classifications:
+        said = f"{words.count(inputs.inputs)} inputs of {words.count(inputs.classes)} classes"
+        blocks.append(_figures(inputs.figures, f"{words.name(inputs.name)}: {said}"))
     gap = calibration_gap(found.texts)
     if gap is not None:
         blocks.append(gap)
     return Section("Quality", blocks)
+
+
+def _figures(found: Mapping[str, Figure], title: str) -> Table:
+    """Figures of encoders and classifiers."""
+    rows = [
+        (words.label_of(key), words.figure_words(key, f), words.figure_interval(key, f)) for key, f in found.items()
+    ]
+    return Table(("figure", "value ± standard error", "95 % interval"), rows, title)
 
 
 def of_text(text: TextResult) -> list[Block]:

@@ -5,6 +5,7 @@ the reference has to itself, rounded to its own dtype.
 """
 
 import math
+from collections.abc import Iterator
 
 from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
 from compress.evaluation.showing import words
@@ -77,7 +78,8 @@ def _perplexity(found: Evaluation) -> list[str]:
     text, moved = held_out(found), change(found)
     own = None if text is None else text.figures.get("perplexity")
     if text is None or own is None:
-        return ["Quality was not measured."]
+        others = [*_encoded(found), *_classified(found)]
+        return others if others or found.tasks else ["Quality was not measured."]
     reference = text.figures.get("reference_perplexity")
     if reference is None or moved is None:
         return [f"Perplexity {words.with_error(own)}; there is no original to hold it against."]
@@ -86,6 +88,25 @@ def _perplexity(found: Evaluation) -> list[str]:
         return [f"Perplexity is the original's within noise: {pair}, {_signed(moved)}."]
     more = "higher" if moved.value > 0 else "lower"
     return [f"Perplexity is {words.with_error(Figure(abs(moved.value), moved.error), 100, ' %')} {more}: {pair}."]
+
+
+def _encoded(found: Evaluation) -> Iterator[str]:
+    """What an encoder still says of pairs of sentences."""
+    for pairs in found.embeddings:
+        own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
+        beside = "" if moved is None else f", the original's {words.number(own.value - moved.value, 3)}"
+        yield f"Spearman's correlation with people's scores {words.with_error(own)}{beside}."
+
+
+def _classified(found: Evaluation) -> Iterator[str]:
+    """How often a classifier is right, and says what the original says."""
+    for inputs in found.classifications:
+        figures = inputs.figures
+        said = [f"Right on {words.with_error(figures['accuracy'], 100, ' %')} of {words.count(inputs.inputs)} inputs"]
+        if "accuracy_difference" in figures:
+            said.append(f"{points(figures['accuracy_difference'])} beside the original")
+            said.append(f"the same class for {words.share(figures['agreement'].value)}")
+        yield ", ".join(said) + "."
 
 
 def _divergence(found: Evaluation) -> list[str]:

@@ -15,6 +15,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 STEP = 1024.0
 LONG = 400  # characters of a name
 PERCENTILE = re.compile(r"(kl|delta_p)_p(\d+)$")
+SHARES = ("same_top", "accuracy", "reference_accuracy", "accuracy_difference", "agreement")
 POINTS = "delta_p"  # figures that are differences of probabilities
 
 # What the figures of a text are called, in the order in which they are shown.
@@ -127,7 +128,7 @@ def count(value: int | None) -> str:
 
 def scale_of(key: str) -> tuple[float, str]:
     """What a figure is multiplied by to be read, and its unit: shares and differences of probabilities in percent."""
-    return (100.0, " %") if key == "same_top" or key.startswith(POINTS) else (1.0, "")
+    return (100.0, " %") if key in SHARES or key.startswith(POINTS) else (1.0, "")
 
 
 def figure_words(key: str, figure: Figure | None) -> str:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from commands import command, save
+from safetensors.torch import save_file
 from scipy.stats import spearmanr
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer, BertConfig, BertModel, ResNetConfig, ResNetForImageClassification
 
 import compress
 from compress.errors import InputError
@@ -179,6 +180,44 @@ class _Named(torch.nn.Module):
 def test_labels_that_do_not_fit_are_refused(inputs: object, labels: torch.Tensor, says: str) -> None:
     with pytest.raises(InputError, match=says):
         compress.evaluate_classifier(cnn(0.0), inputs, labels)
+
+
+def test_a_command_measures_a_classifier_on_a_file_of_labelled_inputs(tmp_path: Path) -> None:
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[16], depths=[1], layer_type="basic", num_labels=4, num_channels=1
+    )
+    model = ResNetForImageClassification(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    compress.quantize(tmp_path / "model", compress.RTN(scheme="w4a16", group_size=-1), output=tmp_path / "out")
+    draw = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(40, 1, 32, 32, generator=draw), torch.randint(4, (40,), generator=draw)
+    np.savez(tmp_path / "images.npz", pixel_values=images.numpy(), labels=labels.numpy())
+    save_file({"pixel_values": images, "labels": labels}, tmp_path / "images.safetensors")
+    expected = compress.evaluate_classifier(tmp_path / "out", images, labels, reference=tmp_path / "model")
+    for name in ("images.npz", "images.safetensors"):
+        words = ["evaluate", tmp_path / "out", "--reference", tmp_path / "model", "--labelled", tmp_path / name]
+        outcome = command(*words, "--json", tmp_path / "found.json", "--fail-if", "agreement < 0.01")
+        assert outcome.code == 0, outcome.err
+        assert "40 inputs, 4 classes" in outcome.out
+        found = read_evaluation(tmp_path / "found.json")
+        assert found.classifications[0].figures == expected.classifications[0].figures
+    text = (tmp_path / "out" / "evaluation.md").read_text("utf-8")
+    assert "Right on " in text
+    assert "agreement" in text
+    assert "Quality was not measured" not in text
+    (tmp_path / "torn.npz").write_bytes(b"PK")
+    np.savez(tmp_path / "bare.npz", labels=labels.numpy())
+    for given, says in (
+        (["--labelled", "x.pt"], "labelled inputs 'x.pt'; give a .safetensors or .npz file"),
+        (["--labelled", "no.npz"], "'no.npz' does not exist"),
+        (["--labelled", tmp_path / "torn.npz"], "is damaged or holds no tensors"),
+        (["--labelled", tmp_path / "bare.npz"], "bare.npz holds labels; give"),
+        (["--labelled", "a.npz", "--pairs", "b.jsonl"], "give one of them"),
+        (["--labelled", "a.npz", "--text", "demo"], "--labelled is for classifiers; --text is for text: drop one"),
+    ):
+        outcome = command("evaluate", tmp_path / "out", *given)
+        assert outcome.code == 2, outcome
+        assert says in outcome.err
 
 
 @pytest.mark.slow

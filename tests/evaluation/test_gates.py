@@ -1,12 +1,13 @@
 """Gates: what they let through, what they fail, and in which words."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from commands import Desk, command
 
 from compress.errors import InputError
-from compress.evaluation.document import Evaluation, Figure, Named, SizeResult, TextResult
+from compress.evaluation.document import Evaluation, Figure, Named, SizeResult, TaskResult, TextResult
 from compress.evaluation.gates import broken_gates, parse_gate
 
 MODEL = Named("model", "Llama", 10, "float32")
@@ -58,7 +59,77 @@ def test_what_was_not_measured_fails_with_the_reason() -> None:
     ]
 
 
-@pytest.mark.parametrize("given", ["kl_mean", "kl_mean > ", "> 3", "kl_mean = 3", "kl_mean > x", "kl_mean > nan", ""])
+def task(name: str, **more: object) -> TaskResult:
+    return TaskResult(name, "cloze", "", 100, Figure(0.5), **more)
+
+
+TASKS = replace(
+    FOUND,
+    tasks=[
+        task("piqa", difference=Figure(-0.03), interval=(-0.05, -0.01), p_adjusted=0.02),
+        task("arc.easy", difference=Figure(0.01), interval=(-0.02, 0.04), p_adjusted=0.7),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("gate", "says"),
+    [
+        ("tasks.piqa.difference < -0.02", "tasks.piqa.difference is -0.03"),
+        ("tasks.arc.easy.difference<-0.02", None),
+        ("tasks.*.interval_high < 0", "tasks.*.interval_high is -0.01 on piqa"),
+        ("tasks.*.p_adjusted < 0.01", None),
+        ("tasks.*.accuracy < 0.5", None),
+        ("tasks.lambada.accuracy < 0.1", "tasks.lambada.accuracy was not measured: no task is called 'lambada'; there"),
+        ("tasks.piqa.accuracy_norm < 0", "tasks.piqa.accuracy_norm was not measured: the task has no accuracy_norm"),
+        ("tasks.*.perplexity > 0", "tasks.*.perplexity was not measured on piqa: the task has no perplexity"),
+    ],
+)
+def test_gates_on_tasks(gate: str, says: str | None) -> None:
+    broken = broken_gates(TASKS, [parse_gate(gate)])
+    assert len(broken) == (says is not None)
+    assert says is None or f"gate {gate!r} failed: {says}" in broken[0]
+    (unasked,) = broken_gates(replace(TASKS, tasks=[]), [parse_gate(gate)])
+    assert unasked.endswith("was not measured: no task was given")
+
+
+def test_gates_in_noise_floors() -> None:
+    near = replace(FOUND.texts[0], noise={"kl_mean": Figure(0.002)})
+    found = replace(FOUND, texts=[near, *FOUND.texts[2:]])
+    gates = [parse_gate(gate) for gate in ("kl_mean > 5 * noise", "kl_mean > 4.9*noise", "kl_mean <= noise")]
+    assert broken_gates(found, gates) == [
+        "gate 'kl_mean > 4.9*noise' failed: kl_mean is 0.01 on a, the noise floor 0.002"
+    ]
+    assert broken_gates(FOUND, gates[:1]) == [
+        "gate 'kl_mean > 5 * noise' failed: the noise floor of kl_mean was not measured on a: it was not asked for "
+        "(--noise-floor)"
+    ]
+    why = replace(FOUND, missing={"noise": "it is float32"})
+    assert broken_gates(why, gates[:1])[0].endswith("was not measured on a: it is float32")
+    with pytest.raises(InputError, match="the noise floor has the figures of a text, bytes is none of them"):
+        parse_gate("bytes > 3 * noise")
+
+
+@pytest.mark.parametrize("given", ["tasks.piqa.acuracy > 1", "tasks.piqa > 1", "tasks..accuracy > 1"])
+def test_gates_on_what_a_task_has_not_are_refused(given: str) -> None:
+    with pytest.raises(InputError, match="unknown figure"):
+        parse_gate(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "kl_mean",
+        "kl_mean > ",
+        "> 3",
+        "kl_mean > x * noise",
+        "kl_mean > 3 noise",
+        "kl_mean = 3",
+        "kl_mean > x",
+        "kl_mean > nan",
+        "",
+    ],
+)
 def test_what_is_no_gate_is_refused(given: str) -> None:
     with pytest.raises(
         InputError, match=r"^gate .*; write a figure, one of >, >=, <, <= and a number, like 'kl_mean >"
