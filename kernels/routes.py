@@ -2,6 +2,7 @@
 
 triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
+cpu strips   C++, few tokens, of 4-bit weights that are laid out in strips
 cpu blocks   blocks of the weight by C++, multiplied by torch
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 scaled_mm    torch's product of float8 matrices
@@ -21,6 +22,7 @@ from compress.kernels.pack import Planar
 from compress.kernels.pack24 import Sparse24
 from compress.kernels.pack_tiles import TileWords
 from compress.kernels.pairs24 import NO_KERNEL
+from compress.kernels.strips import why_not_lay_in_strips
 from compress.kernels.tiles import MANY
 
 
@@ -65,6 +67,22 @@ def planar_route(
     if path == "dequantize" and not fused:
         fused = (MANY,)
     return Route(path, () if path == "triton" else fused)
+
+
+def strips_route(
+    M: int,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    int8_input: bool = False,
+) -> Route:
+    """Of a weight that is in planar words, or in strips where those are faster."""
+    if device.type != "cpu" or why_not_lay_in_strips(N, K, bits, group_size, int8_input):
+        return planar_route(M, N, K, bits, group_size, dtype, device, int8_input)
+    return _cpu_route(cpu_gemm.strips_operation(int8_input), M, N, K, group_size, dtype)
 
 
 def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
@@ -140,4 +158,4 @@ def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dt
         name, reasons = "torch", [f"x is {dtype}; allowed: float32, float16, bfloat16"]
     if name == "blocks":
         reasons.append(MANY)
-    return Route(f"cpu {name}" if name in ("rows", "slabs", "blocks") else name, tuple(reasons))
+    return Route(f"cpu {name}" if name in ("rows", "strips", "slabs", "blocks") else name, tuple(reasons))

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError
 from compress.kernels.pack import Planar, planar_weight
+from compress.kernels.routes import Route
 from compress.runtime.linear import PackedLinear, QuantLinear
 from compress.weights.codes import Int8Table
 from compress.weights.grid import Quantized
+from compress.weights.scheme import Scheme
 
 PROBED = 4  # rows
 
@@ -115,6 +117,13 @@ class TiedLinear(PackedLinear):
     @property
     def zero(self) -> Tensor | None:  # type: ignore[override]
         return self.table.zero
+
+    def lay_in_strips(self) -> None:
+        """Does nothing: the embedding looks rows up in planar words."""
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return cls.summand_route(scheme, M, shape, dtype, device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination |= {prefix + name: part for name, part in shown(self.table).items()}

@@ -145,6 +145,9 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
     if reasons:
         raise InputError(f"layers cannot be fused: {'; '.join(reasons)}")
     first = layers[0]
+    for layer in layers:
+        if isinstance(layer, PackedLinear):
+            layer.lay_in_rows()
     rows = sum(layer.out_features for layer in layers)
     bias = None
     if first.bias is not None:

@@ -24,7 +24,16 @@ from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in
 from compress.checkpoint.weight_files import weight_files
 from compress.errors import InputError
-from compress.runtime.assembly import compressed_layers, densify, device_of, finish, fuse, prepare, weights_on_codes
+from compress.runtime.assembly import (
+    compressed_layers,
+    densify,
+    device_of,
+    finish,
+    fuse,
+    lay_in_strips,
+    prepare,
+    weights_on_codes,
+)
 from compress.runtime.dequantized import load_dequantized
 from compress.runtime.linear import PackedLinear
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
@@ -98,6 +107,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
             if target is not None:
                 model.to(target)
             self.notes += fuse(model)
+        lay_in_strips(model)
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
@@ -268,3 +278,4 @@ def _round_inputs(network: nn.Module) -> None:
     for layer in found:
         if layer.scheme.inputs is None:
             layer.input_group = INPUT_GROUP if layer.in_features % INPUT_GROUP == 0 else -1
+            layer.lay_in_strips()

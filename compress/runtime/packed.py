@@ -1,15 +1,17 @@
 """Layers on planar words: weights of 2 to 8 bits beside inputs that stay as they are, or are rounded to every token.
 
-2 and 3 bits ride in words of 4, 5 to 7 in words of 8.
+2 and 3 bits ride in words of 4, 5 to 7 in words of 8. `lay_in_strips` changes the layout of words of 4 bits for CPUs
+that read another one faster: the same three buffers then hold a `kernels.pack_strips.Strips`, whose words have three
+dimensions, until something needs planar words: another device, new codes.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, reference
+from compress.kernels import ops, reference, strips
 from compress.kernels.entries import Entries
 from compress.kernels.pack import (
     Planar,
@@ -21,12 +23,15 @@ from compress.kernels.pack import (
     unpack_planar,
     unpack_rows,
 )
-from compress.kernels.routes import Route, planar_route
+from compress.kernels.pack_strips import Strips, unpack_strips
+from compress.kernels.routes import Route, planar_route, strips_route
 from compress.kernels.sparse import weight_only_sparse_linear
 from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import NARROW, WIDE, Scheme
+
+STRIPS_DIMENSIONS = 3  # of the words
 
 
 class PackedLinear(WordLinear):
@@ -55,11 +60,41 @@ class PackedLinear(WordLinear):
         return self.scale.dtype
 
     @property
+    def in_strips(self) -> bool:
+        """Whether the words are laid out in strips."""
+        return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
+
+    @property
     def planar(self) -> Planar:
+        """The weight in planar words; of one in strips, made anew each time."""
+        if self.in_strips:
+            return unpack_strips(Strips(self.words, self.scale, self.zero, self.group_size), self.in_features)
         return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
+
+    def lay_in_strips(self) -> None:
+        """Hold the weight in strips from now on, where that is faster on this CPU (`kernels.strips`)."""
+        if self.in_strips:
+            return
+        found = strips.lay_in_strips(self.planar, self.in_features, self.input_group is not None)
+        if found is not None:
+            self.words, self.scale, self.zero = found[:3]
+
+    def lay_in_rows(self) -> None:
+        """Inverse of `lay_in_strips`."""
+        if self.in_strips:
+            self.words, self.scale, self.zero = self.planar[:3]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.device.type != "cpu":
+            self.lay_in_rows()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._rounded(self._own(x))
+        if self.in_strips:
+            layout = (self.words, self.scale, self.zero, self.bias, self.group_size, self.input_group)
+            return strips.strips_linear(x, *layout)
         weight = (self.words, self.scale, self.zero, self.bias, self.container, self.group_size)
         if self.input_group is None:
             return ops.weight_only_linear(x, *weight)
@@ -71,8 +106,8 @@ class PackedLinear(WordLinear):
         return x if inputs is None or _integers(self.scheme) else ActivationCodes(inputs).fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        x = self._rounded(x)
-        weight = (self.words, self.scale, self.zero, bias, self.container, self.group_size)
+        x, planar = self._rounded(x), self.planar
+        weight = (planar.words, planar.scale, planar.zero, bias, self.container, self.group_size)
         return weight_only_sparse_linear(x, *weight, *entries)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
@@ -84,16 +119,24 @@ class PackedLinear(WordLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        bits = NARROW if scheme.weights.bits <= NARROW else WIDE
-        group = scheme.weights.group_size or -1
-        return planar_route(M, *shape, bits, group, dtype, device, _integers(scheme))
+        return strips_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
+
+    @classmethod
+    def summand_route(
+        cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> Route:
+        return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
 
     def dequantize(self) -> Tensor:
         return planar_weight(self.planar, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         words, zero_GN = self.laid_out(parts, rows.stop - rows.start)
+        again = self.in_strips
+        self.lay_in_rows()
         self.hold({"words": words, "scale": parts["weight_scale"].t(), "zero": zero_GN}, rows)
+        if again:
+            self.lay_in_strips()
 
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
         """Planar words and zero points [G, N], of what is stored of so many rows."""
@@ -106,9 +149,10 @@ class PackedLinear(WordLinear):
         return words, None if given_GN is None else unpack_rows(given_GN, bits, rows, signed=False) + self.lift
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        words = self.words[rows]
-        parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
-        parts |= self.stored(words, None if self.zero is None else self.zero[:, rows])
+        planar = self.planar
+        words = planar.words[rows]
+        parts = {"weight_scale": planar.scale[:, rows].t().contiguous()}
+        parts |= self.stored(words, None if planar.zero is None else planar.zero[:, rows])
         if self.scheme.terms[0].whole is None:
             parts["weight_shape"] = torch.tensor([len(words), self.in_features], device=words.device)
         return parts
@@ -125,6 +169,11 @@ class PackedLinear(WordLinear):
         if zero_GN is not None:
             parts["weight_zero_point"] = pack_rows(zero_GN - self.lift, bits, signed=False).t().contiguous()
         return parts
+
+
+def _layout(scheme: Scheme) -> tuple[int, int]:
+    """Bits of a word's codes, and columns that share a scale."""
+    return NARROW if scheme.weights.bits <= NARROW else WIDE, scheme.weights.group_size or -1
 
 
 def _integers(scheme: Scheme) -> bool:

@@ -167,7 +167,7 @@ class SumLinear(QuantLinear):
                 kernels.append(term.kind)
                 reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
             else:
-                one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
+                one = kind.summand_route(Scheme(terms=(term,)), M, shape, dtype, device)
                 one = with_entries(one, M) if i in together else one
                 kernels.append(one.kernel)
                 reasons += one.why_not

@@ -30,7 +30,7 @@ from compress.kernels.cache import cache_directory
 
 NUMBERS = ("numbers", "vectors")
 # What each library includes.
-HEADERS = {"gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "work", *NUMBERS), "columns": NUMBERS}
+HEADERS = {"gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS), "columns": NUMBERS}
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.

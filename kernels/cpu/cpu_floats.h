@@ -179,22 +179,29 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
   if (last) work.finish(m0, T, nullptr);
 }
 
-// All columns of the rows that a thread works on, a chunk at a time; x of all tokens packed for it.
-template <class D, class DecoderOf>
-void float_slabs(Work& work, const int32_t* packed, int64_t columns, bool whole, DecoderOf decoder_of) {
-  const int64_t dwords = columns / D::STEP;
+// All columns of the rows that a thread works on, a chunk at a time, whose slab make_slab(first, last) makes; x of all
+// tokens packed for it.
+template <class D, class MakeSlab>
+void over_chunks(Work& work, const int32_t* packed, int64_t columns, MakeSlab make_slab) {
   const TokenTiles tiles(work.a.M);
   for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
     const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
-    float_slab<D>(work, first, last, whole, decoder_of);
-    add_entries<D>(work, first, last);
+    make_slab(first, last);
     for (int64_t tile = 0; tile < tiles.count; ++tile)
       with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
         const int64_t m = tiles.start(tile);
-        const int32_t* from = &packed[m * dwords + first / D::STEP * t];
+        const int32_t* from = &packed[first / D::STEP * work.a.M + m * steps];
         float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
       });
   }
+}
+
+template <class D, class DecoderOf>
+void float_slabs(Work& work, const int32_t* packed, int64_t columns, bool whole, DecoderOf decoder_of) {
+  over_chunks<D>(work, packed, columns, [&](int64_t first, int64_t last) {
+    float_slab<D>(work, first, last, whole, decoder_of);
+    add_entries<D>(work, first, last);
+  });
 }
 
 // One token as the dwords of D in their natural order, zeros past K.

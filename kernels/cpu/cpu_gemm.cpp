@@ -31,6 +31,7 @@
 #include "cpu_floats.h"
 #include "cpu_ints.h"
 #include "cpu_sparse24.h"
+#include "cpu_strips.h"
 #include "cpu_tiles.h"
 
 namespace {
@@ -56,6 +57,7 @@ int32_t in_blocks(const Arguments& given, Product product) {
 
 extern "C" int32_t weight_only(const Arguments* given) {
   return in_blocks(*given, [](const Arguments& a) {
+    if (a.strips) return strip_float_product(a);
 #if BF16_DOT
     if (a.x_type == BF16 && a.scale_type == BF16)
       return a.bits == 4 ? float_product<Bf16Words<4>>(a) : float_product<Bf16Words<8>>(a);
@@ -66,6 +68,7 @@ extern "C" int32_t weight_only(const Arguments* given) {
 
 extern "C" int32_t int8_activation(const Arguments* given) {
   return in_blocks(*given, [](const Arguments& a) {
+    if (a.strips) return strip_int_product(a);
     if (!a.planar) return int_product<Plain>(a);
     return a.bits == 4 ? int_product<Nibbles>(a) : int_product<Bytes>(a);
   });

@@ -67,6 +67,32 @@ struct Activations {
   std::vector<int32_t> weight_group, input_group;  // of every segment
   Memory<int32_t> packed, sums, zero;              // sums [M][segments], zero [M]
   Memory<float> scale;                             // [M][scales]
+
+  // Columns that share their scales; 0: all.
+  static int64_t segment_of(const Arguments& a) {
+    return std::gcd(std::max<int64_t>(a.group, 0), std::max<int64_t>(a.input_group, 0));
+  }
+
+  // Columns in blocks; `by_plane`: every plane is a segment.
+  Activations(const Arguments& a, int64_t block, bool by_plane) {
+    columns = (a.K + block - 1) / block * block;
+    segment = by_plane ? PLANE : segment_of(a) == 0 ? columns : segment_of(a);
+    // A chunk is made of whole blocks and, unless there is only one, of whole segments.
+    if (segment < columns && segment > CHUNK * 4) segment = std::gcd(segment, CHUNK * 4);
+    segments = (columns + segment - 1) / segment;
+    scales = a.input_group > 0 ? (a.K + a.input_group - 1) / a.input_group : 1;
+    weight_group = groups_of(columns, segment, a.group, a.G);
+    input_group = groups_of(columns, segment, a.input_group, scales);
+    packed = allocate<int32_t>(a.M * columns / 4);
+    sums = allocate<int32_t>(a.M * segments);
+    zero = allocate<int32_t>(a.M);
+    scale = allocate<float>(a.M * scales);
+  }
+
+  int64_t chunk(int64_t block) const {
+    const int64_t unit = segment < columns ? std::lcm<int64_t>(segment, block) : block;
+    return std::max<int64_t>(CHUNK * 4 / unit, 1) * unit;
+  }
 };
 
 // Codes of one token, zeros past K; its scales and its zero point, as `reference.quantize_tokens` and
@@ -235,10 +261,21 @@ void int_finish(const Work& work, const Activations& x, int64_t m0, int tokens) 
 template <bool NIBBLES, int T>
 void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first, int64_t last) {
   const bool single = x.segments == 1, scaled = x.scales > 1;
-  const int32_t* from = &x.packed[m0 * (x.columns / 4) + first / 4 * T];
+  const int32_t* from = &x.packed[first / 4 * work.a.M + m0 * ((last - first) / 4)];
   const char* slab = work.slab.get();
   int32_t* kept = &work.sums[m0 * ROWS];
   int64_t s = first / x.segment;
+  const auto dot_bytes_of = [](Int a, Int u, Int b) __attribute__((always_inline)) { return dot_bytes<false>(a, u, b); };
+  const auto dot_nibbles_of = [](Int a, Int u, Int b) __attribute__((always_inline)) { return dot_nibbles(a, u, b); };
+  // The dots of one dword of every row and token, so many steps on.
+  const auto add = [&](int step, Int(&to)[T][VECTORS], auto dot) __attribute__((always_inline)) {
+    Int weights[VECTORS];
+    each<VECTORS>([&](auto v) { weights[v] = load(slab + (step * VECTORS + v) * VECTOR_BYTES); });
+    each<T>([&](auto t) {
+      const Int given = every(from[step * T + t]);
+      each<VECTORS>([&](auto v) { to[t][v] = dot(to[t][v], weights[v], given); });
+    });
+  };
   for (int64_t start = first; start < last; start += x.segment, ++s) {
     const int64_t g = static_cast<int64_t>(x.weight_group[s]) * ROWS;
     Int sums[T][VECTORS];
@@ -251,13 +288,19 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
       });
     }
     const int64_t steps = (std::min(start + x.segment, last) - start) / 4;
-    for (int64_t k = 0; k < steps; ++k, from += T, slab += VECTORS * VECTOR_BYTES) {
-      Int weights[VECTORS];
-      each<VECTORS>([&](auto v) { weights[v] = load(slab + v * VECTOR_BYTES); });
-      each<T>([&](auto t) {
-        const Int given = every(from[t]);
-        each<VECTORS>([&](auto v) { sums[t][v] = dot_bytes<NIBBLES>(sums[t][v], weights[v], given); });
-      });
+    if constexpr (NIBBLES) {
+      for (int64_t k = 0; k < steps; k += PART_STEPS) {
+        Int parts[T][VECTORS];
+        each<T>([&](auto t) { each<VECTORS>([&](auto v) { parts[t][v] = every(0); }); });
+        each<PART_STEPS>([&](auto i) { add(i, parts, dot_nibbles_of); });
+        from += PART_STEPS * T;
+        slab += PART_STEPS * VECTORS * VECTOR_BYTES;
+        each<T>([&](auto t) {
+          each<VECTORS>([&](auto v) { sums[t][v] = plus(sums[t][v], sum_part(parts[t][v])); });
+        });
+      }
+    } else {
+      for (int64_t k = 0; k < steps; ++k, from += T, slab += VECTORS * VECTOR_BYTES) add(0, sums, dot_bytes_of);
     }
     if (single) {
       each<T>([&](auto t) { each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, sums[t][v]); }); });
@@ -280,29 +323,11 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
   work.finish(m0, T, single || scaled ? nullptr : x.scale.get());
 }
 
-template <class F>
-void int_product(const Arguments& a) {
-  Activations x;
-  x.columns = (a.K + F::BLOCK - 1) / F::BLOCK * F::BLOCK;
-  const int64_t shared = std::gcd(std::max<int64_t>(a.group, 0), std::max<int64_t>(a.input_group, 0));
-  x.segment = shared == 0 ? x.columns : shared;
-  const bool by_plane = a.by_rows && x.segment % F::BLOCK != 0;
-  if (by_plane) x.segment = PLANE;
-  // A chunk is made of whole blocks and, unless there is only one, of whole segments.
-  if (x.segment < x.columns) x.segment = x.segment > CHUNK * 4 ? std::gcd(x.segment, CHUNK * 4) : x.segment;
-  const int64_t unit = x.segment < x.columns ? std::lcm<int64_t>(x.segment, F::BLOCK) : F::BLOCK;
-  const int64_t chunk = std::max<int64_t>(CHUNK * 4 / unit, 1) * unit;
-  x.segments = (x.columns + x.segment - 1) / x.segment;
-  x.scales = a.input_group > 0 ? (a.K + a.input_group - 1) / a.input_group : 1;
-  x.weight_group = groups_of(x.columns, x.segment, a.group, a.G);
-  x.input_group = groups_of(x.columns, x.segment, a.input_group, x.scales);
-  x.packed = allocate<int32_t>(a.M * x.columns / 4);
-  x.sums = allocate<int32_t>(a.M * x.segments);
-  x.zero = allocate<int32_t>(a.M);
-  x.scale = allocate<float>(a.M * x.scales);
-  const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
-  const auto prepare = [&](int64_t m, int thread) {
-    int8_t* codes = &natural[thread * x.columns];
+// Every token of x: codes, scales, sums of segments, and `arrange(codes as dwords, m)`.
+template <class Arrange>
+auto prepare_codes(const Arguments& a, Activations& x, int8_t* natural, Arrange arrange) {
+  return [&a, &x, natural, arrange](int64_t m, int thread) {
+    int8_t* codes = natural + thread * x.columns;
     memset(codes + a.K, 0, x.columns - a.K);
     quantize(a, m, codes, &x.scale[m * x.scales], &x.zero[m]);
     for (int64_t s = 0; s < x.segments; ++s) {
@@ -310,27 +335,42 @@ void int_product(const Arguments& a) {
       for (int64_t k = s * x.segment; k < std::min((s + 1) * x.segment, x.columns); ++k) total += codes[k];
       x.sums[m * x.segments + s] = total;
     }
-    arrange<F>(reinterpret_cast<const int32_t*>(codes), x.packed.get(), m, x.columns, 4, a);
+    arrange(reinterpret_cast<const int32_t*>(codes), m);
   };
-  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
-    if (a.by_rows) {
-      in_powers_of_two(a.M, [&](int64_t m, auto t) {
-        if constexpr (F::PADDED) {
-          if (by_plane) return int_rows_by_plane<F, ROW_TILE, t>(work, x, m);
-        }
-        int_rows<F, ROW_TILE, t>(work, x, m);
+}
+
+// Chunks of slabs, which make_slab(work, first, last) makes, and all tiles of tokens over each.
+template <bool NIBBLES, class MakeSlab>
+void int_chunks(Work& work, const Activations& x, int64_t chunk, MakeSlab make_slab) {
+  constexpr int MOST = NIBBLES ? PART_TOKENS : TOKENS;
+  const TokenTiles tiles(work.a.M, MOST);
+  for (int64_t first = 0; first < x.columns; first += chunk) {
+    const int64_t last = std::min(first + chunk, x.columns);
+    make_slab(work, first, last);
+    for (int64_t tile = 0; tile < tiles.count; ++tile)
+      with_constant<MOST>(tiles.size(tile), [&](auto t) {
+        int_tile<NIBBLES && !VNNI, t>(work, x, tiles.start(tile), first, last);
       });
-      return;
-    }
-    const TokenTiles tiles(a.M);
-    for (int64_t first = 0; first < x.columns; first += chunk) {
-      const int64_t last = std::min(first + chunk, x.columns);
-      int_slab<F>(work, first, last);
-      for (int64_t tile = 0; tile < tiles.count; ++tile)
-        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
-          int_tile<!WIDE && F::BITS == 4, t>(work, x, tiles.start(tile), first, last);
-        });
-    }
+  }
+}
+
+template <class F>
+void int_product(const Arguments& a) {
+  const bool by_plane = a.by_rows && Activations::segment_of(a) % F::BLOCK != 0;
+  Activations x(a, F::BLOCK, by_plane);
+  const int64_t chunk = x.chunk(F::BLOCK);
+  const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
+  const auto prepare = prepare_codes(a, x, natural.get(), [&](const int32_t* codes, int64_t m) {
+    arrange<F>(codes, x.packed.get(), m, x.columns, 4, a, chunk / 4, F::BITS == 4 ? PART_TOKENS : TOKENS);
+  });
+  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
+    if (!a.by_rows) return int_chunks<F::BITS == 4>(work, x, chunk, int_slab<F>);
+    in_powers_of_two(a.M, [&](int64_t m, auto t) {
+      if constexpr (F::PADDED) {
+        if (by_plane) return int_rows_by_plane<F, ROW_TILE, t>(work, x, m);
+      }
+      int_rows<F, ROW_TILE, t>(work, x, m);
+    });
   });
 }
 

@@ -26,10 +26,17 @@
 #define BF16_DOT 0
 #endif
 
+#if WIDE || defined(__AVXVNNI__)
+#define VNNI 1
+#else
+#define VNNI 0
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
 constexpr int VECTOR_BYTES = 64;
+constexpr int PART_STEPS = 8;
 
 template <class Body, int... I>
 INLINE void unroll(Body body, std::integer_sequence<int, I...>) {
@@ -144,6 +151,11 @@ template <bool NIBBLES>
 INLINE Int dot_bytes(Int sums, Int u, Int s) {
   return _mm512_dpbusd_epi32(sums, u, s);
 }
+
+// The same of nibbles u, in parts: `dot_nibbles` adds to a part, at most PART_STEPS times from zero, `sum_part` makes
+// 32-bit sums of it.
+INLINE Int dot_nibbles(Int part, Int u, Int s) { return _mm512_dpbusd_epi32(part, u, s); }
+INLINE Int sum_part(Int part) { return part; }
 
 INLINE void transpose(Int (&r)[LANES]) {
   Int t[LANES];
@@ -347,7 +359,7 @@ INLINE Int widen_bytes(const void* p) {
 // Pairs of products of nibbles fit 16 bits (2 * 15 * 128); those of bytes do not, so they are widened first.
 template <bool NIBBLES>
 INLINE __m256i dot_bytes(__m256i sums, __m256i u, __m256i s) {
-#if defined(__AVXVNNI__)
+#if VNNI
   return _mm256_dpbusd_avx_epi32(sums, u, s);
 #else
   if constexpr (NIBBLES) {
@@ -363,6 +375,25 @@ INLINE __m256i dot_bytes(__m256i sums, __m256i u, __m256i s) {
 template <bool NIBBLES>
 INLINE Int dot_bytes(Int sums, Int u, Int s) {
   return {dot_bytes<NIBBLES>(sums.a, u.a, s.a), dot_bytes<NIBBLES>(sums.b, u.b, s.b)};
+}
+
+// Parts are sums of 16 bits, which are added up half as fast as they are made: 2 * 15 * 128 * PART_STEPS stays below
+// 2^15. With VNNI they are sums of 32 bits.
+INLINE __m256i dot_nibbles(__m256i part, __m256i u, __m256i s) {
+#if VNNI
+  return _mm256_dpbusd_avx_epi32(part, u, s);
+#else
+  return _mm256_add_epi16(part, _mm256_maddubs_epi16(u, s));
+#endif
+}
+INLINE Int dot_nibbles(Int part, Int u, Int s) { return {dot_nibbles(part.a, u.a, s.a), dot_nibbles(part.b, u.b, s.b)}; }
+INLINE Int sum_part(Int part) {
+#if VNNI
+  return part;
+#else
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(part.a, ones), _mm256_madd_epi16(part.b, ones)};
+#endif
 }
 
 INLINE void transpose(__m256i (&r)[8]) {

@@ -20,6 +20,8 @@ constexpr int PLANE = 32;
 constexpr int VECTORS = WIDE ? 2 : 1;
 constexpr int ROWS = LANES * VECTORS;
 constexpr int TOKENS = WIDE ? 12 : 6;
+// The same of parts of sums, which need registers of their own.
+constexpr int PART_TOKENS = VNNI ? TOKENS : 4;
 // Rows and, at most, tokens that the row loop takes at once.
 constexpr int ROW_TILE = WIDE ? 4 : 2;
 constexpr int ROW_TOKENS = WIDE ? 4 : 2;
@@ -45,7 +47,7 @@ struct Arguments {
   void* out;
   int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
   Type x_type, scale_type, bias_type, value_type;
-  int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits;
+  int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits, strips;
 };
 
 struct Free {
@@ -79,16 +81,29 @@ INLINE void in_powers_of_two(int64_t M, Body body, int64_t m = 0) {
   if constexpr (T > 1) in_powers_of_two<T / 2>(M, body, m);
 }
 
-// Tokens in tiles of at most TOKENS, as even as they can be.
+// Tokens in tiles of at most so many, as even as they can be.
 struct TokenTiles {
   int64_t count, least, extra;
 
-  explicit TokenTiles(int64_t M) : count((M + TOKENS - 1) / TOKENS), least(M / count), extra(M % count) {}
+  explicit TokenTiles(int64_t M, int64_t most = TOKENS)
+      : count((M + most - 1) / most), least(M / count), extra(M % count) {}
   int64_t size(int64_t tile) const { return least + (tile < extra); }
   int64_t start(int64_t tile) const { return tile * least + std::min(tile, extra); }
   int64_t of(int64_t token) const {
     const int64_t longer = extra * (least + 1);
     return token < longer ? token / (least + 1) : extra + (token - longer) / least;
+  }
+
+  // Dwords of a token, to where its tile is packed: [chunk][tile][dwords of a chunk][tokens of the tile], so that what
+  // is read beside one slab lies together.
+  void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t dwords, int64_t chunk) const {
+    const int64_t tile = of(m), tokens = size(tile), first_token = start(tile);
+    const int64_t all = start(count - 1) + size(count - 1);
+    for (int64_t first = 0; first < dwords; first += chunk) {
+      const int64_t here = std::min(chunk, dwords - first);
+      int32_t* to = packed + first * all + first_token * here + (m - first_token);
+      for (int64_t k = 0; k < here; ++k) to[k * tokens] = natural[first + k];
+    }
   }
 };
 
@@ -140,19 +155,22 @@ struct Work {
   void begin(int64_t first) {
     n0 = first;
     const int64_t size = size_of(a.scale_type);
-    for (int64_t g = 0; g < a.G; ++g) {
-      const int64_t at = g * a.N + n0;
+    for (int64_t g = 0; g < a.G; ++g)
       for (int v = 0; v < VECTORS; ++v) {
-        const int64_t here = std::max<int64_t>(count() - v * LANES, 0);
-        const char* p = static_cast<const char*>(a.scale) + (at + std::min<int64_t>(v * LANES, count())) * size;
-        store(&scale[g * ROWS + v * LANES], float_to_bits(load_floats(p, a.scale_type, here)));
+        const int64_t here = std::min<int64_t>(std::max<int64_t>(count() - v * LANES, 0), LANES);
+        const int64_t at = a.strips ? ((n0 / LANES + v) * a.G + g) * LANES : g * a.N + n0 + v * LANES;
+        const int64_t to = g * ROWS + v * LANES;
+        if (here == 0) {
+          std::fill_n(&scale[to], LANES, 0.0f);
+          continue;
+        }
+        const char* p = static_cast<const char*>(a.scale) + at * size;
+        store(&scale[to], float_to_bits(load_floats(p, a.scale_type, here)));
+        if (a.zero == nullptr) continue;
+        const Int zeros = widen_bytes(a.zero + at, here);
+        store(&zero[to], zeros);
+        store(&float_zero[to], float_to_bits(to_float(zeros)));
       }
-      if (a.zero == nullptr) continue;
-      uint8_t zeros[ROWS] = {};
-      memcpy(zeros, a.zero + at, count());
-      for (int r = 0; r < ROWS; ++r) zero[g * ROWS + r] = zeros[r];
-      for (int r = 0; r < ROWS; ++r) float_zero[g * ROWS + r] = zeros[r];
-    }
     for (int r = 0; r < ROWS; ++r) {
       bias[r] = 0;
       row_sum[r] = a.row_sum == nullptr ? 0 : a.row_sum[std::min(n0 + r, a.N - 1)];
@@ -218,17 +236,13 @@ void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
   }
 }
 
-// Dwords of a token, in the order in which the loop that is to run reads them.
+// Dwords of a token, in the order in which the loop that is to run reads them; so many dwords in
+// a chunk, at most so many tokens in a tile.
 template <class D>
-void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t columns, int step, const Arguments& a) {
+void arrange(const int32_t* natural, int32_t* packed, int64_t m, int64_t columns, int step, const Arguments& a,
+             int64_t chunk = CHUNK, int most = TOKENS) {
   const int64_t dwords = columns / step;
-  if (!a.by_rows) {
-    const TokenTiles tiles(a.M);
-    const int64_t tile = tiles.of(m), size = tiles.size(tile);
-    int32_t* to = packed + tiles.start(tile) * dwords + (m - tiles.start(tile));
-    for (int64_t k = 0; k < dwords; ++k) to[k * size] = natural[k];
-    return;
-  }
+  if (!a.by_rows) return TokenTiles(a.M, most).arrange(natural, packed, m, dwords, chunk);
   int64_t first = 0, size = ROW_TOKENS;
   while (first + size <= m || first + size > a.M) first + size <= a.M ? first += size : size /= 2;
   int32_t* to = packed + first * dwords + (m - first) * LANES;

@@ -1,8 +1,8 @@
 """The CPU products of `cpu_gemm.cpp` on tensors, and which of its loops runs for given sizes.
 
-Both loops read the words that every device reads (`pack.Planar`), or plain int8. The crossovers were measured with
-`kernels.benchmark` on a processor with AVX-512: rows are read front to back until the arithmetic of that loop costs
-more than unpacking a slab.
+Both loops read the words that every device reads (`pack.Planar`), strips of them (`pack_strips.Strips`) or plain int8.
+The crossovers were measured with `kernels.benchmark` on processors with AVX-512: rows and strips are read front to back
+until the arithmetic of that loop costs more than unpacking a slab.
 """
 
 import ctypes
@@ -16,17 +16,22 @@ from torch import Tensor
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
+from compress.kernels.pack_strips import BITS, ROWS, Strips
 from compress.kernels.pack_tiles import NIBBLE, TileWords
 
-Operation = Literal["weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows", "sparse24"]
+Operation = Literal[
+    "weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows", "sparse24", "strips", "int8_strips"
+]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
+ROWS_UP_TO |= {"strips": 4, "int8_strips": 4}  # a tile of tokens
 ROWS_UP_TO["sparse_rows"] = sys.maxsize
 # Above, a block of rows is made dense and torch multiplies it.
 ROWS_UP_TO["sparse24"] = 16
 ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
+ROWS_UP_TO_AVX2 |= {"strips": 8, "int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
@@ -47,7 +52,7 @@ CHOICES: tuple[str, ...] = (
     "by_rows",
     "threads",
 )
-CHOICES += ("short_columns", "level_bits")
+CHOICES += ("short_columns", "level_bits", "strips")
 
 
 class Arguments(ctypes.Structure):
@@ -68,7 +73,7 @@ def why_not_sizes(operation: Operation, K: int, group_size: int) -> list[str]:
             reasons.append(f"group size {group_size}; allowed: multiples of {TILE_GROUP}")
     elif group_size != -1 and group_size % PLANE:
         reasons.append(f"group size {group_size}; allowed: multiples of {PLANE}, -1 (one scale per channel)")
-    if operation in ("int8_activation", "w8a8") and K >= MAX_INT8_COLUMNS:
+    if operation in ("int8_activation", "int8_strips", "w8a8") and K >= MAX_INT8_COLUMNS:
         reasons.append(f"{K} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
     return reasons
 
@@ -85,12 +90,26 @@ def why_not(operation: Operation, x: Tensor, scale: Tensor, group_size: int = -1
 
 
 def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1) -> str:
-    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, slabs, blocks, torch, reference."""
+    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, strips, slabs, blocks, torch,
+    reference."""
     if why_not_sizes(operation, K, group_size) or cpu.why_not():
         return "reference" if operation == "int8_activation" else "torch"
-    if operation == "sparse24" and not by_rows(operation, M):
-        return "blocks"
-    return "rows" if by_rows(operation, M) else "slabs"
+    if not by_rows(operation, M):
+        return "blocks" if operation == "sparse24" else "slabs"
+    return "strips" if operation in ("strips", "int8_strips") else "rows"
+
+
+def strips_operation(int8_input: bool) -> Operation:
+    """The product of x with a weight in strips."""
+    return "int8_strips" if int8_input else "strips"
+
+
+def why_not_faster_in_strips(int8_input: bool) -> list[str]:
+    """Reasons why this CPU does not multiply faster by strips than by planar words; empty when it does."""
+    reasons = [*cpu.why_not()]
+    if not reasons and not int8_input and not _narrow(cpu.library()):
+        reasons.append("with AVX-512 planar words are faster, unless x is rounded to int8")
+    return reasons
 
 
 @cache
@@ -177,6 +196,21 @@ def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entrie
 def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
     """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
     return _planar("int8_activation", x_MK, weight, bias, input_group)
+
+
+def strips(x_MK: Tensor, weight: Strips, bias: Tensor | None = None, input_group: int | None = None) -> Tensor:
+    """[M, N] = x weight^T + bias, in the dtype of x, which is multiplied as it is (None) or rounded to int8, symmetric,
+    per token (-1) or per token and `input_group` columns."""
+    x_MK, bias = x_MK.contiguous(), bias_of(bias)
+    words, scale = weight.words.contiguous(), weight.scale.contiguous()
+    zero = None if weight.zero is None else weight.zero.contiguous()
+    filled = _filled(strips_operation(input_group is not None), x_MK, words, scale, bias)
+    filled.N, filled.G, filled.row_bytes = len(words) * ROWS, scale.shape[1], words.shape[1] * words.shape[2] // ROWS
+    filled.zero = None if zero is None else zero.data_ptr()
+    filled.bits, filled.group, filled.strips, filled.symmetric = BITS, weight.group_size, True, True
+    if input_group is not None:
+        filled.input_group = input_group
+    return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)
 
 
 def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:

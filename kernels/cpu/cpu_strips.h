@@ -1,0 +1,186 @@
+// Weights of 4 bits in strips (pack_strips.py): 16 rows side by side, 8 columns of each in every 64 bytes.
+//
+// A line of a strip is a vector of 16 dwords, one of each row: byte b of a dword holds column b in its low four bits and
+// column b + 4 in its high ones. So a line is read once, from front to back of the strip, and
+//
+//   int8 inputs     its low nibbles meet columns 0 ... 3 of x in one dot product of bytes, its high ones columns 4 ... 7
+//   exact inputs    nibble i of a dword, shifted down and masked, becomes a number of every row
+//
+// with x broadcast, a sum in every lane and the scales of a group in one vector: nothing is added up across lanes.
+//
+// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a slab,
+// over which every tile runs, as it does for planar words. Values of the weight stay fp32: they are not rounded to the
+// type of the scales.
+
+#pragma once
+
+#include "cpu_floats.h"
+#include "cpu_ints.h"
+
+namespace {
+
+constexpr int LINE = 8;
+// Columns of strips are padded to whole segments, which are as many as a part of a sum takes.
+constexpr int STRIP_BLOCK = 4 * PART_STEPS;
+// Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
+constexpr int STRIP_TOKENS = 4;
+// Bytes between a line that is decoded and the one that is fetched.
+constexpr int AHEAD = 2048;
+
+INLINE const char* strip_of(const Work& work, int v) {
+  return static_cast<const char*>(work.a.weight) + (work.n0 / LANES + v) * LANES * work.a.row_bytes;
+}
+
+// The column of nibble i.
+constexpr int column_of(int i) { return i / 2 + i % 2 * (LINE / 2); }
+
+// T tokens times a strip, in the order of float_product's slabs: x [columns][T].
+template <int T>
+void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+  constexpr int SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
+  const char* line = strip_of(work, v);
+  Float totals[T];
+  each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
+  for (int64_t g = 0, k = 0; k < columns; ++g) {
+    const Float zero = bits_to_float(load(&work.float_zero[g * ROWS + v * LANES]));
+    Float sums[SETS][T];
+    each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
+    for (const int64_t end = std::min(k + group, columns); k < end; k += LINE, line += VECTOR_BYTES, x += LINE * T) {
+      const Int words = load(line);
+      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      each<LINE>([&](auto i) {
+        const Float value = minus(to_float(both(shift_right<4 * i>(words), every(15))), zero);
+        each<T>([&](auto t) {
+          sums[i % SETS][t] = fma(value, bits_to_float(every(x[column_of(i) * T + t])), sums[i % SETS][t]);
+        });
+      });
+    }
+    const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
+    each<T>([&](auto t) {
+      each<SETS - 1>([&](auto i) { sums[0][t] = plus(sums[0][t], sums[i + 1][t]); });
+      totals[t] = fma(sums[0][t], scale, totals[t]);
+    });
+  }
+  each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
+}
+
+// The same of x in codes: dwords [columns / 4][T].
+template <int T>
+void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
+  constexpr int SETS = T == 1 ? 2 : 1;
+  const char* line = strip_of(work, v);
+  const int32_t* from = &x.packed[m0 * (x.columns / 4)];
+  Float totals[T];
+  each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
+  for (int64_t s = 0, k = 0; s < x.segments; ++s) {
+    const int64_t at = static_cast<int64_t>(x.weight_group[s]) * ROWS + v * LANES;
+    Int sums[T];
+    each<T>([&](auto t) { sums[t] = times(load(&work.zero[at]), every(-x.sums[(m0 + t) * x.segments + s])); });
+    for (const int64_t end = std::min(k + x.segment, x.columns); k < end; k += STRIP_BLOCK) {
+      Int parts[SETS][T];
+      each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = every(0); }); });
+      each<STRIP_BLOCK / LINE>([&](auto) {
+        const Int words = load(line);
+        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+        const Int low = both(words, every(0x0f0f0f0f)), high = both(shift_right<4>(words), every(0x0f0f0f0f));
+        each<T>([&](auto t) { parts[0][t] = dot_nibbles(parts[0][t], low, every(from[t])); });
+        each<T>([&](auto t) { parts[SETS - 1][t] = dot_nibbles(parts[SETS - 1][t], high, every(from[T + t])); });
+        line += VECTOR_BYTES;
+        from += 2 * T;
+      });
+      each<SETS>([&](auto i) { each<T>([&](auto t) { sums[t] = plus(sums[t], sum_part(parts[i][t])); }); });
+    }
+    const Float scale = bits_to_float(load(&work.scale[at]));
+    each<T>([&](auto t) {
+      const Float given = every(x.scale[(m0 + t) * x.scales + x.input_group[s]]);
+      totals[t] = fma(times(to_float(sums[t]), given), scale, totals[t]);
+    });
+  }
+  each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
+}
+
+// Slabs of bytes and of floats, for `int_tile` and `float_tile`.
+void int_strip_slab(const Work& work, int64_t first, int64_t last) {
+  for (int v = 0; v * LANES < work.count(); ++v) {
+    const char* line = strip_of(work, v) + first / LINE * VECTOR_BYTES;
+    char* to = work.slab.get() + v * VECTOR_BYTES;
+    for (int64_t k = first; k < last; k += LINE, line += VECTOR_BYTES, to += 2 * VECTORS * VECTOR_BYTES) {
+      const Int words = load(line);
+      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      store(to, both(words, every(0x0f0f0f0f)));
+      store(to + VECTORS * VECTOR_BYTES, both(shift_right<4>(words), every(0x0f0f0f0f)));
+    }
+  }
+}
+
+void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
+  for (int v = 0; v * LANES < work.count(); ++v) {
+    const char* line = strip_of(work, v) + first / LINE * VECTOR_BYTES;
+    char* to = work.slab.get() + v * VECTOR_BYTES;
+    for (int64_t k = first; k < last;) {
+      const int64_t at = k / group * ROWS + v * LANES;
+      const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
+      for (const int64_t end = std::min((k / group + 1) * group, last); k < end; k += LINE) {
+        const Int words = load(line);
+        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+        each<LINE>([&](auto i) {
+          const Float value = times(minus(to_float(both(shift_right<4 * i>(words), every(15))), zero), scale);
+          store(to + column_of(i) * (VECTORS * VECTOR_BYTES), float_to_bits(value));
+        });
+        line += VECTOR_BYTES;
+        to += LINE * VECTORS * VECTOR_BYTES;
+      }
+    }
+  }
+}
+
+struct FloatStrips {
+  using Dot = F32Dot;
+  static constexpr int STEP = 1;
+};
+
+// body(m, tokens, vector) for every tile of tokens and every strip of the rows that a thread works on.
+template <class Body>
+void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
+  for (int64_t tile = 0; tile < tiles.count; ++tile)
+    with_constant<STRIP_TOKENS>(tiles.size(tile), [&](auto t) {
+      for (int v = 0; v * LANES < work.count(); ++v) body(tiles.start(tile), t, v);
+    });
+}
+
+void strip_float_product(const Arguments& a) {
+  const int64_t columns = a.row_bytes * 2, group = a.group > 0 ? a.group : columns;
+  const Memory<int32_t> packed = allocate<int32_t>(a.M * columns);
+  const Memory<int32_t> natural = allocate<int32_t>(a.threads * columns);
+  const TokenTiles tiles(a.M, a.by_rows ? STRIP_TOKENS : TOKENS);
+  const auto prepare = [&](int64_t m, int thread) {
+    int32_t* own = &natural[thread * columns];
+    natural_dwords<FloatStrips>(a, m, columns, own);
+    tiles.arrange(own, packed.get(), m, columns, a.by_rows ? columns : CHUNK);
+  };
+  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
+    if (a.by_rows)
+      return over_strips(work, tiles, [&](int64_t m, auto t, int v) {
+        strip_floats<t>(work, &packed[m * columns], columns, group, m, v);
+      });
+    over_chunks<FloatStrips>(work, packed.get(), columns,
+                             [&](int64_t first, int64_t last) { float_strip_slab(work, group, first, last); });
+  });
+}
+
+void strip_int_product(const Arguments& a) {
+  Activations x(a, STRIP_BLOCK, false);
+  const int64_t chunk = x.chunk(STRIP_BLOCK);
+  const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
+  const TokenTiles tiles(a.M, a.by_rows ? STRIP_TOKENS : PART_TOKENS);
+  const auto prepare = prepare_codes(a, x, natural.get(), [&](const int32_t* codes, int64_t m) {
+    tiles.arrange(codes, x.packed.get(), m, x.columns / 4, (a.by_rows ? x.columns : chunk) / 4);
+  });
+  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
+    if (a.by_rows)
+      return over_strips(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
+    int_chunks<true>(work, x, chunk, int_strip_slab);
+  });
+}
+
+}  // namespace

@@ -1,0 +1,122 @@
+"""The linear of 4-bit codes in strips (`pack_strips.Strips`) as a torch operator: what a CPU multiplies by in place of
+planar words, where it is faster so (`lay_in_strips`).
+
+The numbers are those of `ops.weight_only_linear` and `ops.int8_activation_linear` on the same codes, up to the order of
+the sums, and with values of the weight in fp32 that those round to the type of the scales. Where no loop of `cpu_gemm`
+takes a call, the codes are laid out in planar words again for it, and those operators have it.
+
+Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.kernels import ops
+from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.operators import operator
+from compress.kernels.pack import Planar
+from compress.kernels.pack_strips import BLOCK, LINE, ROWS, Strips, pack_strips, unpack_strips, why_not_strips
+
+
+def why_not_lay_in_strips(rows: int, columns: int, bits: int, group_size: int, int8_input: bool) -> list[str]:
+    """Reasons why codes of so many bits are not better off in strips on this CPU; empty when they are."""
+    operation = cpu_gemm.strips_operation(int8_input)
+    reasons = why_not_strips(rows, bits) + cpu_gemm.why_not_sizes(operation, columns, group_size)
+    return reasons or cpu_gemm.why_not_faster_in_strips(int8_input)
+
+
+def lay_in_strips(weight: Planar, columns: int, int8_input: bool) -> Strips | None:
+    """A weight of `columns` columns on a CPU in strips; None where it is better off in planar words."""
+    if weight.words.device.type != "cpu":
+        return None
+    sizes = (len(weight.words), columns, weight.bits, weight.group_size)
+    return None if why_not_lay_in_strips(*sizes, int8_input) else pack_strips(weight, columns)
+
+
+@operator("compress::strips_linear")
+def strips_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    input_group: int | None,
+) -> Tensor:
+    """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `Strips`.
+
+    x is multiplied as it is (input_group None), or becomes int8, symmetric, fitted to every token (-1), or to every
+    token and block of `input_group` columns.
+    """
+    _check_lines(x, words)
+    reasons = [] if input_group is None else ops.why_not_input_group(input_group)
+    if reasons:
+        raise InputError(reasons[0])
+    weight = Strips(words, scale, zero, group_size)
+    operation = cpu_gemm.strips_operation(input_group is not None)
+    if not cpu_gemm.why_not(operation, x, scale, group_size):
+        out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group)
+        return out_MN.view(*x.shape[:-1], len(words) * ROWS)
+    planar = unpack_strips(weight, x.shape[-1])
+    given = (x, *planar[:3], bias, planar.bits, group_size)
+    return ops.weight_only_linear(*given) if input_group is None else ops.int8_activation_linear(*given, input_group)
+
+
+def _check_lines(x: Tensor, words: Tensor) -> None:
+    if words.shape[1] * LINE != -(-x.shape[-1] // BLOCK) * BLOCK:
+        raise InputError(f"x has {x.shape[-1]} columns; strips of {words.shape[1]} lines do not hold as many")
+
+
+@strips_linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    input_group: int | None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], words.shape[0] * ROWS)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, words, scale, zero, _, group_size, _ = inputs
+    ctx.save_for_backward(words, scale, zero)
+    ctx.layout = (group_size, x.shape[-1])
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return strips_gradient(grad, *ctx.saved_tensors, *ctx.layout), *(None,) * 6
+
+
+strips_linear.register_autograd(_gradient, setup_context=_save)
+
+
+@operator("compress::strips_gradient")
+def strips_gradient(
+    grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, columns: int
+) -> Tensor:
+    """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `strips_linear`."""
+    planar = unpack_strips(Strips(words, scale, zero, group_size), columns)
+    return ops.weight_only_gradient(grad, *planar[:3], planar.bits, group_size, columns)
+
+
+@strips_gradient.register_fake
+def _(grad: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group_size: int, columns: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], columns)
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *weight, group_size, _ = inputs
+    ctx.save_for_backward(*weight)
+    ctx.group_size = group_size
+
+
+def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return strips_linear(grad, *ctx.saved_tensors, None, ctx.group_size, None), *(None,) * 5
+
+
+strips_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
