@@ -236,6 +236,15 @@ def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 weight_only_gradient.register_autograd(_gradient_of_gradient, setup_context=_save_gradient)
 
 
+@cache
+def _int_mm_is_exact() -> bool:
+    """Whether torch's int8 product on this CPU is: without VNNI, oneDNN adds pairs of products up in 16 bits, which
+    saturate."""
+    codes = torch.full((32, 64), -128, dtype=torch.int8)
+    codes[::2] = 127
+    return torch.equal(torch.ops.aten._int_mm(codes, codes.t()), reference.int8_matmul(codes, codes))
+
+
 def why_not_input_group(input_group: int) -> list[str]:
     """Reasons why activations cannot be fitted to blocks of so many columns; empty when they can."""
     step = cpu_gemm.INPUT_GROUP_STEP
@@ -340,9 +349,8 @@ def w8a8_linear(
 
         out_MN = w8a8_gemm(codes_MK, scale, zero, weight, weight_scale, row_sum, bias, x.dtype)
     else:
-        product = (
-            torch.ops.aten._int_mm(codes_MK, weight.t()) if path == "cpu" else reference.int8_matmul(codes_MK, weight)
-        )
+        exact = path == "cpu" and _int_mm_is_exact()
+        product = torch.ops.aten._int_mm(codes_MK, weight.t()) if exact else reference.int8_matmul(codes_MK, weight)
         out_MN = reference.rescale(product, scale, weight_scale, zero, row_sum, bias, x.dtype)
     return _shaped(out_MN, x)
 

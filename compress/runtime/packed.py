@@ -86,7 +86,7 @@ class PackedLinear(WordLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if self.device.type != "cpu":
+        if self.in_strips and self.device.type != "cpu":
             self.lay_in_rows()
         return self
 

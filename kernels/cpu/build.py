@@ -7,7 +7,8 @@ compiler and processor (a home directory may be shared by machines that differ).
 own and renames the result, so that several may build at the same time.
 
     COMPRESS_CPU_KERNELS=0     build nothing and use torch's products
-    COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; otherwise native, for this one
+    COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; avx2-vnni: and dot products of bytes
+                               beside it; otherwise native, for this one
     COMPRESS_CACHE_DIR         where the library lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
     CXX                        the compiler that is tried first
 """
@@ -35,8 +36,10 @@ COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
-TARGETS = {"native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c")}
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+TARGETS = {"native": ("-march=native",), "avx2": AVX2, "avx2-vnni": (*AVX2, "-mavxvnni")}
 NEEDED = ("avx2", "fma", "f16c")
+VNNI = "avx_vnni"
 BUILD_SECONDS = 300
 
 
@@ -86,7 +89,8 @@ def machine_reasons() -> tuple[str, ...]:
     system, machine = platform.system(), platform.machine()
     if (system, machine) != ("Linux", "x86_64"):
         return (f"the CPU kernels are written for Linux on x86_64; this is {system} on {machine}",)
-    missing = [flag for flag in NEEDED if flag not in cpu_flags()]
+    needed = (*NEEDED, VNNI) if target() == "avx2-vnni" else NEEDED
+    missing = [flag for flag in needed if flag not in cpu_flags()]
     return (f"the CPU has no {', '.join(missing)}",) if missing else ()
 
 

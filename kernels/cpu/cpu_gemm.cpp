@@ -19,13 +19,15 @@
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
 //
+// strips          both, of 4-bit weights in another layout (pack_strips.py), where that is faster
 // tiles           weight_only with scales and zero points that are codes themselves
 // sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
 // sparse24        2:4 weights, rows only: of what is kept, times the columns of x that it belongs to; for more tokens
 //                 `expand24` makes blocks of rows dense and torch multiplies them
 //
 // cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
-// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_sparse.h and cpu_sparse24.h have the loops.
+// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_strips.h, cpu_sparse.h and cpu_sparse24.h have the
+// loops.
 // Columns past K are zeros of x, rows past N repeat the last row and are not stored.
 
 #include "cpu_floats.h"
@@ -123,4 +125,4 @@ extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale,
   for (int64_t m = 0; m < a->M; ++m) quantize(*a, m, codes + m * a->K, scale + m * scales, zero + m);
 }
 
-extern "C" const char* instructions() { return BF16_DOT ? "avx512-bf16" : WIDE ? "avx512" : "avx2"; }
+extern "C" const char* instructions() { return BF16_DOT ? "avx512-bf16" : WIDE ? "avx512" : VNNI ? "avx2-vnni" : "avx2"; }

@@ -30,6 +30,7 @@ from compress.kernels.measure.roofline import (
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.sparse import weight_only_sparse_linear
+from compress.kernels.strips import lay_in_strips, strips_linear
 from compress.kernels.tiles import tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
@@ -66,6 +67,8 @@ class Operands:
         self.codes = torch.randint(-8, 8, (N, K), generator=g, device=device, dtype=torch.int8)
         self.scale = (torch.rand(N, K // GROUP, generator=g, device=device) * 0.01 + 0.005).to(dtype)
         self.int4 = pack.to_planar(self.codes, self.scale, None, 4, dtype)
+        # In the layouts that `compress.load` chooses here, with exact inputs and with int8.
+        self.strips = [lay_in_strips(self.int4, K, int8_input) for int8_input in (False, True)]
         self.codes8 = torch.randint(-128, 128, (N, K), generator=g, device=device, dtype=torch.int8)
         self.scale8 = torch.rand(N, 1, generator=g, device=device) * 1e-3 + 1e-3
         self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
@@ -74,6 +77,16 @@ class Operands:
         self.entries = _outliers(N, K, dtype, g)
         self.tiles = _tiles(N, K, dtype, g)
         self.halved = halve(self.dense, self.codes8, self.scale8, self.codes, self.scale, g)
+
+    def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
+        """x times the 4-bit codes, as a loaded layer multiplies; rounded to int8 where there is an input_group."""
+        laid = self.strips[input_group is not None]
+        if laid is not None:
+            return strips_linear(x, *laid[:3], None, laid.group_size, input_group)
+        given = (x, *self.int4[:3], None, self.int4.bits, self.int4.group_size)
+        return (
+            ops.weight_only_linear(*given) if input_group is None else ops.int8_activation_linear(*given, input_group)
+        )
 
     def values(self, kind: str) -> Tensor:
         """[N, K] what the weight of a product stands for, in fp64."""
@@ -153,7 +166,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
     return {
         "dense": (lambda w: lambda: torch.nn.functional.linear(x, w.dense), "dense"),
         **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "dense fp32")}),
-        "w4a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int4[:3], None, 4, w.int4.group_size), "w4"),
+        "w4a16": (lambda w: lambda: w.four_bits(x, None), "w4"),
         "w4a16 + 1% sparse": (
             lambda w: lambda: weight_only_sparse_linear(x, *w.int4[:3], None, 4, w.int4.group_size, *w.entries),
             "w4 sparse",
@@ -164,10 +177,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
         **({} if x.is_cuda else {"2:4 w8a16": (lambda w: lambda: w.halved.product("2:4 w8", x), "2:4 w8")}),
         "2:4 w4a16": (lambda w: lambda: w.halved.product("2:4 w4", x), "2:4 w4"),
         "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
-        "w4a8": (
-            lambda w: lambda: ops.int8_activation_linear(x, *w.int4[:3], None, 4, w.int4.group_size, -1),
-            "w4a8",
-        ),
+        "w4a8": (lambda w: lambda: w.four_bits(x, -1), "w4a8"),
         "w8a8": (
             lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),
             "w8a8",

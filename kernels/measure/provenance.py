@@ -14,14 +14,19 @@ import torch
 from compress.kernels.cpu import build as cpu
 
 PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
+# What caps the instructions of our kernels and of those that torch calls.
+CAPS = ("COMPRESS_CPU", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "sse4")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """What a time needs beside it. load: processes that wanted a processor in the last minute, where the system says
-    so."""
+    so. cpu_flags: what the processor has of vectors; caps: the variables that let less of it be used."""
     return {
         **origin(device),
         "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
+        "cpu_flags": sorted(flag for flag in cpu.cpu_flags() if flag.startswith(VECTOR_FLAGS)),
+        "caps": {name: os.environ[name] for name in CAPS if os.environ.get(name)},
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
 

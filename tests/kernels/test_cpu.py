@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import every
+from planar import inputs, planar_of, within
 
 from compress.errors import InputError
 from compress.kernels import blocks, ops, pack, reference
@@ -27,32 +28,6 @@ def fresh(monkeypatch):
     yield monkeypatch
     monkeypatch.undo()
     cpu._loaded.cache_clear()
-
-
-def planar_of(N, K, bits, group, symmetric, dtype, seed=0):
-    """A weight with scales of either sign, its codes without zero points, and their scales per column."""
-    g = torch.Generator().manual_seed(seed + N + K)
-    groups = 1 if group == -1 else K // group
-    codes = torch.randint(0, 2**bits, (N, K), generator=g, dtype=torch.uint8)
-    zero_NG = torch.randint(0, 2**bits, (N, groups), generator=g, dtype=torch.uint8)
-    if symmetric:
-        zero_NG.fill_(2 ** (bits - 1))
-    scale_NG = torch.randn(N, groups, generator=g) * 0.02
-    weight = pack.to_planar(codes, scale_NG, zero_NG, bits, dtype)._replace(group_size=group)
-    if symmetric:
-        weight = weight._replace(zero=None)
-    centred = codes.double() - zero_NG.double().repeat_interleave(K // groups, 1)
-    return weight, centred * weight.scale.t().double().repeat_interleave(K // groups, 1)
-
-
-def inputs(M, K, N, dtype):
-    g = torch.Generator().manual_seed(M + K)
-    return torch.randn(M, K, generator=g).to(dtype), torch.randn(N, generator=g).to(dtype)
-
-
-def within(out, given, weight, bias, dtype):
-    truth = given @ weight.t() + bias.double()
-    return ((out.double() - truth).abs() <= reference.tolerance(given, weight, truth, dtype)).all()
 
 
 @every("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -227,7 +202,7 @@ def test_the_instructions_can_be_chosen(fresh):
     assert cpu.library().instructions() == b"avx2"
     fresh.setenv("COMPRESS_CPU", "avx9")
     cpu._loaded.cache_clear()
-    with pytest.raises(InputError, match="COMPRESS_CPU=avx9; allowed: native, avx2"):
+    with pytest.raises(InputError, match="COMPRESS_CPU=avx9; allowed: native, avx2, avx2-vnni"):
         cpu.why_not()
 
 

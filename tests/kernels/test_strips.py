@@ -1,0 +1,160 @@
+"""4-bit weights in strips: the layout, the products against dequantized operands, the operator."""
+
+import pytest
+import torch
+from combinations import every
+from planar import inputs, planar_of, within
+
+from compress.errors import InputError
+from compress.kernels import ops, pack, reference, strips
+from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.pack_strips import Strips, pack_strips, unpack_strips, why_not_strips
+
+TOKENS = (1, 2, 3, 4, 7, 17, 63)
+GROUPS = ((32, 32), (96, 32), (200, -1), (256, 64), (640, 320), (640, 128), (1000, -1), (1088, 544))
+
+
+@pytest.fixture(scope="module", params=["native", "avx2", pytest.param("avx2-vnni", marks=pytest.mark.slow)])
+def compiled(request):
+    if cpu.why_not():
+        pytest.skip("; ".join(cpu.why_not()))
+    if request.param == "native":
+        return cpu.library()
+    if request.param == "avx2-vnni" and cpu.VNNI not in cpu.cpu_flags():
+        pytest.skip(f"the CPU has no {cpu.VNNI}")
+    library, reasons = cpu.build_and_load(cpu.cache_directory(), cpu.flags_for(request.param))
+    assert library is not None, reasons
+    assert library.instructions().decode() == request.param
+    return library
+
+
+@every("K", [8, 32, 50, 200])
+@every("symmetric", [True, False])
+def test_layout(K, symmetric, monkeypatch):
+    group = 32 if K == 32 else -1
+    weight, _ = planar_of(48, K, 4, group, symmetric, torch.bfloat16)
+    monkeypatch.setattr("compress.kernels.pack_strips.CHUNK", 16 * K * 2)  # two strips of three at a time
+    found = pack_strips(weight, K)
+    codes = pack.unpack_planar(weight.words, 4, K)
+    assert found.words.shape == (3, -(-K // 32) * 4, 64)
+    for n, k in ((0, 0), (17, 3), (47, K - 1), (30, K // 2)):
+        byte = found.words[n // 16, k // 8, n % 16 * 4 + k % 4]
+        assert byte >> (4 if k % 8 >= 4 else 0) & 15 == codes[n, k]
+        assert found.scale[n // 16, k // K, n % 16] == weight.scale[0, n]
+    again = unpack_strips(found, K)
+    assert (again.zero is None) == symmetric
+    for one, other in zip(again, weight, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_what_is_not_laid_out_in_strips():
+    assert why_not_strips(48, 4) == []
+    assert "codes are 8 bits" in why_not_strips(48, 8)[0]
+    assert "40 outputs" in why_not_strips(40, 4)[0]
+    assert any("group size 16" in reason for reason in strips.why_not_lay_in_strips(48, 64, 4, 16, False))
+    assert any("65536 columns" in reason for reason in strips.why_not_lay_in_strips(48, 2**16, 4, 32, True))
+    weight, _ = planar_of(16, 32, 4, 32, True, torch.float32)
+    assert strips.lay_in_strips(weight._replace(words=weight.words.to("meta")), 32, True) is None
+
+
+def test_who_reads_strips_faster(compiled, monkeypatch):
+    monkeypatch.setattr(cpu, "library", lambda: compiled)
+    narrow = compiled.instructions().startswith(b"avx2")
+    assert strips.why_not_lay_in_strips(48, 64, 4, 32, True) == []
+    assert bool(strips.why_not_lay_in_strips(48, 64, 4, 32, False)) == (not narrow)
+
+
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every(("K", "group"), GROUPS)
+def test_exact_inputs(library, K, group, dtype):
+    for N, symmetric in ((16, True), (80, False), (48, True)):
+        weight, values = planar_of(N, K, 4, group, symmetric, dtype)
+        laid = pack_strips(weight, K)
+        for M in TOKENS:
+            x, bias = inputs(M, K, N, dtype)
+            out = cpu_gemm.strips(x, laid, bias)
+            assert out.dtype == dtype
+            assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
+
+
+@every("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@every(("K", "group"), GROUPS)
+def test_int8_inputs(library, K, group, dtype):
+    for N, symmetric, input_group in ((80, True, -1), (48, False, 128), (16, True, 256)):
+        weight, values = planar_of(N, K, 4, group, symmetric, dtype)
+        laid = pack_strips(weight, K)
+        for M in TOKENS:
+            x, bias = inputs(M, K, N, dtype)
+            codes, scale_MB = reference.quantize_token_blocks(x, input_group)
+            width = K if input_group == -1 else input_group
+            given = codes.double() * scale_MB.double().repeat_interleave(width, 1)[:, :K]
+            out = cpu_gemm.strips(x, laid, bias, input_group)
+            assert within(out, given, values, bias, dtype), (M, N, symmetric, input_group)
+
+
+@every("value", [1.1, -1.1])
+@every("zero", [0, 15])
+def test_sums_at_the_extremes_are_exact(library, value, zero):
+    """All codes 15 or 0 and all inputs 127 or -128: the largest sums of pairs, of parts and of a row."""
+    K, code = 2**16 - 32, 15 - zero
+    planar = pack.to_planar(torch.full((16, K), code, dtype=torch.uint8), torch.ones(16, 1), None, 4, torch.float32)
+    planar = planar._replace(zero=torch.full((1, 16), zero, dtype=torch.uint8))
+    given = 127 if value > 0 else -128
+    for M in (1, 4, 9):
+        x = torch.full((M, K), value)
+        codes, scale, _ = reference.quantize_tokens(x)
+        assert (codes == given).all()
+        exact = (given * (code - zero) * K * scale.double()).float().unsqueeze(-1).expand(M, 16)
+        out = cpu_gemm.strips(x, pack_strips(planar, K), None, -1)
+        torch.testing.assert_close(out, exact, rtol=1e-6, atol=0)
+        # Planar words are multiplied by the same dots where tokens are many.
+        torch.testing.assert_close(cpu_gemm.int8_activation(x, planar), exact, rtol=1e-6, atol=0)
+
+
+def arguments(input_group=None, bias=True, gradient=False, dtype=torch.float32, symmetric=False):
+    weight, _ = planar_of(48, 256, 4, 64, symmetric, dtype)
+    x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(gradient)
+    laid = pack_strips(weight, 256)
+    return x, *laid[:3], torch.ones(48, dtype=dtype) if bias else None, laid.group_size, input_group
+
+
+@pytest.mark.parametrize(("input_group", "bias", "gradient"), [(None, True, True), (128, False, False)])
+def test_contract(input_group, bias, gradient):
+    torch.library.opcheck(strips.strips_linear.registered, arguments(input_group, bias, gradient))
+
+
+def test_the_gradient_is_that_of_planar_words():
+    given = arguments(gradient=True)
+    x, words, scale, zero, *_ = given
+    weight = pack.planar_weight(unpack_strips(Strips(words, scale, zero, 64), 256), 256)
+    strips.strips_linear(*given).square().sum().backward()
+    other = x.detach().requires_grad_()
+    (other @ weight.t() + 1).square().sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+
+
+@every("input_group", [None, -1, 128])
+def test_without_kernels_codes_are_laid_out_in_planar_words(input_group, monkeypatch):
+    given = arguments(input_group)
+    x, words, scale, zero, bias, group, _ = given
+    planar = unpack_strips(Strips(words, scale, zero, group), 256)
+    monkeypatch.setattr(cpu, "why_not", lambda: ("none",))
+    more = () if input_group is None else (input_group,)
+    op = ops.weight_only_linear if input_group is None else ops.int8_activation_linear
+    assert torch.equal(strips.strips_linear(*given), op(x, *planar[:3], bias, 4, group, *more))
+
+
+def test_any_leading_shape_and_stride():
+    x, *weight = arguments()
+    assert strips.strips_linear(x[:0], *weight).shape == (0, 3, 48)
+    turned = x.transpose(0, 1)
+    assert torch.equal(strips.strips_linear(turned, *weight), strips.strips_linear(turned.contiguous(), *weight))
+
+
+def test_wrong_inputs_are_refused():
+    x, *weight = arguments()
+    with pytest.raises(InputError, match="x has 100 columns; strips of 32 lines"):
+        strips.strips_linear(x[..., :100], *weight)
+    with pytest.raises(InputError, match="input group 64; allowed: multiples of 128, -1"):
+        strips.strips_linear(x, *weight[:-1], 64)
