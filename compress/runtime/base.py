@@ -129,13 +129,6 @@ class QuantLinear(nn.Module):
         """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""
         raise NotImplementedError
 
-    @classmethod
-    def summand_route(
-        cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> Route:
-        """The same of a layer that is one term of a sum."""
-        return cls.route(scheme, M, shape, dtype, device)
-
     def rounding(self, side: Side) -> ActivationCodes | None:
         """How the layer rounds its input or its output; None where it does not."""
         grid = self.scheme.inputs if side == "input" else self.scheme.outputs

@@ -123,7 +123,7 @@ class TiedLinear(PackedLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        return cls.summand_route(scheme, M, shape, dtype, device)
+        return cls.route_in_rows(scheme, M, shape, dtype, device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination |= {prefix + name: part for name, part in shown(self.table).items()}

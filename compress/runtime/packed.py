@@ -122,9 +122,10 @@ class PackedLinear(WordLinear):
         return strips_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
 
     @classmethod
-    def summand_route(
+    def route_in_rows(
         cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> Route:
+        """The same of a layer that stays in planar words: a summand, a head on the codes of an embedding."""
         return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
 
     def dequantize(self) -> Tensor:

@@ -5,8 +5,8 @@ is not what is measured (what cannot be captured is launched eagerly, and says s
 round by round, because another process on the machine would otherwise be charged to whichever was running.
 
 The figure that is quoted is the median on a GPU and the minimum on a CPU: a GPU is ours alone and its clocks vary,
-a CPU is shared and everything that disturbs it makes it slower. One thread on a CPU is timed by what it took of the CPU,
-several by the wall clock.
+a CPU is shared and everything that disturbs it makes it slower. One thread is timed by what it took of the CPU, several
+are by the wall clock.
 """
 
 import itertools
