@@ -378,3 +378,19 @@ def test_cards_and_the_command_line_name_all_schemes_and_calibrators() -> None:
             assert set(re.findall(r"w\da\d+|fp8", parameter.help)) >= set(re.findall(r"w\da\d+|fp8", BY_NAME))
         elif parameter.name == "calibrator":
             assert all(name in parameter.help for name in CALIBRATORS)
+
+
+def test_links_of_the_guides_lead_somewhere() -> None:
+    home = PACKAGE.parent
+    folders = ("", "recipes", "evaluation", "kernels", *(f"compress/{path.name}" for path in PACKAGE.iterdir()))
+    guides = [path for folder in folders for path in (home / folder).glob("*.md")]
+    assert len(guides) > 6
+    for guide in guides:
+        for link in re.findall(r"\]\((?!http)([^)\s]+)\)", guide.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = guide.parent / path if path else guide
+            assert target.exists(), (guide, link)
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert anchor in slugs, (guide, link)

@@ -254,9 +254,9 @@ def test_what_a_recipe_is_for_is_the_first_sentence_of_its_first_comment() -> No
     assert about("passes: []\n# late") == ""
 
 
-def test_the_recipe_that_the_readme_shows_is_the_built_in_one() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+def test_the_recipe_that_the_guide_shows_is_the_built_in_one() -> None:
+    guide = (Path(__file__).parents[1] / "compress/passes/README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert parse_recipe(yaml.safe_load(shown), "README") == load_recipe("w4a16-mixed")
 
 

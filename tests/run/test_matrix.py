@@ -1,4 +1,5 @@
-"""The table of README.md: which method, scheme and calibrator go together, on a decoder, an encoder and a CNN."""
+"""The table of compress/passes/README.md: which method, scheme and calibrator go together, on a decoder, an encoder
+and a CNN."""
 
 import pytest
 import torch
