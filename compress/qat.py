@@ -32,10 +32,11 @@ from compress.prepare import prepare, sink_of
 from compress.progress import Reporter, Silent
 from compress.ranks import watching
 from compress.request import Calibration, Data, Delivery, Extent, Request, Work, several
+from compress.run.ends import begin, decisions_of
 from compress.run.residency import Local, Residency, Sharded
 from compress.run.restore import hooks_and_buffers, undone, values
 from compress.run.storable import check_storable
-from compress.run.training import Collected, decisions_of, treated, uncompiled
+from compress.run.training import Collected, treated, uncompiled
 from compress.train.layers import attach, detach, parameters_in, quantizers_of, scales_in, swap, weights_outside
 from compress.train.optimizer import Learned, average_gradients, parameter_groups
 from compress.train.quantizers import Scales
@@ -227,5 +228,6 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
                 attached.append(layer)
         if not attached:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
+        begin(job.plan, job.residency, decided.decisions, decided.places, scales)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
     return Prepared(job, decided, attached, wide, narrow, average_gradients(whole, job.comm))

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.calibration.caches import cache_names, cache_ranges
 from compress.calibration.calibrators import Range
@@ -36,6 +36,7 @@ from compress.run.rewrite import Observed, repeat
 from compress.run.shared_forward import together
 from compress.run.state import Run, Streams
 from compress.run.structure import Structure, same_on_all_ranks, structure_of
+from compress.train.latents import places_of
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision, Figures
 
@@ -107,6 +108,8 @@ class BlockRun:
             self.propagate()
         for entry in self.records:
             entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
+        if self.run.places is not None:
+            self.run.places.update(self.places())
         finished = self.finished()
         self.run.sink.write(self.name, self.opened, self.layers, finished)
         self.run.record.take(finished)
@@ -246,6 +249,16 @@ class BlockRun:
                 others = [block(*call.args, **call.kwargs) for call in streams.reference]
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams, self.forwarded = streams.after(outputs, others), True
+
+    def places(self) -> dict[str, Tensor]:
+        """Where the original's weights lie within the codes that were decided, by layer, on the CPU."""
+        found = {}
+        for name, decision in self.decided.decisions.items():
+            layer = self.layers[name]
+            places = places_of(decision, layer.matrix(self.versions.weights[layer.parameter][0]))
+            if places is not None:
+                found[name] = places.cpu()
+        return found
 
     def finished(self) -> Finished:
         """All that was decided, for the sink and the record."""

@@ -16,6 +16,7 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.stages import Reconstruction
 from compress.run.installed import Versions
+from compress.train.latents import begun, places_of
 from compress.train.layers import PARTS, finished, requiring, rounding
 from compress.train.optimizer import BETAS, sum_gradients
 from compress.train.quantizers import WeightQuantizer
@@ -59,7 +60,7 @@ def reconstructed(
         if not trained:
             return {}
         for layer in trained:
-            _start(layer, versions, stage.rate > 0)
+            _start(layer, decisions[layer.name], versions, stage.rate > 0)
         before, after = _train(task, trained, stage)
         figures = {"block_loss": after, "block_loss_before": before}
         return {layer.name: _decided(layer, decisions[layer.name], opened, figures) for layer in trained}
@@ -72,15 +73,15 @@ def _returned(block: nn.Module, call: Call) -> Tensor:
     return hidden_of(output)
 
 
-def _start(layer: Layer, versions: Versions, learns: bool) -> None:
+def _start(layer: Layer, decision: Decision, versions: Versions, learns: bool) -> None:
     """Make the weight of a layer one that can be trained: wide enough, and as close to the original as its codes let
     it."""
-    weight, quantizer = layer.parameter, layer.module._modules[PARTS[0]]
+    weight = layer.parameter
+    original = versions.weights[weight][0]
     weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-    if isinstance(quantizer, WeightQuantizer) and not quantizer.grid.signs:
-        original = versions.weights[weight][0]
-        original_NK = original.t() if layer.transposed else original.flatten(1)
-        weight.data = layer.stored(quantizer.nearest_of_its_codes(layer.weight, original_NK))
+    places = places_of(decision, layer.matrix(original))
+    if places is not None:
+        weight.data = layer.stored(begun(decision, places, weight.dtype)).to(weight.device)
     weight.requires_grad_(learns)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from compress.checkpoint.record import Finished, RunRecord, Sink
 from compress.comm import Comm
@@ -43,7 +43,9 @@ class Steps:
 @dataclass(frozen=True)
 class Run:
     """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration). lessons: what
-    it trains with, if it does. earlier: what was found out about each block in a walk before this one."""
+    it trains with, if it does. earlier: what was found out about each block in a walk before this one. places: where
+    to keep how weights lie within their codes, by layer, for a training that begins there (None: nowhere).
+    """
 
     model: nn.Module
     plan: Plan
@@ -57,6 +59,7 @@ class Run:
     steps: Steps
     lessons: Lessons | None = None
     earlier: Mapping[str, Finished] = field(default_factory=dict)
+    places: dict[str, Tensor] | None = None
 
     @property
     def compares(self) -> bool:

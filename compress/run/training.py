@@ -3,7 +3,6 @@
 walk over the blocks with the passes before -> quantizers on the layers -> train -> a pass that decides the outcome
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -19,13 +18,13 @@ from compress.model.opened import Opened
 from compress.passes.base import Pass
 from compress.passes.stages import Learn
 from compress.passes.train import Trained
+from compress.run.ends import begin, decisions_of
 from compress.run.plan import Plan
-from compress.run.residency import Residency, widened
+from compress.run.residency import widened
 from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
 from compress.train.layers import (
     PARTS,
-    finished,
     parameters_in,
     quantizers_of,
     requiring,
@@ -50,10 +49,12 @@ from compress.weights.dense import dense
 
 
 class Collected:
-    """A sink that keeps what was decided, for the training that follows."""
+    """A sink that keeps what was decided, for the training that follows. places: of the original's weights within their
+    codes (`train.latents`), by layer."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, Finished] = {}
+        self.places: dict[str, Tensor] = {}
 
     def finished(self, block: str) -> Finished | None:
         """Nothing is."""
@@ -93,6 +94,7 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
     start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
     with widened(run.residency, run.model), rounding(wanted, start, learn.options.scales) as quantized:
+        begin(run.plan, run.residency, start, sink.places, learn.options.scales)
         history = _train(run, learn, teacher, quantized, mine)
         decisions = decisions_of(run.plan, run.residency, start)
     run.record.training.append({**asdict(history), "options": described(learn)})
@@ -106,7 +108,7 @@ def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> 
     undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
     if passes:
         part = replace(run.plan, passes=passes, kv=None, embeddings=None, tables=())
-        walk(replace(run, plan=part, sink=sink))
+        walk(replace(run, plan=part, sink=sink, places=sink.places))
         run.record.forget()
     undo()
     return sink
@@ -261,25 +263,3 @@ def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
                 block.training = False
         for block in blocks if options.compile else ():
             block._compiled_call_impl = None
-
-
-def decisions_of(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
-    """What training has made of layers, block by block."""
-    names = plan.treated
-    exact = copy.copy(residency)
-    exact.dtype = None  # as it was trained, whatever products are computed in
-    found: dict[str, Decision] = {}
-    for stack in plan.stacks:
-        for name, block in stack.blocks:
-            with exact.open(block, keep=False) as opened:
-                for layer in plan.layers[name]:
-                    if layer.name in names:
-                        found[layer.name] = _decision(layer, opened, before.get(layer.name))
-    return found
-
-
-def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision:
-    weight_NK: Tensor = layer.weight
-    if before is None or not hasattr(layer.module, PARTS[0]):
-        return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
-    return finished(layer.module, weight_NK, before, opened.dtype_of(layer.parameter))

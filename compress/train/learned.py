@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.weights.grid import Grid, decode, encode, straight_through
+from compress.weights.grid import Grid, decode, encode, fit, straight_through
 
 HALF_STEP = 0.5
 
@@ -42,6 +42,18 @@ def rounded(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, scale_dtyp
     if not torch.is_grad_enabled():
         return decode(encode(x, scale, zero_point, grid), scale, zero_point, scale_dtype)
     return _Rounded.apply(x, scale, zero_point, grid, scale_dtype)
+
+
+def rounded_by_range(x: Tensor, grid: Grid) -> Tensor:
+    """Values of x [..., g] on a grid that is fitted to each of its rows, in its dtype, with the gradient for the range:
+
+        dy_i/dx_j = [i = j] + (round(v_i) - v_i) ds/dx_j        ds/dx_j: not 0 for the numbers that span the range
+
+    so that training also learns not to stretch it: a loss grows with the errors of all that share a scale.
+    """
+    scale, zero = fit(x, grid, torch.float32)
+    work = x.to(scale.dtype)
+    return rounded(work, scale.unsqueeze(-1), zero.unsqueeze(-1), grid, torch.float32).to(x.dtype)
 
 
 class _Rounded(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.errors import InputError
 from compress.model.convolution import Geometry, on_channels, on_samples
-from compress.train.learned import rescaled, rounded, whole
+from compress.train.learned import rescaled, rounded, rounded_by_range, whole
 from compress.weights.codes import Codes
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -31,7 +31,6 @@ from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "anchored", "fixed", "fitted"]
 LEARNED = ("learned", "anchored")
-WITHIN = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
 
 
 def learned(
@@ -123,24 +122,6 @@ class WeightQuantizer(nn.Module):
             weight_NK = weight_NK - constant
         return weight_NK
 
-    @torch.no_grad()
-    def nearest_of_its_codes(self, weight_NK: Tensor, original_NK: Tensor) -> Tensor:
-        """[N, K] what is closest to the original of all that is rounded to the codes of a weight.
-
-        What lies near the end of its code's range is the first to change it; in the middle all would change at once, as
-        an optimizer that scales gradients moves all weights at one pace.
-        """
-        groups, scale, zero = self.in_groups(weight_NK)
-        scale = self.placed_by(scale)
-        codes = encode(groups, scale, zero, self.grid)
-        room = WITHIN if not self.grid.floating else 0.0
-        ends = [(codes - zero + side * room) * scale for side in (-1, 1)]
-        wanted = grouped(self.masked(self.without_others(original_NK)).to(groups.dtype), self.grid)
-        found = wanted.clamp(torch.minimum(*ends), torch.maximum(*ends)).reshape(weight_NK.shape)
-        for constant in self.constants():
-            found = found + constant
-        return found
-
     def masked(self, weight_NK: Tensor) -> Tensor:
         """A weight with exact zeros where it is pruned, through which these get no gradient."""
         return weight_NK if self.kept is None else torch.where(self.kept, weight_NK, 0.0)
@@ -182,7 +163,8 @@ class ActivationQuantizer(nn.Module):
     """Rounds what a layer is given or returns, as `codes` say.
 
     Of a fixed range per tensor the scale is learned (LSQ, LSQ+) where `scales` says so. What is fitted to every token
-    anew has nothing to learn; its gradient is that of the identity, since nothing lies outside of its range.
+    anew has no numbers to learn; its gradient is also that of the range, which what comes before the layer can make
+    smaller.
     """
 
     start: Tensor
@@ -202,7 +184,7 @@ class ActivationQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x rounded, in its dtype."""
         if self.codes.scale is None:
-            return straight_through(x, on_samples(x.detach(), self.geometry, self.codes.fake_quantize))
+            return on_samples(x, self.geometry, lambda rows: rounded_by_range(rows, self.codes.grid))
         scale, zero = self.scale_and_zero()  # one in all, or one per channel
         return on_channels(x, self.geometry, lambda x: self.fixed(x, scale, zero))
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from combinations import every
 
-from compress.train.learned import gradient_scale, rescaled, rounded, whole
-from compress.weights.grid import Grid, decode, encode, fit, stored_scale
+from compress.train.learned import gradient_scale, rescaled, rounded, rounded_by_range, whole
+from compress.weights.grid import Grid, decode, encode, fit, quantize, stored_scale
 
 GRIDS = [
     Grid(bits=2, granularity="group", group_size=8, signed_scale=True),
@@ -105,6 +105,22 @@ def test_codes_that_an_anchor_chooses_stay_and_the_gradient_of_their_scale_is_ex
     torch.testing.assert_close(mine, 1.3 * plain)
     with torch.no_grad():
         assert torch.equal(rescaled(x, anchor, scale, zero, grid, torch.float64), expected)
+
+
+@every("grid", [Grid(bits=4, granularity="token"), Grid(bits=8, granularity="token", type="float")])
+def test_the_gradient_of_a_range_reaches_the_number_that_spans_it(grid):
+    x = torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    y = rounded_by_range(x, grid)
+    with torch.no_grad():
+        expected = quantize(x, grid, torch.float32).dequantize(torch.float64)
+        steps = x / fit(x, grid, torch.float32)[0].unsqueeze(-1)
+        error = expected / fit(x, grid, torch.float32)[0].unsqueeze(-1) - steps
+    assert torch.equal(y, expected)
+    slope = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    largest = x.abs().amax(1, keepdim=True)
+    smooth = x + error * largest / (7.5 if grid.bits == 4 else 448)
+    mine, theirs = (torch.autograd.grad(each, x, slope)[0] for each in (y, smooth))
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_learned_zero_point_is_whole_and_has_the_gradient_of_the_identity():

@@ -1,0 +1,50 @@
+"""Run by every process of `accelerate launch`: transformers' Trainer over a prepared model, then `convert`."""
+
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from commands import fast_gptq
+from models import build, tokens
+
+import compress
+
+
+class Rows(torch.utils.data.Dataset):
+    """Eight samples: token ids with themselves as labels."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = tokens(8, seed=4)[i]
+        return {"input_ids": ids, "labels": ids}
+
+
+def main(here: Path, processes: int) -> None:
+    """All samples in every step, however many processes there are."""
+    prepared = compress.prepare_qat(
+        build("llama"), fast_gptq(scheme="w2a16", group_size=16), calibration=tokens(8), batch_size=4
+    )
+    arguments = transformers.TrainingArguments(
+        output_dir=str(here / "trainer"),
+        max_steps=3,
+        per_device_train_batch_size=8 // processes,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    optimizer = torch.optim.AdamW(prepared.groups(learning_rate=1e-3))
+    transformers.Trainer(prepared.model, arguments, train_dataset=Rows(), optimizers=(optimizer, None)).train()
+    with torch.no_grad():
+        seen = prepared.model.eval()(input_ids=tokens(4, seed=9)).logits
+    prepared.convert(here / "out", verify=False)
+    torch.save(seen, here / f"seen-{torch.distributed.get_rank() if processes > 1 else 0}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
