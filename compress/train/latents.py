@@ -1,10 +1,11 @@
 """Where the weights behind codes begin: as close to the original as their codes let them.
 
-    wanted / s + z = q + o        begins at (q - z + clip(o, -0.45, 0.45)) s
+    original / s + z = q + o        begins at (q - z + clip(o, -0.2, 0.2)) s
 
 In the middle of its code (o = 0) a weight looks to LSQ's gradient of a scale, round(v) - v, as if it did not care about
 the scale: what is left is noise, which an optimizer that divides by the size of gradients makes as fast as any other.
-And from there all weights would change their codes at once, as it moves all at one pace.
+Near the end of it (o = 0.45) it goes back at once to the code that a method like GPTQ has moved it from: in ten steps
+from GPTQ's solution at 2 bits the divergence doubled.
 
 o is kept in 127ths of its range, an int8 per weight, until the model is there in the numbers that it is trained in: at
 8 bits, 16-bit numbers cannot tell the middle of a code from its end.

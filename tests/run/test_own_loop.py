@@ -8,7 +8,10 @@ import transformers
 from combinations import every
 from commands import fast_gptq
 from models import build, tokens
+from places import SUPPORT
+from processes import python
 from torch import nn
+from trainer_worker import Rows
 
 import compress
 from compress.errors import CompressError, InputError
@@ -112,17 +115,6 @@ def test_blocks_compile_without_graph_breaks(tmp_path_factory, kind):
     torch._dynamo.reset()
 
 
-class Rows(torch.utils.data.Dataset):
-    """Token ids with themselves as labels."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids = tokens(8, seed=4)[i]
-        return {"input_ids": ids, "labels": ids}
-
-
 def test_the_trainer_of_transformers_trains_what_is_prepared(tmp_path):
     pytest.importorskip("accelerate")
     prepared = compress.prepare_qat(build("llama"), TWO_BITS, **DATA)
@@ -150,6 +142,21 @@ def test_the_trainer_of_transformers_trains_what_is_prepared(tmp_path):
     trainer = transformers.Trainer(resumed.model, arguments, train_dataset=Rows(), optimizers=(optimizer, None))
     trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2"))
     torch.testing.assert_close(logits(resumed.model), seen, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_trainer_in_two_processes_trains_what_it_trains_in_one(tmp_path):
+    """Replicas whose gradients are averaged (DDP, gloo), as `accelerate launch` starts them on several devices."""
+    pytest.importorskip("accelerate")
+    for name, processes in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
+        done = python(*launch, SUPPORT / "trainer_worker.py", tmp_path / name, processes)
+        assert done.returncode == 0, done.stderr
+    one, first, second = (torch.load(tmp_path / at) for at in ("one/seen-0.pt", "two/seen-0.pt", "two/seen-1.pt"))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(compress.load(tmp_path / "two" / "out", dequantize=True)), first)
 
 
 def test_a_conversion_that_fails_can_be_tried_again(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
-"""Run by every process of `accelerate launch`: transformers' Trainer over a prepared model, then `convert`."""
+"""Run by every process of `torchrun`, as `accelerate launch` does it: transformers' Trainer over a prepared model, then
+`convert`: trainer_worker.py FOLDER PROCESSES."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -43,7 +45,7 @@ def main(here: Path, processes: int) -> None:
     with torch.no_grad():
         seen = prepared.model.eval()(input_ids=tokens(4, seed=9)).logits
     prepared.convert(here / "out", verify=False)
-    torch.save(seen, here / f"seen-{torch.distributed.get_rank() if processes > 1 else 0}.pt")
+    torch.save(seen, here / f"seen-{os.environ.get('RANK', 0)}.pt")
 
 
 if __name__ == "__main__":
