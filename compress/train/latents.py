@@ -1,11 +1,12 @@
 """Where the weights behind codes begin: as close to the original as their codes let them.
 
-    original / s + z = q + o        begins at (q - z + clip(o, -0.2, 0.2)) s
+    original / s + z = q + o        begins at (q - z + clip(o, -r, r)) s        r: 0.45 where codes were rounded to, 0.2
+                                                                                where a method has chosen them together
 
 In the middle of its code (o = 0) a weight looks to LSQ's gradient of a scale, round(v) - v, as if it did not care about
 the scale: what is left is noise, which an optimizer that divides by the size of gradients makes as fast as any other.
-Near the end of it (o = 0.45) it goes back at once to the code that a method like GPTQ has moved it from: in ten steps
-from GPTQ's solution at 2 bits the divergence doubled.
+At the end of it the code changes with the first steps. Of a solution like GPTQ's, in which the errors of codes make up
+for each other, that takes much away: at 2 bits the divergence doubled in ten steps, from any r = 0.45.
 
 o is kept in 127ths of its range, an int8 per weight, until the model is there in the numbers that it is trained in: at
 8 bits, 16-bit numbers cannot tell the middle of a code from its end.
@@ -18,7 +19,10 @@ from compress.train.quantizers import quantized_of
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, grouped
 
-WITHIN = 0.2  # of a step, on either side of the middle of a code
+ROOM = 0.45  # of a step, on either side of a code: what is rounded to it, and not to its neighbour by the next step
+TOGETHER = 0.2
+NEAREST = 0.5
+MOVED = 0.01  # share of the codes that are not the nearest, above which they were chosen together
 PARTS = 127
 
 
@@ -30,8 +34,8 @@ def codes_with_room(decision: Decision) -> Quantized | None:
 
 @torch.no_grad()
 def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
-    """int8 [N, K]: where the original lies within the codes that were decided, -127 and 127 being their ends; None
-    where it has no say."""
+    """int8 [N, K]: where the original lies within the codes that were decided, -127 and 127 being their ends (`ROOM`);
+    None where it has no say."""
     codes = codes_with_room(decision)
     if codes is None:
         return None
@@ -39,10 +43,15 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
     for other in decision.sum.terms[1:]:
         wanted = wanted - other.dequantize().to(wanted)
     code, scale, zero = _in_groups(codes, wanted)
-    offset = (grouped(wanted, codes.grid) / scale + zero - code).reshape(wanted.shape)
+    offset = grouped(wanted, codes.grid) / scale + zero - code
+    clipped = torch.where(offset < 0, code == codes.grid.qmin, code == codes.grid.qmax)
+    moved = (offset.abs() > NEAREST) & ~clipped
     if decision.kept is not None:
-        offset = torch.where(decision.kept.to(offset.device), offset, 0.0)
-    return torch.round(offset.nan_to_num().clamp(-WITHIN, WITHIN) * (PARTS / WITHIN)).to(torch.int8)
+        kept = grouped(decision.kept.to(offset.device), codes.grid)
+        offset, moved = torch.where(kept, offset, 0.0), moved & kept
+    room = TOGETHER if moved.double().mean() > MOVED else ROOM
+    places = torch.round(offset.nan_to_num().clamp(-room, room) * (PARTS / ROOM))
+    return places.reshape(wanted.shape).to(torch.int8)
 
 
 @torch.no_grad()
@@ -53,7 +62,7 @@ def begun(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
     assert codes is not None
     places = grouped(places_NK.to(codes.codes.device, dtype), codes.grid)
     code, scale, zero = _in_groups(codes, places)
-    found = ((code - zero + places * (WITHIN / PARTS)) * scale).reshape(places_NK.shape)
+    found = ((code - zero + places * (ROOM / PARTS)) * scale).reshape(places_NK.shape)
     for other in decision.sum.terms[1:]:
         found = found + other.dequantize().to(found)
     return found

@@ -6,9 +6,9 @@ from models import strong, tokens
 
 import compress
 from compress.model.layers import Layer
-from compress.train.latents import PARTS, WITHIN, begun, places_of
+from compress.train.latents import PARTS, ROOM, TOGETHER, begun, places_of
 from compress.weights.decision import Decision
-from compress.weights.grid import Grid, encode, grouped, quantize
+from compress.weights.grid import Grid, Quantized, encode, grouped, quantize
 from compress.weights.sparse import sparse
 from compress.weights.terms import Weight
 
@@ -28,15 +28,23 @@ def numbers(seed: int) -> torch.Tensor:
 @every(["grid", "dtype"], [(grid, dtype) for grid in GRIDS for dtype in (torch.float32, torch.bfloat16)])
 def test_a_weight_begins_at_the_original_or_as_near_as_its_code_lets_it(grid, dtype):
     original = numbers(0)
-    moved = quantize(original + 0.2 * numbers(1), grid, dtype)  # as a method moves codes
+    for moved, room in (
+        (quantize(original, grid, dtype), ROOM),
+        (quantize(original + numbers(1), grid, dtype), TOGETHER),
+    ):
+        _check(original, moved, room)
+
+
+def _check(original: torch.Tensor, moved: Quantized, room: float) -> None:
+    grid = moved.grid
     latent = begun(Decision(moved), places_of(Decision(moved), original), torch.float32)
     scale = moved.scale.float().reshape(*grouped(latent, grid).shape[:-1], 1)
     zero = 0 if moved.zero_point is None else moved.zero_point.float().reshape(scale.shape)
     codes = grouped(moved.codes.float(), grid)
     assert torch.equal(encode(grouped(latent, grid), scale, torch.zeros_like(scale) + zero, grid), codes)
-    off = (grouped(original, grid) / scale + zero - codes).clamp(-WITHIN, WITHIN)
+    off = (grouped(original, grid) / scale + zero - codes).clamp(-room, room)
     expected = ((codes - zero + off) * scale).reshape(latent.shape)
-    assert ((latent - expected).abs() <= scale.abs().max() * WITHIN / PARTS).all()
+    assert ((latent - expected).abs() <= scale.abs().max() * ROOM / PARTS).all()
 
 
 def test_masks_and_other_terms_are_left_to_themselves():
