@@ -114,10 +114,13 @@ def test_tasks_and_speed_of_each_recipe_and_of_the_original_once(desk, monkeypat
     (desk / "task.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
     assert swept(desk, "w8", "w3").code == 0
     assert counted == {"original": 1}
+    checkpoint = desk / "out" / "w8" / "model" / "model.safetensors"
+    before = checkpoint.stat().st_mtime_ns
     both = ["--task", desk / "task.jsonl", "--questions", 2, "--speed"]
     made = swept(desk, "w8", "w3", more=[*both, "--json", "-"])
     assert made.code == 0, made.err
     assert counted == {"original": 1, "asked": 3, "timed": 3}  # two recipes, and the original
+    assert checkpoint.stat().st_mtime_ns == before  # evaluated again, no more
     speeds = []
     for row in made.json()["rows"]:
         found = read_evaluation(desk / "out" / row["evaluation"])
