@@ -109,7 +109,7 @@ class BlockRun:
         for entry in self.records:
             entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
         if self.run.places is not None:
-            self.run.places.update(self.places())
+            self.run.places.update(_places(self))
         finished = self.finished()
         self.run.sink.write(self.name, self.opened, self.layers, finished)
         self.run.record.take(finished)
@@ -250,22 +250,23 @@ class BlockRun:
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams, self.forwarded = streams.after(outputs, others), True
 
-    def places(self) -> dict[str, Tensor]:
-        """Where the original's weights lie within the codes that were decided, by layer, on the CPU."""
-        found = {}
-        for name, decision in self.decided.decisions.items():
-            layer = self.layers[name]
-            places = places_of(decision, layer.matrix(self.versions.weights[layer.parameter][0]))
-            if places is not None:
-                found[name] = places.cpu()
-        return found
-
     def finished(self) -> Finished:
         """All that was decided, for the sink and the record."""
         left_alone = self.run.record.left_alone
         alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
         ranges = self.ranges.in_order(self.opened.block, self.name)
         return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
+
+
+def _places(here: BlockRun) -> dict[str, Tensor]:
+    """Where the original's weights lie within the codes that were decided, by layer, on the CPU."""
+    found = {}
+    for name, decision in here.decided.decisions.items():
+        layer = here.layers[name]
+        places = places_of(decision, layer.matrix(here.versions.weights[layer.parameter][0]))
+        if places is not None:
+            found[name] = places.cpu()
+    return found
 
 
 def _round_caches(here: BlockRun, kv: KVCache) -> None:
