@@ -58,6 +58,7 @@ def manifest(
         "seeds": "none: a run draws no random numbers",
         "world_size": ranks,
         "seconds": round(record.seconds, 3),
+        "spent": {activity: round(seconds, 3) for activity, seconds in record.spent.items()},
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "block_forwards": record.block_forwards,
         "structure": record.structure,

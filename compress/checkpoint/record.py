@@ -87,7 +87,8 @@ class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
     in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
     that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
-    model is compressed, at the end. training: what each training measured, and its options."""
+    model is compressed, at the end. training: what each training measured, and its options. spent: of the seconds,
+    those that went to forwards, statistics, solving and writing."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class RunRecord:
     training: list[dict[str, Any]] = field(default_factory=list)
     block_forwards: int = 0
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
 
     def take(self, done: "Finished") -> None:
         """Enter a finished block, of this run or of one that was stopped."""

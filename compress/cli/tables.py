@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from compress.checkpoint.record import LayerRecord, RangeRecord
+from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
 from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
@@ -62,7 +62,7 @@ def result(made: Result, model: str, output: str) -> None:
     alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
     layers = len({layer.name for layer in made.record.layers})  # several passes may have had a part in one
     if made.record.coverage is not None:
-        out.print(f"{layers} layers compressed in {made.record.seconds:.1f} s; left alone: {alone or 'none'}")
+        out.print(f"{layers} layers compressed in {spent(made.record)}; left alone: {alone or 'none'}")
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")
@@ -113,6 +113,12 @@ def removed(structure: Mapping[str, Any]) -> str:
         own, zeroed = (sum(each[key] for each in figures) / len(figures) for key in ("loss", "zeroed_loss"))
         text += f"; mean relative output error of a layer that reads what went: {own:.3e} (zeros instead: {zeroed:.3e})"
     return text
+
+
+def spent(record: RunRecord) -> str:
+    """How long a run took, and what for."""
+    shares = [f"{activity} {seconds / record.seconds:.0%}" for activity, seconds in record.spent.items()]
+    return f"{record.seconds:.1f} s" + (f" ({', '.join(shares)})" if len(shares) > 1 and record.seconds > 0 else "")
 
 
 def pruned(layers: Sequence[LayerRecord]) -> str | None:

@@ -111,7 +111,8 @@ class BlockRun:
         if self.run.places is not None:
             self.run.places.update(_places(self))
         finished = self.finished()
-        self.run.sink.write(self.name, self.opened, self.layers, finished)
+        with self.run.spending.on("write"):
+            self.run.sink.write(self.name, self.opened, self.layers, finished)
         self.run.record.take(finished)
 
     def carry_out(self, p: Pass, last: bool) -> None:
@@ -190,7 +191,8 @@ class BlockRun:
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
             p = whose[site[0].name]
-            decisions = self.decide_site(p, site, arrivals)
+            with self.run.spending.on("solve"):
+                decisions = self.decide_site(p, site, arrivals)
             made.update({name: (p, decision) for name, decision in decisions.items()})
 
         # In the order of their first calls, for a forward that has gone past a site does not come by again.
@@ -199,7 +201,8 @@ class BlockRun:
             for site in self.sites(structure, whose)
             for p in dict.fromkeys(whose[layer.name] for layer in site)
         ]
-        outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
+        with self.run.spending.on("forward"):
+            outputs, others = suspended_forward(self.opened.block, calls, sites, visit, reference, self.versions)
         self.run.record.block_forwards += len(calls) + len(reference)
         if last:
             self.streams, self.forwarded = self.streams.after(outputs, others), True
@@ -209,7 +212,9 @@ class BlockRun:
         """Collect, decide, install, while the forwards wait before the site."""
         decides = p.stage(Decide)
         assert decides is not None
-        statistics = collected(decides.needs, site[0], arrivals, self.run.comm)
+        spending = self.run.spending
+        with spending.on("statistics"):
+            statistics = collected(decides.needs, site[0], spending.each("forward", arrivals), self.run.comm)
         if statistics is None:
             self.run.record.left_alone |= {layer.name: "no calibration token reached it" for layer in site}
             return {}
@@ -243,7 +248,7 @@ class BlockRun:
         if not self.run.plan.calibrated or self.streams.end:
             return
         block, streams = self.opened.block, self.streams
-        with torch.no_grad():
+        with torch.no_grad(), self.run.spending.on("forward"):
             outputs = [block(*call.args, **call.kwargs) for call in streams.calls]
             with self.versions.original():
                 others = [block(*call.args, **call.kwargs) for call in streams.reference]

@@ -91,7 +91,8 @@ def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
 
 def captured(run: Run, stack: Stack) -> list[list[Call]]:
     """What every block of a stack is called with, for each micro-batch."""
-    return capture(run.model, stack, run.batches, run.residency, partial(_first_output, run.residency, stack))
+    with run.spending.on("forward"):
+        return capture(run.model, stack, run.batches, run.residency, partial(_first_output, run.residency, stack))
 
 
 def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from compress.run.lessons import Lessons
 from compress.run.plan import Plan
 from compress.run.residency import Residency
 from compress.run.rewrite import FoldFinder
+from compress.run.spending import Spending
 
 
 class Steps:
@@ -60,6 +62,11 @@ class Run:
     lessons: Lessons | None = None
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
+
+    @cached_property
+    def spending(self) -> Spending:
+        """Counts what the seconds of this walk go to."""
+        return Spending(self.record, self.residency.device)
 
     @property
     def compares(self) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import compress
+from compress.checkpoint.record import RunRecord
+from compress.run.spending import Spending
 
 PASSES = {
     "rtn": compress.RTN(group_size=16),
@@ -17,12 +19,12 @@ PASSES = {
 }
 
 
-def run(layers: int, p: compress.Pass) -> None:
+def run(layers: int, p: compress.Pass) -> compress.Result:
     """Compress one block of so many layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
     batch = [{"input": torch.randn(16, 16)}]
-    compress.quantize(model, p, calibration=batch if p.calibrated else None)
+    return compress.quantize(model, p, calibration=batch if p.calibrated else None)
 
 
 def calls(layers: int, p: compress.Pass) -> dict[str, int]:
@@ -46,6 +48,25 @@ def test_no_function_is_called_more_than_in_proportion_to_the_layers_of_a_block(
         second = number - more.get(function, 0)
         # Twice as many more; four times would be a function that walks all layers for each of them.
         assert second <= 2.5 * first + 12, function
+
+
+def test_what_seconds_are_spent_on_adds_up():
+    record = run(24, PASSES["gptq"]).record
+    assert set(record.spent) == {"forward", "statistics", "solve", "write"}
+    assert min(record.spent.values()) >= 0
+    assert 0.3 * record.seconds < sum(record.spent.values()) < record.seconds
+
+
+def test_each_second_counts_for_the_innermost(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    spending = Spending(record := RunRecord(), torch.device("cpu"))
+    with spending.on("solve"):
+        assert [*spending.each("forward", iter("ab"))] == ["a", "b"]
+        with spending.on("statistics"):
+            pass
+    # Three turns of the walk, the last of which finds nothing, each between two looks at the clock.
+    assert record.spent == {"solve": 5.0, "forward": 3.0, "statistics": 1.0}
 
 
 @pytest.mark.slow
