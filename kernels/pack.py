@@ -19,6 +19,7 @@ it loaded into the operand registers of the matrix instruction, without a shuffl
 32, 64, 128 ... columns never split a plane, so a group has one scale per row and plane.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from compress.kernels import reference
 WORD = 32
 PLANE = 32
 # Weights that are converted at a time: bounds what a conversion needs beside its result.
-CHUNK = 2**22
+CHUNK = 2**20
 
 
 def words_of(count: int, bits: int) -> int:
@@ -39,6 +40,20 @@ def words_of(count: int, bits: int) -> int:
 
 def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
     """[R, K] codes (int8 or uint8, in range) -> [R, ceil(K bits / 32)] int32."""
+    rows, count = codes.shape
+    found = torch.empty(rows, words_of(count, bits), dtype=torch.int32, device=codes.device)
+    for part in _some_rows(rows, count):
+        found[part] = _packed(codes[part], bits, signed)
+    return found
+
+
+def _some_rows(rows: int, columns: int) -> Iterator[slice]:
+    """All rows, `CHUNK` weights at a time."""
+    step = max(1, CHUNK // max(columns, 1))
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _packed(codes: Tensor, bits: int, signed: bool) -> Tensor:
     rows, count = codes.shape
     offset = 2 ** (bits - 1) if signed else 0
     padded = -(-count // WORD) * WORD
@@ -57,6 +72,13 @@ def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
 
 def unpack_rows(words: Tensor, bits: int, count: int, signed: bool = True) -> Tensor:
     """[R, ceil(count bits / 32)] int32 -> [R, count] int8 (uint8 when unsigned). Inverse of `pack_rows`."""
+    found = torch.empty(len(words), count, dtype=torch.int8 if signed else torch.uint8, device=words.device)
+    for part in _some_rows(len(words), count):
+        found[part] = _unpacked(words[part], bits, count, signed)
+    return found
+
+
+def _unpacked(words: Tensor, bits: int, count: int, signed: bool) -> Tensor:
     rows = len(words)
     runs = -(-count // WORD)
     full = torch.zeros(rows, runs * bits, dtype=torch.int64, device=words.device)

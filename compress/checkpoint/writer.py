@@ -184,7 +184,8 @@ class Writer:
         without = {key for entry in inside for sums in entry["files"].values() for key in sums}
         without |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
         without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
-        return {prefix + name: value for name, value in opened.stored() if prefix + name not in without}
+        inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
+        return {prefix + name: value for name, value in opened.stored(inner)}
 
     def _share(self, rest: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """This rank's part of tensors: each goes to whoever has least."""

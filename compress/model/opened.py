@@ -1,6 +1,6 @@
 """A block whose parameters are plain full tensors for a while (`run.residency`)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -44,13 +44,15 @@ class Opened:
         home = {name: self.home[outer] for name, outer in inner.items()}
         return Opened(module, home, {name: self.stores[o] for name, o in inner.items() if o in self.stores})
 
-    def stored(self) -> Iterator[tuple[str, Tensor]]:
-        """(name inside the block, value in the stored dtype) of every parameter and persistent buffer."""
+    def stored(self, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """(name inside the block, value in the stored dtype) of every parameter and persistent buffer that is not left
+        out."""
         # Not state_dict(): FSDP2 reshards in a hook of it.
         for name, parameter in self.block.named_parameters():
-            if name in self.home:
+            if name in self.home and name not in without:
                 yield name, self.value(name, parameter)
         for prefix, module in self.block.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
+                whole = f"{prefix}.{name}" if prefix else name
+                if name not in module._non_persistent_buffers_set and whole not in without:
+                    yield whole, buffer

@@ -1,5 +1,6 @@
 """Output rows of a weight are independent in most methods: layers are stacked, and every rank solves its share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from compress.comm import Comm
 from compress.passes.sites import Site
-from compress.weights.grid import Quantized, working_dtype
+from compress.weights.grid import AT_A_TIME, Quantized, working_dtype
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Summand, Weight, added, summands
 
@@ -28,8 +29,14 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:
     """How far what is decided is from a weight, as a part of it."""
-    exact = weight_NK.to(working_dtype(weight_NK))
-    return float((found.dequantize(exact.dtype) - exact).norm() / exact.norm().clamp(min=1e-30))
+    step = max(1, AT_A_TIME // weight_NK.shape[1])
+    error = size = 0.0
+    for first in range(0, len(weight_NK), step):
+        rows = slice(first, first + step)
+        exact = weight_NK[rows].to(working_dtype(weight_NK))
+        error += float((found.rows(rows).dequantize(exact.dtype) - exact).square().sum(dtype=torch.float64))
+        size += float(exact.square().sum(dtype=torch.float64))
+    return math.sqrt(error / max(size, 1e-60))
 
 
 def solve_rows(comm: Comm, rows: Rows, solve: Solve, together: int = 1) -> Summand | Weight:
