@@ -155,6 +155,9 @@ void float_slab(const Work& work, int64_t first, int64_t last, bool whole, Decod
     }
 }
 
+// Steps of the loop below that are one: chunks are made of whole planes, which are as many steps or a multiple.
+constexpr int UNROLLED = WIDE ? 1 : 4;
+
 template <class Dot, int T>
 void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bool first, bool last) {
   Float sums[T][VECTORS];
@@ -165,14 +168,15 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
     });
   });
   const char* slab = work.slab.get();
-  for (int64_t k = 0; k < steps; ++k, x += T, slab += VECTORS * VECTOR_BYTES) {
-    Int weights[VECTORS];
-    each<VECTORS>([&](auto v) { weights[v] = load(slab + v * VECTOR_BYTES); });
-    each<T>([&](auto t) {
-      const Int given = every(x[t]);
-      each<VECTORS>([&](auto v) { sums[t][v] = Dot::dot(sums[t][v], weights[v], given); });
+  for (int64_t k = 0; k < steps; k += UNROLLED, x += UNROLLED * T, slab += UNROLLED * VECTORS * VECTOR_BYTES)
+    each<UNROLLED>([&](auto i) {
+      Int weights[VECTORS];
+      each<VECTORS>([&](auto v) { weights[v] = load(slab + (i * VECTORS + v) * VECTOR_BYTES); });
+      each<T>([&](auto t) {
+        const Int given = every(x[i * T + t]);
+        each<VECTORS>([&](auto v) { sums[t][v] = Dot::dot(sums[t][v], weights[v], given); });
+      });
     });
-  }
   each<T>([&](auto t) {
     each<VECTORS>([&](auto v) { store(kept + t * ROWS + v * LANES, float_to_bits(sums[t][v])); });
   });
