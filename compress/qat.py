@@ -228,6 +228,6 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
                 attached.append(layer)
         if not attached:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
-        begin(job.plan, job.residency, decided.decisions, decided.places, scales)
+        begin(job.plan, job.residency, decided.decisions, decided.places)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
     return Prepared(job, decided, attached, wide, narrow, average_gradients(whole, job.comm))

@@ -118,19 +118,13 @@ def said(rows: Sequence[Student]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama", required=True)
-    parser.add_argument("--calibration", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--encoder", required=True)
-    parser.add_argument("--pairs", type=Path, required=True)
+    for name in ("--llama", "--calibration", "--text", "--encoder", "--pairs"):
+        parser.add_argument(name, help="rows of what is left out stay as the file has them")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    calibration, text = (torch.load(path, weights_only=True) for path in (arguments.calibration, arguments.text))
-    found = {"decoder": decoders(arguments.llama, calibration, text)}
-    said(found["decoder"])
-    found["encoder"] = encoders(arguments.encoder, arguments.pairs)
-    said(found["encoder"])
-    record = {
+    target: Path = arguments.json
+    kinds = json.loads(target.read_text(encoding="utf-8"))["kinds"] if target.exists() else {}
+    made_by: dict[str, Any] = {
         "command": "python recipes/distilled.py " + " ".join(sys.argv[1:]),
         "commit": head(),
         "compress": compress.__version__,
@@ -138,11 +132,17 @@ def main() -> None:
         "python": platform.python_version(),
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "distilbert": DISTILBERT,
-        "training": {"decoder": DECODER, "encoder": {**ENCODER, **INSIDE}},
-        "rows": {kind: [asdict(row) for row in rows] for kind, rows in found.items()},
     }
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.llama is not None:
+        calibration, text = (torch.load(p, weights_only=True) for p in (arguments.calibration, arguments.text))
+        rows = decoders(arguments.llama, calibration, text)
+        said(rows)
+        kinds["decoder"] = {**made_by, "training": DECODER, "rows": [asdict(row) for row in rows]}
+    if arguments.encoder is not None:
+        rows = encoders(arguments.encoder, Path(arguments.pairs))
+        said(rows)
+        kinds["encoder"] = {**made_by, "training": {**ENCODER, **INSIDE}, "rows": [asdict(row) for row in rows]}
+    target.write_text(json.dumps({"distilbert": DISTILBERT, "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def recipes(group_size: int, steps: int, rows: int, rate: float) -> Recipes:
 
 def main() -> None:
     reader = parser(__doc__)
-    reader.add_argument("--steps", type=int, default=320)
-    reader.add_argument("--rows", type=int, default=8)
+    reader.add_argument("--steps", type=int, default=200)
+    reader.add_argument("--rows", type=int, default=16)
     reader.add_argument("--learning-rate", type=float, default=3e-4)
     said = reader.parse_args()
     compare(said, lambda size: recipes(size, said.steps, said.rows, said.learning_rate))

@@ -8,7 +8,8 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576): `compress/train/learned.py`;
                  through a range that is fitted to every token goes LSQ's gradient of its scale
     start        the codes that were decided (gptq, say): each weight behind them begins as close to the original as its
-                 code lets it (`compress/train/latents.py`); scales=fitted: in the middle of its code
+                 code lets it, and nearer to the middle of its code where a method has chosen codes together
+                 (`compress/train/latents.py`)
     loss         logits KL(teacher, student) t^2  +  task (cross entropy)  +  features (distance of hidden states)
                  +  attention (KL or distance of attention maps; MiniLM, TinyBERT: arXiv 2002.10957, 1909.10351)
                  +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)

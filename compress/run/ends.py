@@ -11,19 +11,13 @@ from compress.run.plan import Plan
 from compress.run.residency import Residency
 from compress.train.latents import begun
 from compress.train.layers import PARTS, finished
-from compress.train.quantizers import Scales
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
 
-def begin(
-    plan: Plan, residency: Residency, decided: Mapping[str, Decision], places: dict[str, Tensor], scales: Scales
-) -> None:
+def begin(plan: Plan, residency: Residency, decided: Mapping[str, Decision], places: dict[str, Tensor]) -> None:
     """Give layers that round the weights that are closest to the original of all that have the codes that were decided.
-    places: taken out of here, as they are used. Ranges that are fitted to weights are fitted to those codes: they
-    begin in the middle."""
-    if scales == "fitted":
-        return
+    places: taken out of here, as they are used."""
     for stack in plan.stacks:
         for name, block in stack.blocks:
             layers = [layer for layer in plan.layers[name] if layer.name in places]

@@ -94,7 +94,7 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
     start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
     with widened(run.residency, run.model), rounding(wanted, start, learn.options.scales) as quantized:
-        begin(run.plan, run.residency, start, sink.places, learn.options.scales)
+        begin(run.plan, run.residency, start, sink.places)
         history = _train(run, learn, teacher, quantized, mine)
         decisions = decisions_of(run.plan, run.residency, start)
     run.record.training.append({**asdict(history), "options": described(learn)})

@@ -16,6 +16,7 @@ from compress.comm import Comm
 from compress.errors import InputError
 
 LABELS = "labels"
+APART = 0x9E3779B1  # Knuth's odd multiplier: seeds are far from each other's epochs
 NUMBER = "compress.number"  # of a sample in the training set, beside its inputs
 
 
@@ -89,7 +90,8 @@ class Order:
 @lru_cache(maxsize=2)  # a step reaches into the next epoch
 def _shuffled(samples: int, seed: int, epoch: int) -> list[int]:
     """An order of so many samples."""
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    # torch's generator on a CPU reads 32 bits of a seed.
+    generator = torch.Generator().manual_seed((seed * APART + epoch) % 2**32)
     order: list[int] = torch.randperm(samples, generator=generator).tolist()
     return order
 

@@ -1,4 +1,4 @@
-"""Distillation through the commands: cached teachers, encoders, and what it is good for on real models."""
+"""Distillation through the commands: cached teachers, and encoders."""
 
 import json
 from pathlib import Path
