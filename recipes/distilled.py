@@ -84,7 +84,7 @@ def decoders(folder: str, calibration: Tensor, text: Tensor) -> list[Student]:
     return rows
 
 
-def encoders(folder: str, pairs: Path, sentences: int = 1600, tested: int = 300) -> list[Student]:
+def encoders(folder: str, pairs: Path, sentences: int = 800, tested: int = 300) -> list[Student]:
     """Half of an encoder's layers: cut, and taught what is inside of its teacher."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     teacher = AutoModel.from_pretrained(folder).eval()
