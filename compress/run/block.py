@@ -110,7 +110,7 @@ class BlockRun:
             entry.figures["block_seconds"] = round(time.monotonic() - started, 3)
         if self.run.places is not None:
             self.run.places.update(_places(self))
-        finished = self.finished()
+        finished = _finished(self)
         with self.run.spending.on("write"):
             self.run.sink.write(self.name, self.opened, self.layers, finished)
         self.run.record.take(finished)
@@ -255,13 +255,6 @@ class BlockRun:
         self.run.record.block_forwards += len(streams.calls) + len(streams.reference)
         self.streams, self.forwarded = streams.after(outputs, others), True
 
-    def finished(self) -> Finished:
-        """All that was decided, for the sink and the record."""
-        left_alone = self.run.record.left_alone
-        alone = {name: left_alone[name] for name in (*self.layers, *self.attentions) if name in left_alone}
-        ranges = self.ranges.in_order(self.opened.block, self.name)
-        return Finished(self.decided.decisions, self.records, alone, self.edits, self.fold_records, ranges, self.caches)
-
 
 def _places(here: BlockRun) -> dict[str, Tensor]:
     """Where the original's weights lie within the codes that were decided, by layer, on the CPU."""
@@ -272,6 +265,14 @@ def _places(here: BlockRun) -> dict[str, Tensor]:
         if places is not None:
             found[name] = places.cpu()
     return found
+
+
+def _finished(here: BlockRun) -> Finished:
+    """All that was decided, for the sink and the record."""
+    left_alone = here.run.record.left_alone
+    alone = {name: left_alone[name] for name in (*here.layers, *here.attentions) if name in left_alone}
+    ranges = here.ranges.in_order(here.opened.block, here.name)
+    return Finished(here.decided.decisions, here.records, alone, here.edits, here.fold_records, ranges, here.caches)
 
 
 def _round_caches(here: BlockRun, kv: KVCache) -> None:
