@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from compress.evaluation.speed.memory import settled_bytes, watched_memory
-from compress.recipes.figures import head
+from compress.recipes.figures import asked, head
 from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.top_k import TopK
@@ -105,7 +105,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
     record = {
-        "command": f"python recipes/distill_memory.py {' '.join(sys.argv[1:])}".strip(),
+        "command": asked("distill_memory.py"),
         "commit": head(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -13,7 +13,6 @@ DistilBERT (Sanh et al. 2019, arXiv 1910.01108) has 40 % fewer parameters than B
 import argparse
 import json
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ import compress
 from compress.evaluation.encoders import evaluate_encoder
 from compress.passes.base import Pass
 from compress.passes.train import Train
-from compress.recipes.figures import head
+from compress.recipes.figures import asked, head
 
 DISTILBERT = {"parameters": 0.6, "quality": 0.97}
 DECODER: dict[str, Any] = {"steps": 60, "rows": 8, "learning_rate": 1e-3, "held_out": 0.0}
@@ -125,7 +124,7 @@ def main() -> None:
     target: Path = arguments.json
     kinds = json.loads(target.read_text(encoding="utf-8"))["kinds"] if target.exists() else {}
     made_by: dict[str, Any] = {
-        "command": "python recipes/distilled.py " + " ".join(sys.argv[1:]),
+        "command": asked("distilled.py"),
         "commit": head(),
         "compress": compress.__version__,
         "torch": torch.__version__,

@@ -7,10 +7,13 @@ Runs `compress quantize` and `compress evaluate`, prints a Markdown table, and k
 
 import argparse
 import json
+import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +113,13 @@ def main() -> None:
                     flush=True,
                 )
     keep(arguments.json, arguments, rows)
+
+
+def asked(script: str, words: Sequence[str] | None = None) -> str:
+    """The command line of a script of this folder, files by their names alone. words: what it was given, where that is
+    not what this process was."""
+    given = sys.argv[1:] if words is None else words
+    return shlex.join(["python", f"recipes/{script}", *(Path(w).name if os.sep in w else w for w in given)])
 
 
 def head() -> str:

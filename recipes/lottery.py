@@ -12,7 +12,6 @@ a fifth of all weights; then networks with the mask of that ticket are trained i
 import argparse
 import json
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.nn.functional import max_pool2d
 
 from compress.model.layers import Layer, is_layer
 from compress.passes.train import Train
-from compress.recipes.figures import head
+from compress.recipes.figures import asked, head
 from compress.train.lottery import Lesson, Lottery, draw, lesson, train_masked
 from compress.train.rows import Rows
 
@@ -139,7 +138,7 @@ def main() -> None:
         print(f"seed {seed}: dense {one.dense:.2f}, ticket {one.ticket:.2f}, others {told}", flush=True)
         if arguments.json is not None:
             record = {
-                "command": "python recipes/lottery.py " + " ".join(sys.argv[1:]),
+                "command": asked("lottery.py"),
                 "commit": head(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),

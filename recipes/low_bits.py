@@ -16,7 +16,6 @@ import argparse
 import copy
 import json
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -28,7 +27,7 @@ from torch import nn
 import compress
 from compress.passes.base import Pass
 from compress.passes.train import Train
-from compress.recipes.figures import head
+from compress.recipes.figures import asked, head
 from compress.recipes.lottery import ROWS, Small, digits, lesson_of, network, right
 from compress.train.lottery import train_masked
 from compress.train.rows import Rows
@@ -123,7 +122,7 @@ def main() -> None:
         print(f"| w{bits}a{bits} | " + " | ".join(f"{value:.2f}" for value in means.values()) + " |")
     if arguments.json is not None:
         record = {
-            "command": "python recipes/low_bits.py " + " ".join(sys.argv[1:]),
+            "command": asked("low_bits.py"),
             "commit": head(),
             "compress": compress.__version__,
             "torch": torch.__version__,

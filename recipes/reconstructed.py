@@ -9,7 +9,6 @@ reading the model and quantizing it, whatever else the machine does.
 import argparse
 import json
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.passes.base import Pass
 from compress.passes.reconstruct import Reconstruct
-from compress.recipes.figures import head
+from compress.recipes.figures import asked, head
 
 
 def ways(bits: int, group_size: int, grid: str) -> dict[str, list[Pass]]:
@@ -62,7 +61,7 @@ def main() -> None:
     ]
     record = {
         "model": Path(said.model).name,
-        "command": "python recipes/reconstructed.py " + " ".join(sys.argv[1:]),
+        "command": asked("reconstructed.py"),
         "group_size": said.group_size,
         "calibration": said.calibration.name,
         "text": said.text.name,

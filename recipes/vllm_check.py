@@ -16,10 +16,8 @@ vLLM wants an environment of its own; `--vllm-python` (or COMPRESS_VLLM_PYTHON) 
 import argparse
 import os
 import platform
-import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +39,7 @@ from compress.kernels.measure.provenance import cpu_name
 from compress.model.calls import evaluating
 from compress.recipe import parse_recipe
 from compress.recipes.agreement import compared, same_start
-from compress.recipes.figures import head, stored
+from compress.recipes.figures import asked, head, stored
 from compress.recipes.int8_products import emulate
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -297,8 +295,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{arguments.vllm_python} cannot be run: {error.strerror}")
-    given = [Path(word).name if os.sep in word else word for word in (sys.argv[1:] if words is None else words)]
-    arguments.command = shlex.join(["python", "recipes/vllm_check.py", *given])
+    arguments.command = asked("vllm_check.py", words)
     return arguments
 
 
