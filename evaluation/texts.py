@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.files import checksum
+from compress.checkpoint.shown import shown
 from compress.data import (
     TOKEN_FORMATS,
     check_context,
@@ -40,7 +41,7 @@ class Text:
         """The figures on it, with what they were measured on."""
         windows = self.windows
         return TextResult(
-            name=self.name,
+            name=shown(self.name),
             sha256=checksum(windows.ids_N),
             role=self.role,
             protocol=windows.protocol,
