@@ -1,4 +1,4 @@
-"""4-bit codes in strips: the layout that a CPU with AVX2 reads fastest, in which a model holds its weight there.
+"""4-bit codes in strips: the layout that most CPUs read fastest, in which a model holds its weight there.
 
 Sixteen rows side by side, 8 columns of each in every line of 64 bytes, from the first columns to the last:
 
