@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, pack, reference
+from compress.kernels import ops, pack, reference, strips
 from compress.kernels.entries import Entries
 from compress.kernels.measure.halved import HALVED, halve
 from compress.kernels.measure.roofline import (
@@ -30,7 +30,6 @@ from compress.kernels.measure.roofline import (
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.sparse import weight_only_sparse_linear
-from compress.kernels.strips import lay_in_strips, strips_linear
 from compress.kernels.tiles import tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
@@ -68,7 +67,7 @@ class Operands:
         self.scale = (torch.rand(N, K // GROUP, generator=g, device=device) * 0.01 + 0.005).to(dtype)
         self.int4 = pack.to_planar(self.codes, self.scale, None, 4, dtype)
         # In the layouts that `compress.load` chooses here, with exact inputs and with int8.
-        self.strips = [lay_in_strips(self.int4, K, int8_input) for int8_input in (False, True)]
+        self.strips = [strips.lay_in_strips(self.int4, K, int8_input) for int8_input in (False, True)]
         self.codes8 = torch.randint(-128, 128, (N, K), generator=g, device=device, dtype=torch.int8)
         self.scale8 = torch.rand(N, 1, generator=g, device=device) * 1e-3 + 1e-3
         self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
@@ -82,7 +81,7 @@ class Operands:
         """x times the 4-bit codes, as a loaded layer multiplies; rounded to int8 where there is an input_group."""
         laid = self.strips[input_group is not None]
         if laid is not None:
-            return strips_linear(x, *laid[:3], None, laid.group_size, input_group)
+            return strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
         given = (x, *self.int4[:3], None, self.int4.bits, self.int4.group_size)
         return (
             ops.weight_only_linear(*given) if input_group is None else ops.int8_activation_linear(*given, input_group)

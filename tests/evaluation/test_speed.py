@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import command
 from models import build, tokens
+from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
@@ -18,7 +19,6 @@ from compress.evaluation import page
 from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
 from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
-from compress.kernels import ops
 from compress.kernels.measure import benchmark, ceilings
 from compress.runtime import twin
 from compress.runtime.assembly import compressed_layers, fuse
@@ -158,8 +158,7 @@ def test_json_on_standard_output_is_all_that_is_there() -> None:
 
 
 def test_a_wrong_kernel_fails_the_command_and_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ops.weight_only_linear
-    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * 1.05)
+    spoil(monkeypatch, 1.05)
     outcome = command(*LINEARS, "--json", tmp_path / "speed.json")
     assert outcome.code == 1
     assert outcome.err.splitlines()[-1].startswith("compress: wrong or failed, and not timed: w4a16 64x256 M=1")
@@ -267,8 +266,7 @@ def test_a_checkpoint_end_to_end(llama_w4: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_model_is_not_timed_and_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ops.weight_only_linear
-    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * 1.05)
+    spoil(monkeypatch, 1.05)
     outcome = command(*MODEL, "--json", tmp_path / "speed.json")
     assert outcome.code == 1
     assert "wrong or failed, and not timed: w4a16, batch 1: model.layers." in outcome.err.splitlines()[-1]

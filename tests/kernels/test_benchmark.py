@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from planar import spoil
 
-from compress.kernels import ops
 from compress.kernels.measure import benchmark, ceilings, roofline, timing
 
 CPU = torch.device("cpu")
@@ -63,8 +63,7 @@ def test_a_library_that_is_not_there_is_a_reason():
 
 @pytest.mark.parametrize("K", [256, 4096])
 def test_a_wrong_kernel_is_not_timed(monkeypatch, K):
-    right = ops.weight_only_linear
-    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * 1.05)
+    spoil(monkeypatch, 1.05)
     entries = [e for e in measure(K=K) if e["candidate"] == "w4a16"]
     assert [e.get("skipped") for e in entries] == [benchmark.WRONG] * 2
     assert all(e["error_over_tolerance"] > 1 for e in entries)
@@ -72,8 +71,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, K):
 
 
 def test_a_kernel_that_returns_what_is_not_a_number_is_wrong(monkeypatch):
-    right = ops.weight_only_linear
-    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: right(*a) * float("nan"))
+    spoil(monkeypatch, float("nan"))
     assert {e.get("skipped") for e in measure() if e["candidate"] == "w4a16"} == {benchmark.WRONG}
 
 

@@ -1,8 +1,9 @@
 """Weights in planar words with the values they stand for, inputs for them, and what a product of both may be off by."""
 
+import pytest
 import torch
 
-from compress.kernels import pack, reference
+from compress.kernels import ops, pack, reference, strips
 
 
 def planar_of(N, K, bits, group, symmetric, dtype, seed=0):
@@ -29,3 +30,11 @@ def inputs(M, K, N, dtype):
 def within(out, given, weight, bias, dtype):
     truth = given @ weight.t() + bias.double()
     return ((out.double() - truth).abs() <= reference.tolerance(given, weight, truth, dtype)).all()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Products with exact inputs are off by a factor, whatever layout the weight is in."""
+    planar, laid = ops.weight_only_linear, strips.strips_linear
+    monkeypatch.setattr(ops, "weight_only_linear", lambda *a: planar(*a) * factor)
+    # The last argument is the group of inputs that are rounded.
+    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[-1] is None else 1))
