@@ -110,7 +110,7 @@ def why_not_faster_in_strips(int8_input: bool) -> list[str]:
     """Reasons why this CPU does not multiply faster by strips than by planar words; empty when it does.
 
     Planar words of bfloat16 layers are multiplied in pairs where AVX-512 can: on AMD at twice the rate of fp32, which
-    strips are multiplied in, on Intel no faster (strips: 1.5, 1.8 and 1.5 times as fast at M = 8, 64 and 512).
+    strips are multiplied in, on Intel no faster than those.
     """
     reasons = [*cpu.why_not()]
     if reasons or int8_input:
