@@ -172,6 +172,6 @@ def inline(about: str, height: float, marks: Sequence[str]) -> str:
 
 def alone(drawn: str) -> str:
     """An inline picture as a file of its own, light or dark as who looks at it prefers."""
-    style = f"svg{{{COLOURS}background:var(--paper)}}@media(prefers-color-scheme:dark){{svg{{{DARK}}}}}{INK}"
+    style = f"svg{{{COLOURS};background:var(--paper)}}@media(prefers-color-scheme:dark){{svg{{{DARK}}}}}{INK}"
     head, tail = drawn.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{tail}\n'
