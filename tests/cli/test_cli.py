@@ -423,7 +423,7 @@ def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> No
     assert found.recipe == record["identity"]["recipe"]
     (text,) = found.texts
     ids = torch.load(desk.tokens, weights_only=True)
-    assert (text.name, text.sha256) == (str(desk.tokens), hashlib.sha256(ids.numpy().tobytes()).hexdigest())
+    assert (text.name, text.sha256) == (desk.tokens.name, hashlib.sha256(ids.numpy().tobytes()).hexdigest())
     facts = found.provenance
     # Quoted by people who have other folders.
     assert facts["command"].startswith(f"compress evaluate {llama_w4.name} --reference {desk.model.name} --text ")

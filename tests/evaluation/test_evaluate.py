@@ -179,7 +179,7 @@ def test_models_in_memory_give_the_same_figures_without_sizes(llama: Path, ids: 
 def test_text_is_cut_into_windows_of_the_context(llama: Path, text_file: Path) -> None:
     found = compress.evaluate(llama, text=str(text_file), samples=3)
     (text,) = found.texts
-    assert (text.length, text.tokens, text.name) == (CONTEXT, 3 * (CONTEXT - 1), str(text_file))
+    assert (text.length, text.tokens, text.name) == (CONTEXT, 3 * (CONTEXT - 1), text_file.name)
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
