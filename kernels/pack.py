@@ -42,13 +42,13 @@ def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
     """[R, K] codes (int8 or uint8, in range) -> [R, ceil(K bits / 32)] int32."""
     rows, count = codes.shape
     found = torch.empty(rows, words_of(count, bits), dtype=torch.int32, device=codes.device)
-    for part in _some_rows(rows, count):
+    for part in some_rows(rows, count):
         found[part] = _packed(codes[part], bits, signed)
     return found
 
 
-def _some_rows(rows: int, columns: int) -> Iterator[slice]:
-    """All rows, `CHUNK` weights at a time."""
+def some_rows(rows: int, columns: int) -> Iterator[slice]:
+    """All rows, `CHUNK` weights at a time: bounds what is computed of a whole weight beside the result."""
     step = max(1, CHUNK // max(columns, 1))
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
@@ -73,7 +73,7 @@ def _packed(codes: Tensor, bits: int, signed: bool) -> Tensor:
 def unpack_rows(words: Tensor, bits: int, count: int, signed: bool = True) -> Tensor:
     """[R, ceil(count bits / 32)] int32 -> [R, count] int8 (uint8 when unsigned). Inverse of `pack_rows`."""
     found = torch.empty(len(words), count, dtype=torch.int8 if signed else torch.uint8, device=words.device)
-    for part in _some_rows(len(words), count):
+    for part in some_rows(len(words), count):
         found[part] = _unpacked(words[part], bits, count, signed)
     return found
 
@@ -147,12 +147,9 @@ def planar_from_rows(words: Tensor, bits: int, columns: int, container: int, cen
 
     A code keeps its distance from the middle: u becomes u + 2^(container-1) - 2^(bits-1); not `centred`, it stays u.
     """
-    rows = len(words)
-    out = torch.empty(rows, planar_words(columns, container), dtype=torch.int16, device=words.device)
-    step = max(1, CHUNK // max(columns, 1))
-    for first in range(0, rows, step):
-        part = words[first : first + step]
-        out[first : first + step] = pack_planar(_raised(part, bits, columns, container, centred), container)
+    out = torch.empty(len(words), planar_words(columns, container), dtype=torch.int16, device=words.device)
+    for part in some_rows(len(words), columns):
+        out[part] = pack_planar(_raised(words[part], bits, columns, container, centred), container)
     return out
 
 
@@ -169,13 +166,11 @@ def _raised(words: Tensor, bits: int, columns: int, container: int, centred: boo
 
 def rows_from_planar(words: Tensor, bits: int, columns: int, container: int, centred: bool = True) -> Tensor:
     """Inverse of `planar_from_rows`: int32 [N, ceil(columns bits / 32)]."""
-    rows = len(words)
-    out = torch.empty(rows, words_of(columns, bits), dtype=torch.int32, device=words.device)
-    step = max(1, CHUNK // max(columns, 1))
-    for first in range(0, rows, step):
-        raised = unpack_planar(words[first : first + step], container, columns)
+    out = torch.empty(len(words), words_of(columns, bits), dtype=torch.int32, device=words.device)
+    for part in some_rows(len(words), columns):
+        raised = unpack_planar(words[part], container, columns)
         codes = raised - (2 ** (container - 1) - 2 ** (bits - 1)) if centred else raised
-        out[first : first + step] = pack_rows(codes, bits, signed=False)
+        out[part] = pack_rows(codes, bits, signed=False)
     return out
 
 

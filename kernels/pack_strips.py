@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.pack import CHUNK, Planar, pack_planar, planar_words, unpack_planar
+from compress.kernels.pack import Planar, pack_planar, planar_words, some_rows, unpack_planar
 
 BITS = 4
 ROWS = 16
@@ -51,17 +51,11 @@ def _by_row(part: Tensor) -> Tensor:
     return part.transpose(0, 1).reshape(part.shape[1], -1)
 
 
-def _steps(strips: int, columns: int) -> list[slice]:
-    """Strips that are converted at a time."""
-    step = max(1, CHUNK // max(columns * ROWS, 1))
-    return [slice(first, min(first + step, strips)) for first in range(0, strips, step)]
-
-
 def pack_strips(weight: Planar, columns: int) -> Strips:
     """A weight of `columns` columns, from planar words."""
     strips, lines = len(weight.words) // ROWS, -(-columns // BLOCK) * (BLOCK // LINE)
     words = torch.empty(strips, lines, LINE_BYTES, dtype=torch.uint8, device=weight.words.device)
-    for part in _steps(strips, columns):
+    for part in some_rows(strips, columns * ROWS):
         codes = unpack_planar(weight.words[part.start * ROWS : part.stop * ROWS], BITS, columns)
         codes = torch.nn.functional.pad(codes, (0, lines * LINE - columns))
         low, high = codes.view(-1, ROWS, lines, 2, LINE // 2).permute(3, 0, 2, 1, 4).unbind(0)
@@ -74,7 +68,7 @@ def unpack_strips(weight: Strips, columns: int) -> Planar:
     """Inverse of `pack_strips`."""
     strips, lines, _ = weight.words.shape
     words = torch.empty(strips * ROWS, planar_words(columns, BITS), dtype=torch.int16, device=weight.words.device)
-    for part in _steps(strips, columns):
+    for part in some_rows(strips, columns * ROWS):
         held = weight.words[part].view(-1, lines, ROWS, 1, LINE // 2)
         codes = torch.cat([held & 15, held >> BITS], 3).transpose(1, 2).reshape(-1, lines * LINE)[:, :columns]
         words[part.start * ROWS : part.stop * ROWS] = pack_planar(codes, BITS)

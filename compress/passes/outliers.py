@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
+from compress.kernels.pack import some_rows
 from compress.weights.grid import Grid, decode, encode, fit, grouped, working_dtype
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Summand, Weight, summands
 
-# Weights on which a price is found, and that are looked at at a time.
-SAMPLED, AT_A_TIME = 2**16, 2**20
+# Weights on which a price is found.
+SAMPLED = 2**16
 # Halvings of the logarithm of a price, and the least one, as a part of the largest cost.
 HALVINGS, LOWEST_PRICE = 24, 1e-12
 # With more than a quarter exact, a wider grid has fewer bytes.
@@ -149,9 +150,8 @@ def places_at(weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, cost_K: T
     """Bool [N, K]: which weights are exact at a price, a number or one for each row [N]; some rows at a time."""
     rows, columns = weight_NK.shape
     prices = torch.as_tensor(price, dtype=weight_NK.dtype, device=weight_NK.device).expand(rows)
-    size = max(1, AT_A_TIME // columns)
-    parts = [
-        exact_places(grouped_costs(part, grid, scale_dtype, cost_K), price_N.view(-1, 1, 1)).view(part.shape)
-        for part, price_N in zip(weight_NK.split(size), prices.split(size), strict=True)
-    ]
+    parts = []
+    for part in some_rows(rows, columns):
+        found = grouped_costs(weight_NK[part], grid, scale_dtype, cost_K)
+        parts.append(exact_places(found, prices[part].view(-1, 1, 1)).view(-1, columns))
     return torch.cat(parts)

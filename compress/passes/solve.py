@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from compress.comm import Comm
+from compress.kernels.pack import some_rows
 from compress.passes.sites import Site
-from compress.weights.grid import AT_A_TIME, Quantized, working_dtype
+from compress.weights.grid import Quantized, working_dtype
 from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Summand, Weight, added, summands
 
@@ -29,10 +30,8 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:
     """How far what is decided is from a weight, as a part of it."""
-    step = max(1, AT_A_TIME // weight_NK.shape[1])
     error = size = 0.0
-    for first in range(0, len(weight_NK), step):
-        rows = slice(first, first + step)
+    for rows in some_rows(*weight_NK.shape):
         exact = weight_NK[rows].to(working_dtype(weight_NK))
         error += float((found.rows(rows).dequantize(exact.dtype) - exact).square().sum(dtype=torch.float64))
         size += float(exact.square().sum(dtype=torch.float64))

@@ -4,13 +4,13 @@ No kernel reads the stored bytes, so these weights take 4 bits each in memory, a
 fast as those of 4.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from compress.kernels.pack import CHUNK, pack_planar, planar_words, unpack_planar
+from compress.kernels.pack import pack_planar, planar_words, some_rows, unpack_planar
 from compress.runtime.packed import PackedLinear
 from compress.weights.scheme import NARROW
 from compress.weights.ternary import FewLevels
@@ -19,7 +19,7 @@ MIDDLE = 2 ** (NARROW - 1)
 
 
 class FewLevelsLinear(PackedLinear):
-    """Weights of two or three levels in planar words, their code 0 at the middle; converted `CHUNK` at a time."""
+    """Weights of two or three levels in planar words, their code 0 at the middle; converted some rows at a time."""
 
     @property
     def format(self) -> FewLevels:
@@ -28,16 +28,14 @@ class FewLevelsLinear(PackedLinear):
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
         packed = parts["weight_packed"]
         words = torch.empty(rows, planar_words(self.in_features, NARROW), dtype=torch.int16, device=packed.device)
-        for chunk in self._chunks(rows):
+        for chunk in some_rows(rows, self.in_features):
             codes = self.format.unpack(packed[chunk], self.in_features)
             words[chunk] = pack_planar((codes + MIDDLE).to(torch.uint8), NARROW)
         return words, None
 
     def stored(self, words: Tensor, zero_GN: Tensor | None) -> dict[str, Tensor]:
-        codes = (unpack_planar(words[chunk], NARROW, self.in_features) for chunk in self._chunks(len(words)))
+        codes = (
+            unpack_planar(words[chunk], NARROW, self.in_features) for chunk in some_rows(len(words), self.in_features)
+        )
         packed = [self.format.pack(part.to(torch.int8) - MIDDLE) for part in codes]
         return {"weight_packed": torch.cat(packed)}
-
-    def _chunks(self, rows: int) -> Iterator[slice]:
-        step = max(1, CHUNK // self.in_features)
-        return (slice(first, first + step) for first in range(0, rows, step))

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.kernels.pack import CHUNK, pack_rows, unpack_rows
+from compress.kernels.pack import pack_rows, some_rows, unpack_rows
 from compress.kernels.pack24 import Sparse24, pack24, sparse24_weight, unpack24
 from compress.kernels.pairs24 import (
     Pairs,
@@ -95,8 +95,7 @@ class PackedSparse24Linear(WordLinear):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         count = rows.stop - rows.start
-        step = max(1, CHUNK // self.in_features)
-        blocks = [self._laid_out(parts, slice(first, first + step)) for first in range(0, count, step)]
+        blocks = [self._laid_out(parts, some) for some in some_rows(count, self.in_features)]
         codes, kept = (torch.cat(each) for each in zip(*blocks, strict=True))
         found = {"codes": codes, "kept": kept, "scale": parts["weight_scale"].t(), "zero": self._zero(parts, count)}
         self.hold(found, rows)
@@ -128,10 +127,7 @@ class PackedSparse24Linear(WordLinear):
             assert self.zero is not None
             zero_GN = self.zero[:, rows] - self.lift
             parts["weight_zero_point"] = pack_rows(zero_GN, bits, signed=False).t().contiguous()
-        step = max(1, CHUNK // self.in_features)
-        blocks = [
-            self._stored(codes[first : first + step], kept[first : first + step]) for first in range(0, count, step)
-        ]
+        blocks = [self._stored(codes[some], kept[some]) for some in some_rows(count, self.in_features)]
         parts["weight_packed"], parts["position"] = (torch.cat(each) for each in zip(*blocks, strict=True))
         parts["weight_shape"] = torch.tensor([count, self.in_features], device=codes.device)
         return parts

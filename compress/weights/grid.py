@@ -29,6 +29,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels.cpu import columns
 from compress.kernels.cpu.columns import Range
+from compress.kernels.pack import some_rows
 from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token"]
@@ -41,8 +42,6 @@ DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
 KERNEL_GROUPS = (DEFAULT_GROUP, 64, 32)
 # What a message names: as many sizes, none above.
 SUGGESTED, LARGEST_SUGGESTED = 8, 512
-# Numbers of a matrix that are rounded at a time: bounds what that needs beside its result.
-AT_A_TIME = 2**20
 # Range search: factors 1, 0.98, ..., 0.22 under the squared error. GPTQ's authors (`Quantizer`) try twice as many under
 # |error|^2.4, which takes far longer; what a layer returns on other tokens is the same, within the noise of either.
 SEARCH_STEPS, SEARCH_SHRINK = 50, 0.8
@@ -404,9 +403,10 @@ def quantize(
     InputError where the group size does not divide K.
     """
     dtype = x_NK.dtype if scale_dtype is None else scale_dtype
-    if scale is None and grid.granularity != "tensor" and x_NK.numel() > AT_A_TIME and len(x_NK) > 1:
-        parts = x_NK.split(max(1, AT_A_TIME // x_NK.shape[1]))
-        return Quantized.stacked([quantize(part, grid, dtype) for part in parts])
+    if scale is None and grid.granularity != "tensor":
+        parts = [*some_rows(*x_NK.shape)]
+        if len(parts) > 1:
+            return Quantized.stacked([quantize(x_NK[part], grid, dtype) for part in parts])
     work = x_NK.to(working_dtype(x_NK))
     if scale is None:
         scale, zero_point = fit_matrix(work, grid, dtype)

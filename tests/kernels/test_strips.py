@@ -34,7 +34,7 @@ def compiled(request):
 def test_layout(K, symmetric, monkeypatch):
     group = 32 if K == 32 else -1
     weight, _ = planar_of(48, K, 4, group, symmetric, torch.bfloat16)
-    monkeypatch.setattr("compress.kernels.pack_strips.CHUNK", 16 * K * 2)  # two strips of three at a time
+    monkeypatch.setattr("compress.kernels.pack.CHUNK", 16 * K * 2)  # two strips of three at a time
     found = pack_strips(weight, K)
     codes = pack.unpack_planar(weight.words, 4, K)
     assert found.words.shape == (3, -(-K // 32) * 4, 64)
