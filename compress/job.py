@@ -20,6 +20,7 @@ from compress.checkpoint.writer import Discard, Writer
 from compress.comm import Comm
 from compress.data import Tokens
 from compress.errors import CompressError
+from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
 from compress.progress import Reporter
 from compress.recipe import describe
@@ -224,8 +225,4 @@ def outside(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterat
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-    for module_name, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full = f"{module_name}.{name}" if module_name else name
-            if name not in module._non_persistent_buffers_set and not full.startswith(prefixes):
-                yield full, buffer
+    yield from ((name, buffer) for name, buffer in stored_buffers(model) if not name.startswith(prefixes))

@@ -25,6 +25,7 @@ from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
 from compress.errors import InputError
 from compress.job import Job
+from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
 from compress.passes.candidate import Candidate
 from compress.passes.gptq import GPTQ
@@ -223,10 +224,6 @@ def _most(text: str | Tensor) -> int:
 def _other_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
     """Of a checkpoint without its units' tensors."""
     inside = {f"{layer}.weight" for unit in units for layer in unit.layers}
-    rest: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in inside}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                rest[f"{prefix}.{name}" if prefix else name] = buffer
+    rest = {name: p for name, p in model.named_parameters() if name not in inside} | dict(stored_buffers(model))
     headers = sum(header_bytes(name, tensor.shape) for name, tensor in rest.items())
     return HEADER + headers + sum(t.numel() * t.element_size() for t in rest.values())

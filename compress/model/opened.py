@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from compress.model.buffers import stored_buffers
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -51,8 +53,4 @@ class Opened:
         for name, parameter in self.block.named_parameters():
             if name in self.home and name not in without:
                 yield name, self.value(name, parameter)
-        for prefix, module in self.block.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                whole = f"{prefix}.{name}" if prefix else name
-                if name not in module._non_persistent_buffers_set and whole not in without:
-                    yield whole, buffer
+        yield from ((name, buffer) for name, buffer in stored_buffers(self.block) if name not in without)

@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from compress.model.buffers import stored_buffers
+
 
 def without_values(model: nn.Module) -> nn.Module:
     """A copy whose parameters and buffers are on the meta device; what several modules share, they share there, too."""
@@ -21,8 +23,5 @@ def size_of(model: nn.Module) -> tuple[int, int]:
     shared counts once."""
     tensors: dict[int, torch.Tensor] = {id(p): p for p in model.parameters()}
     parameters = sum(p.numel() for p in tensors.values())
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[id(buffer)] = buffer
+    tensors |= {id(buffer): buffer for _, buffer in stored_buffers(model)}
     return parameters, sum(t.numel() * t.element_size() for t in tensors.values())
