@@ -7,7 +7,6 @@ Uses the Python API only: each configuration quantizes a fresh copy of the model
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import compress
 from compress.checkpoint.pretrained import load_tokenizer
 from compress.checkpoint.source import find_source
 from compress.data import load_tokens
-from compress.recipes.figures import flat, head, stored
+from compress.recipes.figures import flat, made_by, stored
 
 PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}
 POLISH = {"refit": 2, "sweeps": 2}
@@ -118,13 +117,7 @@ def main() -> None:
         "group_size": arguments.group_size,
         "calibration": f"{Path(arguments.calibration).name} {list(calibration.shape)}",
         "text": f"{Path(arguments.text).name} {list(held_out.shape)}",
-        "commit": head(),
-        "compress": compress.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
+        **made_by(),
         "rows": rows,
     }
     if arguments.json:

@@ -11,7 +11,6 @@ figure is in tensors of its own size.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from compress.evaluation.speed.memory import settled_bytes, watched_memory
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 from compress.train.losses.chunked import Head, HiddenTeacher, chunked_logits_loss
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.top_k import TopK
@@ -106,11 +105,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     record = {
         "command": asked("distill_memory.py"),
-        "commit": head(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
+        **made_by(),
         "vocabulary": arguments.vocabulary,
         "width": arguments.width,
         "dtype": arguments.dtype,

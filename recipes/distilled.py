@@ -12,7 +12,6 @@ DistilBERT (Sanh et al. 2019, arXiv 1910.01108) has 40 % fewer parameters than B
 
 import argparse
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import compress
 from compress.evaluation.encoders import evaluate_encoder
 from compress.passes.base import Pass
 from compress.passes.train import Train
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 
 DISTILBERT = {"parameters": 0.6, "quality": 0.97}
 DECODER: dict[str, Any] = {"steps": 60, "rows": 8, "learning_rate": 1e-3, "held_out": 0.0}
@@ -123,24 +122,16 @@ def main() -> None:
     arguments = parser.parse_args()
     target: Path = arguments.json
     kinds = json.loads(target.read_text(encoding="utf-8"))["kinds"] if target.exists() else {}
-    made_by: dict[str, Any] = {
-        "command": asked("distilled.py"),
-        "commit": head(),
-        "compress": compress.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-    }
+    made: dict[str, Any] = {"command": asked("distilled.py"), **made_by()}
     if arguments.llama is not None:
         calibration, text = (torch.load(p, weights_only=True) for p in (arguments.calibration, arguments.text))
         rows = decoders(arguments.llama, calibration, text)
         said(rows)
-        kinds["decoder"] = {**made_by, "training": DECODER, "rows": [asdict(row) for row in rows]}
+        kinds["decoder"] = {**made, "training": DECODER, "rows": [asdict(row) for row in rows]}
     if arguments.encoder is not None:
         rows = encoders(arguments.encoder, Path(arguments.pairs))
         said(rows)
-        kinds["encoder"] = {**made_by, "training": {**ENCODER, **INSIDE}, "rows": [asdict(row) for row in rows]}
+        kinds["encoder"] = {**made, "training": {**ENCODER, **INSIDE}, "rows": [asdict(row) for row in rows]}
     target.write_text(json.dumps({"distilbert": DISTILBERT, "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -122,6 +122,19 @@ def asked(script: str, words: Sequence[str] | None = None) -> str:
     return shlex.join(["python", f"recipes/{script}", *(Path(w).name if os.sep in w else w for w in given)])
 
 
+def made_by() -> dict[str, Any]:
+    """What figures were made with: versions, the commit that is checked out, the device."""
+    return {
+        "commit": head(),
+        "compress": compress.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
 def head() -> str:
     """The commit that is checked out."""
     return subprocess.run(
@@ -146,12 +159,7 @@ def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
         "text": Path(arguments.text).name,
         "reference_perplexity": rows[0]["reference_perplexity"],
         "reference_bytes": rows[0]["reference_bytes"],
-        "commit": head(),
-        "compress": compress.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "device": "cpu",
+        **made_by(),
         "rows": rows,
     }
     target.parent.mkdir(parents=True, exist_ok=True)

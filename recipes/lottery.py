@@ -11,7 +11,6 @@ a fifth of all weights; then networks with the mask of that ticket are trained i
 
 import argparse
 import json
-import platform
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn.functional import max_pool2d
 
 from compress.model.layers import Layer, is_layer
 from compress.passes.train import Train
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 from compress.train.lottery import Lesson, Lottery, draw, lesson, train_masked
 from compress.train.rows import Rows
 
@@ -139,11 +138,7 @@ def main() -> None:
         if arguments.json is not None:
             record = {
                 "command": asked("lottery.py"),
-                "commit": head(),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "device": "cpu",
-                "threads": torch.get_num_threads(),
+                **made_by(),
                 "rewind": how.rewind,
                 "to": how.to,
                 "steps": arguments.steps,

@@ -15,7 +15,6 @@ and width the trained network is rounded: a scale per output channel, inputs by 
 import argparse
 import copy
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -27,7 +26,7 @@ from torch import nn
 import compress
 from compress.passes.base import Pass
 from compress.passes.train import Train
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 from compress.recipes.lottery import ROWS, Small, digits, lesson_of, network, right
 from compress.train.lottery import train_masked
 from compress.train.rows import Rows
@@ -123,12 +122,7 @@ def main() -> None:
     if arguments.json is not None:
         record = {
             "command": asked("low_bits.py"),
-            "commit": head(),
-            "compress": compress.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": "cpu",
-            "threads": torch.get_num_threads(),
+            **made_by(),
             "steps": arguments.steps,
             "rows": [asdict(row) for row in rows],
         }

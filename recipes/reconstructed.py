@@ -8,7 +8,6 @@ reading the model and quantizing it, whatever else the machine does.
 
 import argparse
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.passes.base import Pass
 from compress.passes.reconstruct import Reconstruct
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 
 
 def ways(bits: int, group_size: int, grid: str) -> dict[str, list[Pass]]:
@@ -65,12 +64,7 @@ def main() -> None:
         "group_size": said.group_size,
         "calibration": said.calibration.name,
         "text": said.text.name,
-        "commit": head(),
-        "compress": compress.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
+        **made_by(),
         "rows": rows,
     }
     said.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

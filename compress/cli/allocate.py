@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # What `compress quantize` takes only beside a budget.
 OF_A_BUDGET = ("text", "by", "fused")
+# What it does not take beside one: what a budget finds itself, and what else would not be read.
+FOUND_BY_A_BUDGET = ("scheme", "bits", "recipe", "effort", "embeddings", "kv_cache")
+UNREAD_BY_A_BUDGET = ("training", "fsdp", "one_block", "convolutions", "store")
 BUDGET_OPTIONS = (
     click.option("--budget", metavar="SIZE", help="3.5bpw: bits per weight of compressed layers; 2.1GB: of all files."),
     click.option("--max-kl", type=float, help="Instead: the fewest bytes at which KL to the original is at most this."),
@@ -171,15 +174,8 @@ def quantize_to_budget(
     **options: Any,
 ) -> None:
     """`compress quantize` with a budget: the recipe is found, run, and its result measured."""
-    unread = [
-        name for name in ("scheme", "recipe", "effort", "embeddings", "kv_cache", "training", "fsdp") if given(name)
-    ]
-    unread += [name for name in ("one_block", "convolutions", "store") if given(name)]
-    if given("bits"):
-        unread.append("bits")
-    if unread:
-        words = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
-        raise InputError(f"a budget finds the scheme of every layer itself, in one process; drop {words}")
+    if unread := [f"--{name.replace('_', '-')}" for name in (*FOUND_BY_A_BUDGET, *UNREAD_BY_A_BUDGET) if given(name)]:
+        raise InputError(f"a budget finds the scheme of every layer itself, in one process; drop {', '.join(unread)}")
     wanted = checked_budget(budget, max_kl)
     if options["calibration"] is None:
         raise InputError("a budget is shared out by what calibration data shows; give --calibration TEXT")
@@ -189,7 +185,7 @@ def quantize_to_budget(
 
     size = chosen.pop("group_size", 0)
     candidates = grid_of_candidates(method, group_sizes=(int(size),), options=chosen)
-    for name in ("fsdp", "training", "one_block", "convolutions", "store"):
+    for name in UNREAD_BY_A_BUDGET:
         options.pop(name)
     with reporting("quantize", quiet) as reporter:
         made = compress.quantize_within(model, candidates, wanted, max_kl=max_kl, reporter=reporter, **options)

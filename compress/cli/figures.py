@@ -38,33 +38,43 @@ def details(found: Evaluation, model: str) -> None:
 def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
     """An encoder beside its original: Spearman's correlation, cosine of embeddings."""
     title = f"{pairs.name}: {pairs.pairs} pairs, {pairs.sentences} sentences, {found.model.dtype}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("model", "Spearman", "less the original", "cosine mean", "cosine p01", "cosine min", "MiB"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    figures = pairs.figures
-    if found.reference is not None:
-        size = None if found.reference_size is None else found.reference_size.bytes
-        score = measured(figures.get("reference_spearman"), ".4f")
-        table.add_row(found.reference.name, score, *"----", number(size, ".2f", MIB))
-    rest = ("spearman_difference", "cosine_mean", "cosine_p01", "cosine_min")
-    forms = (measured(figures.get(name), ".4f") for name in ("spearman", *rest))
-    table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
-    return table
+    columns = {
+        "Spearman": ("spearman", ".4f"),
+        "less the original": ("spearman_difference", ".4f"),
+        "cosine mean": ("cosine_mean", ".4f"),
+        "cosine p01": ("cosine_p01", ".4f"),
+        "cosine min": ("cosine_min", ".4f"),
+    }
+    return _beside(found, pairs.figures, title, columns, model)
 
 
 def _classifier(found: Evaluation, inputs: ClassificationResult, model: str) -> Table:
     """A classifier beside its original: how often it is right, and says the same."""
     title = f"{inputs.name}: {inputs.inputs} inputs, {inputs.classes} classes, {found.model.dtype}"
+    columns = {
+        "accuracy": ("accuracy", ".2%"),
+        "less the original's": ("accuracy_difference", ".2%"),
+        "agreement": ("agreement", ".2%"),
+        "KL mean": ("kl_mean", ".5f"),
+    }
+    return _beside(found, inputs.figures, title, columns, model)
+
+
+def _beside(
+    found: Evaluation, figures: Mapping[str, Figure], title: str, columns: Mapping[str, tuple[str, str]], model: str
+) -> Table:
+    """A row for the original, which has the first figure alone, and one for the model. columns: {heading: (figure, its
+    form)}."""
     table = Table(title=title, title_justify="left")
-    for heading in ("model", "accuracy", "less the original's", "agreement", "KL mean", "MiB"):
+    for heading in ("model", *columns, "MiB"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
-    figures = inputs.figures
     if found.reference is not None:
         size = None if found.reference_size is None else found.reference_size.bytes
-        right = measured(figures.get("reference_accuracy"), ".2%")
-        table.add_row(found.reference.name, right, *"---", number(size, ".2f", MIB))
-    shares = (measured(figures.get(name), ".2%") for name in ("accuracy", "accuracy_difference", "agreement"))
-    table.add_row(model, *shares, measured(figures.get("kl_mean"), ".5f"), number(found.bytes, ".2f", MIB))
+        (name, form), *others = columns.values()
+        score = measured(figures.get(f"reference_{name}"), form)
+        table.add_row(found.reference.name, score, *("-" for _ in others), number(size, ".2f", MIB))
+    forms = (measured(figures.get(name), form) for name, form in columns.values())
+    table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
     return table
 
 

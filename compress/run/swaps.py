@@ -20,7 +20,7 @@ from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
 from compress.checkpoint.writer import halved
-from compress.model.calls import Arrival, Batch, Call, without_cache
+from compress.model.calls import Arrival, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import Pass
@@ -77,7 +77,8 @@ def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found
     run.steps.begin()
     (stack,) = run.plan.stacks  # what is calibrated and has several is one block
     with without_cache(run.model), ExitStack() as entered:
-        streams, calls = _streams(captured(run, stack))
+        calls = captured(run, stack)
+        streams = Streams(calls[0], [])
         held = None
         whole = entered.enter_context(run.residency.open(run.model, keep=False)) if extent.held_out else None
         if extent.held_out:
@@ -95,10 +96,6 @@ def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found
         if held is not None:
             found.uniform_kl = held.uniform_kl()
     return found
-
-
-def _streams(calls: list[list[Call]]) -> tuple[Streams, list[list[Call]]]:
-    return Streams(calls[0], []), calls
 
 
 @contextmanager

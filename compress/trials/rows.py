@@ -1,10 +1,11 @@
 """What came of the recipes of a sweep, a row for each, and which of them nothing beats."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from compress.evaluation.document import Evaluation, TaskResult
+from compress.evaluation.front import undominated
 
 FORMAT = 1
 
@@ -67,12 +68,8 @@ def _accuracy(found: TaskResult) -> dict[str, float]:
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Rows by their bytes, with those of the front marked."""
-    known = [(row.bytes, row.kl_mean) for row in rows if row.bytes is not None and row.kl_mean is not None]
-    found = []
-    for row in rows:
-        front = row.bytes is not None and row.kl_mean is not None
-        if row.bytes is not None and row.kl_mean is not None:
-            here = (row.bytes, row.kl_mean)
-            front = not any(b <= here[0] and k <= here[1] and (b, k) != here for b, k in known)
-        found.append(Row(**{**vars(row), "front": front}))
+    measured = [(row.bytes, row.kl_mean, row) for row in rows if row.bytes is not None and row.kl_mean is not None]
+    best = undominated([(size, kl) for size, kl, _ in measured])
+    front = {id(row) for i, (_, _, row) in enumerate(measured) if i in best}
+    found = [replace(row, front=id(row) in front) for row in rows]
     return sorted(found, key=lambda row: (row.bytes is None, row.bytes or 0, row.name))

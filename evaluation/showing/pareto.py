@@ -1,6 +1,6 @@
 """Quality against bytes, over runs: which of them nothing beats in both, and a picture of it.
 
-A run is dominated where another is no larger and no worse, and better in one. Compared are runs that were measured
+Compared are runs that were measured
 alike: on the same tokens, against the same reference.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from compress.evaluation.document import Figure
 from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, padded, rule
+from compress.evaluation.front import undominated
 from compress.evaluation.showing import words
 from compress.evaluation.showing.runs import Run
 from compress.evaluation.showing.verdict import held_out
@@ -33,12 +34,7 @@ class Point:
 
 def front(points: Sequence[Point]) -> set[int]:
     """Indices of the points that are not dominated, of equals all."""
-
-    def beats(a: Point, b: Point) -> bool:
-        no_worse = a.bytes <= b.bytes and a.figure.value <= b.figure.value
-        return no_worse and (a.bytes < b.bytes or a.figure.value < b.figure.value)
-
-    return {i for i, point in enumerate(points) if not any(beats(other, point) for other in points)}
+    return undominated([(point.bytes, point.figure.value) for point in points])
 
 
 def comparable(runs: Sequence[Run]) -> tuple[str, list[Run], list[str]]:
