@@ -1,4 +1,4 @@
-"""`evaluate_tasks`: how many questions a model answers rightly, beside its original on the same ones."""
+"""Tasks: how many questions a model answers rightly, beside its original on the same ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,6 @@ from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelih
 from compress.evaluation.tasks.questions import Task, read_task
 from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
 from compress.model.calls import evaluating
-from compress.progress import Counted, Reporter, Silent
 
 HARNESS = "lm-eval:"
 Asked = tuple[TaskResult, Answers]
@@ -105,16 +104,6 @@ def compare_tasks(ours: Sequence[Asked], theirs: Sequence[Asked] | None = None) 
     """The figures of a model, paired with those of the reference where there are some."""
     others = [None] * len(ours) if theirs is None else [answers for _, answers in theirs]
     return adjusted([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
-
-
-def evaluate_tasks(
-    prepared: Prepared, model: nn.Module, reference: nn.Module | None = None, reporter: Reporter | None = None
-) -> list[TaskResult]:
-    """Ask one or two language models in memory the same questions. Raises what `ask_tasks` raises."""
-    models = [model] if reference is None else [model, reference]
-    step = Counted(reporter or Silent(), prepared.total * len(models))
-    step(0, "")
-    return compare_tasks(*(ask_tasks(prepared, each, step) for each in models))
 
 
 def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from asking import answered
 from commands import VOCABULARY, command, make_llama
 from places import SHARED
 
@@ -20,7 +21,7 @@ from compress.errors import CompressError, InputError
 from compress.evaluation import lm_eval as adapter
 from compress.evaluation.lm_eval import read_harness, wrapped
 from compress.evaluation.tasks import evaluate as evaluating
-from compress.evaluation.tasks.evaluate import ask_tasks, evaluate_tasks, prepare_tasks, read_tasks
+from compress.evaluation.tasks.evaluate import ask_tasks, prepare_tasks, read_tasks
 
 TEXT = (DEMO / "heldout.txt").read_text(encoding="utf-8").split()
 HEAD = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {rows}}}}}\ntest_split: test\n"
@@ -101,7 +102,7 @@ def test_lm_eval_answers_as_our_scorer_on_compressed_and_original(tmp_path, llam
     models = [compress.load(path, torch.float32) for path in (llama_w4, llama)]  # packed, and dense
     tasks = read_tasks(both(tmp_path, piqa, lambada), 20)
     tokenizer = load_tokenizer(find_source(str(llama)))
-    found = evaluate_tasks(prepare_tasks(tasks, tokenizer, [each.config for each in models]), *models)
+    found = answered(prepare_tasks(tasks, tokenizer, [each.config for each in models]), *models)
     same(found)
     assert [each.questions for each in found] == [20, 20, 13, 13]
     assert found[2].truncated == 1
@@ -159,7 +160,7 @@ def test_tasks_that_generate_are_read_in_every_way_that_they_have(tmp_path, llam
     rows = [{**row, "said": said[i] if i < 3 else "-"} for i, row in enumerate(rows)]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prepared = prepare_tasks([read_harness(str(task))], tokenizer, [model.config])
-    found = evaluate_tasks(prepared, model)
+    found = answered(prepared, model)
     assert [(each.name, each.metric) for each in found] == [
         ("our_words (plain)", "exact_match"),
         ("our_words (never)", "exact_match"),

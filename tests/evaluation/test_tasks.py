@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from asking import answered
 from commands import CONTEXT, HIDDEN, VOCABULARY, Largest, command, make_llama
 from models import build
 from torch.nn import functional
@@ -19,7 +20,7 @@ from compress.checkpoint.source import DEMO, find_source
 from compress.errors import CompressError, InputError
 from compress.evaluation.stored import read_evaluation
 from compress.evaluation.tasks import likelihood
-from compress.evaluation.tasks.evaluate import evaluate_tasks, prepare_tasks, read_tasks
+from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks
 from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelihoods
 from compress.evaluation.tasks.questions import read_task
 
@@ -235,11 +236,11 @@ def test_what_is_cut_is_counted_and_the_smaller_window_counts_for_both(write, to
     models = [make_llama(), make_llama(1, max_position_embeddings=16)]
     prepared = prepare_tasks(tasks, tokenizer, [each.config for each in models])
     assert max(len(pair.read) for pair in prepared.pairs[0]) == 16
-    (both,) = evaluate_tasks(prepared, *models)
-    (alone,) = evaluate_tasks(prepare_tasks(tasks, tokenizer, [models[0].config]), models[0])
+    (both,) = answered(prepared, *models)
+    (alone,) = answered(prepare_tasks(tasks, tokenizer, [models[0].config]), models[0])
     lengths = [len(tokenizer(row["text"]).input_ids) - 1 for row in rows]
     assert (both.truncated, alone.truncated) == (sum(n > 16 for n in lengths), sum(n > CONTEXT for n in lengths))
-    (single,) = evaluate_tasks(prepare_tasks(read_tasks([write(rows)], 1), tokenizer, [models[0].config]), *models)
+    (single,) = answered(prepare_tasks(read_tasks([write(rows)], 1), tokenizer, [models[0].config]), *models)
     assert (single.interval, single.difference.error, single.p_value) == (None, None, 1.0)
     assert (alone.difference, alone.interval, alone.p_value, alone.p_adjusted) == (None, None, None, None)
 
