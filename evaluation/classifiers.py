@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compress.checkpoint.files import checksum
+from compress.checkpoint.shown import shown
 from compress.checkpoint.source import path_of
 from compress.device import find_device
 from compress.errors import CompressError, InputError
@@ -56,7 +57,7 @@ def evaluate_classifier(
     `evaluate`; logits [N, classes] are what it returns, or their `logits`. Raises InputError for what cannot be used,
     CompressError for logits that are no numbers.
     """
-    name = {"name": str(inputs)} if isinstance(inputs, str | Path) else {}
+    name = {"name": shown(str(inputs))} if isinstance(inputs, str | Path) else {}
     if isinstance(inputs, str | Path):
         if labels is not None:
             raise InputError(f"labels beside {str(inputs)!r}, which has its own; give one of them")

@@ -23,6 +23,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+from compress.checkpoint.shown import shown
 from compress.checkpoint.source import path_of
 from compress.device import find_device
 from compress.errors import CheckpointError, InputError, one_of
@@ -146,7 +147,7 @@ def evaluate_encoder(
     model_measured, found_SD = asked(ours)
     original, expected_SD = (None, None) if theirs is None else asked(theirs)
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    name = str(pairs) if isinstance(pairs, str | Path) else "pairs in memory"
+    name = shown(str(pairs)) if isinstance(pairs, str | Path) else "pairs in memory"
     figures = _figures(found_SD, expected_SD, at_P2, scores_P)
     result = EmbeddingResult(name, digest, pooling, len(rows), len(sentences), figures)
     return replace(evaluation_of(model_measured, original, target), embeddings=[result])
