@@ -2,21 +2,24 @@
 
     python recipes/trained.py MODEL --calibration TEXT --training TEXT --text TEXT --group-size 32 --json OUT.json
 
-Each pair of rows is a method, and the method trained (`compress methods train`) from the original's logits.
+Each pair of rows is a method, and the method trained (`compress methods train`) from the original's logits and hidden
+states. What a w4a4 layer is given is fitted to each token, or (static) by a range per tensor, which training learns.
 """
 
 from compress.recipes.compare import Recipes, compare, parser
 
+STATIC: dict[str, object] = {"scheme": "w4a4", "activations": "static", "calibrator": "mse"}
 STARTS: dict[str, list[dict[str, dict[str, object]]]] = {
     "w2a16 gptq": [{"gptq": {"scheme": "w2a16"}}],
     "w4a4 gptq": [{"gptq": {"scheme": "w4a4"}}],
     "w4a4 smoothquant, gptq": [{"smoothquant": {"scheme": "w4a4", "rounding": "none"}}, {"gptq": {"scheme": "w4a4"}}],
+    "w4a4 static smoothquant, gptq": [{"smoothquant": {**STATIC, "rounding": "none"}}, {"gptq": STATIC}],
     "sparsegpt 2:4": [{"sparsegpt": {"pattern": "2:4"}}],
     "ternary": [{"ternary": {}}],
 }
 
 
-def recipes(group_size: int, steps: int, rows: int, rate: float) -> Recipes:
+def recipes(group_size: int, training: dict[str, object]) -> Recipes:
     """Every start, alone and trained."""
     found: Recipes = {}
     for title, passes in STARTS.items():
@@ -25,8 +28,6 @@ def recipes(group_size: int, steps: int, rows: int, rate: float) -> Recipes:
             for each in passes
             for name, options in each.items()
         ]
-        training: dict[str, object] = {"steps": steps, "rows": rows, "learning_rate": rate}
-        training |= {"scales": "anchored", "scale_rate": 3e-3, "warmup": 0.1}
         found[title] = start
         found[f"{title}, trained"] = [*start, {"train": training}]
     return found
@@ -35,10 +36,13 @@ def recipes(group_size: int, steps: int, rows: int, rate: float) -> Recipes:
 def main() -> None:
     reader = parser(__doc__)
     reader.add_argument("--steps", type=int, default=200)
-    reader.add_argument("--rows", type=int, default=16)
+    reader.add_argument("--rows", type=int, default=8)
     reader.add_argument("--learning-rate", type=float, default=3e-4)
+    reader.add_argument("--features", type=float, default=1.0)
     said = reader.parse_args()
-    compare(said, lambda size: recipes(size, said.steps, said.rows, said.learning_rate))
+    training = {name: getattr(said, name) for name in ("steps", "rows", "learning_rate", "features")}
+    training |= {"scales": "anchored", "scale_rate": 3e-3, "warmup": 0.1}
+    compare(said, lambda size: recipes(size, training))
 
 
 if __name__ == "__main__":
