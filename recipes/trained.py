@@ -35,10 +35,10 @@ def recipes(group_size: int, training: dict[str, object]) -> Recipes:
 
 def main() -> None:
     reader = parser(__doc__)
-    reader.add_argument("--steps", type=int, default=200)
+    reader.add_argument("--steps", type=int, default=400)
     reader.add_argument("--rows", type=int, default=8)
     reader.add_argument("--learning-rate", type=float, default=3e-4)
-    reader.add_argument("--features", type=float, default=1.0)
+    reader.add_argument("--features", type=float, default=4.0)
     said = reader.parse_args()
     training = {name: getattr(said, name) for name in ("steps", "rows", "learning_rate", "features")}
     training |= {"scales": "anchored", "scale_rate": 3e-3, "warmup": 0.1}
