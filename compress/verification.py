@@ -1,13 +1,16 @@
-"""Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us."""
+"""Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us.
+
+Both models run one block at a time, so that this takes no more memory than the run that wrote the checkpoint.
+"""
 
 import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,17 @@ from torch import Tensor, nn
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import RECORD, checksum, read_json, write_json
 from compress.checkpoint.manifest import read_record
-from compress.checkpoint.pretrained import from_pretrained
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in, weight_of
 from compress.comm import Comm
 from compress.errors import CheckpointError, CompressError, InputError, first_line
 from compress.progress import Reporter, without_bars
+from compress.runtime.by_block import run_by_block
 from compress.runtime.caches import rounded_cache
-from compress.runtime.loading import load_source, transformers_alone
-from compress.runtime.twin import compared
-from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+from compress.runtime.streamed import streamed
+from compress.runtime.theirs import decompressed_by_block, load_with_transformers
+from compress.runtime.twin import compared, watched
+from compress.weights.compressed_tensors import needs_dequantizing
 from compress.weights.formats import folder_of
 from compress.weights.own_words import is_own
 
@@ -126,38 +130,6 @@ def exact_caches(model: nn.Module) -> Iterator[None]:
             hook.active = True
 
 
-def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
-    """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
-
-    Needs compressed-tensors for a quantized one. The default load has no packed asymmetric weights and no packed
-    embeddings, and breaks for architectures whose initialization touches the weights (T5). Dequantizing while loading
-    works for all that have one scheme; it would read several as if they were the first. Raises CheckpointError for what
-    neither can load.
-    """
-    with transformers_alone():
-        return _load_with_transformers(source, dtype or "auto")
-
-
-def _load_with_transformers(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
-    quantization = source.quantization or {}
-    groups = (quantization.get("config_groups") or {}).values()
-    schemes = [read_scheme(group, quantization.get("format"), f"a layer of {source.path}") for group in groups]
-    if not any(needs_dequantizing(scheme) for scheme in schemes):
-        try:
-            return from_pretrained(source, str(source.path), dtype=dtype), "default"
-        except CheckpointError:
-            if len(groups) != 1:
-                raise
-    elif len(groups) > 1:
-        raise CheckpointError("packed asymmetric weights beside layers of another scheme")
-    from transformers import CompressedTensorsConfig
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
-        config = CompressedTensorsConfig(dequantize=True)
-        return from_pretrained(source, str(source.path), dtype=dtype, quantization_config=config), "dequantize=True"
-
-
 def _unknown_mix(source: Source, model: nn.Module) -> bool:
     """Whether transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
     packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
@@ -203,7 +175,7 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
         # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
         dtype = torch.float32 if active else None
         dense = source.quantization is not None and not active
-        ours = seen(load_source(source, dtype, dequantize=dense), source, ids, active)
+        ours = seen(source, dtype, ids, active, dense)
         if sums:
             raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
         result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
@@ -211,7 +183,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     except NotComparedError as why:
         result["transformers"] = f"not compared: {why}"
         return result
-    found, expected = outputs(theirs, ids), ours.outputs
+    openings = decompressed_by_block(theirs) if result["loader"] == "default" else {}
+    found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
     if cached and result["loader"] != "default":
         expected = ours.uncached
         result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
@@ -243,20 +216,25 @@ def comparable_probe(source: Source) -> Tensor:
     return ids
 
 
-def seen(model: nn.Module, source: Source, ids: Tensor, active: bool) -> Sight:
-    """What our model makes of the probe; by torch's own products where it is `active` (rounds inputs or caches).
+def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, dense: bool) -> Sight:
+    """What our model makes of the probe, one block at a time; by torch's own products where it is `active` (rounds
+    inputs or caches). dense: with weights that are what codes stand for, and not with codes.
+
     Raises CompressError for a layer whose kernel computes something else, NotComparedError for a model that takes
     something else."""
+    worst: dict[str, float] = {}
+    model, openings = streamed(source, dtype, partial(watched, worst), dequantize=dense)
     try:
         products: AbstractContextManager[dict[str, float]] = compared(model) if active else nullcontext({})
-        with products as worst:
-            found = outputs(model, ids)
+        with products as outside:
+            found = run_by_block(model, openings, lambda: outputs(model, ids))
             with exact_caches(model):
-                uncached = found if stored_in(source).caches is None else outputs(model, ids)
+                again = stored_in(source).caches is not None
+                uncached = run_by_block(model, openings, lambda: outputs(model, ids)) if again else found
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = "images" if ids.is_floating_point() else "token ids"
         raise NotComparedError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
-    for name, difference in worst.items():
+    for name, difference in (worst | outside).items():
         if difference > 1:
             raise CompressError(
                 f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "

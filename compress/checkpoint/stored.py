@@ -1,6 +1,6 @@
 """The compressed layers and caches of a checkpoint: found and checked from headers, read when they are asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -195,11 +195,11 @@ def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: 
         raise CheckpointError(f"{layer}.{error}") from None
 
 
-def read_tensors(source: Source) -> dict[str, Tensor | Weight]:
-    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight."""
+def read_tensors(source: Source, without: Container[str] = ()) -> dict[str, Tensor | Weight]:
+    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight, but some that are left out."""
     layers = stored_in(source).layers
     compressed = {name for stored in layers.values() for name in stored.parts.values()}
     result: dict[str, Tensor | Weight] = {}
     result |= source.weights.tensors(name for name in source.weights if name not in compressed)
-    own = (layer for layer, stored in layers.items() if stored.shares is None)
+    own = (layer for layer, stored in layers.items() if stored.shares is None and layer not in without)
     return result | {f"{layer}.weight": weight_of(source, layer) for layer in own}

@@ -6,7 +6,8 @@ copy of a compressed weight: the most that is held is the checkpoint and one lay
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -122,7 +123,7 @@ def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
     modules = dict(model.named_modules())
     own: Any = model
     foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
-    place = partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
+    place = places_in(model)
     placed = {place(modules, stored_name): stored for stored_name, stored in stored_layers.items()}
     sharing: dict[str, str] = {}
     for name, stored in placed.items():
@@ -183,6 +184,11 @@ def _renamings(model: nn.Module) -> "list[WeightRenaming]":
     return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
 
 
+def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:
+    """What a model calls the thing that its checkpoint calls something else: (names that it knows, name) -> name."""
+    return partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
+
+
 def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
     """What a model calls the thing that its checkpoint calls `name`: transformers renames some, and lets a base model
     and one with a head read each other's checkpoints."""
@@ -193,26 +199,23 @@ def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[s
     return next((found for found in candidates if found in known), name)
 
 
-def finish(model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None) -> None:
+def finish(
+    model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None, unready: bool = False
+) -> None:
     """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default), and
-    attentions into such that keep codes."""
+    attentions into such that keep codes. unready: leave linear layers with codes of their own as they were read, for
+    `made_ready`."""
     tables: dict[str, PackedLinear] = {}
     unread = [(n, m) for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding)]
     # Those that share a table come after those that hold one.
     for name, module in sorted(unread, key=lambda item: item[1].shares is not None):
+        if unready and isinstance(module, Unread) and module.shares is None:
+            continue
         parts = {part: module._buffers.pop(part) for part in module.stored.parts}
         if module.shares is not None:
             table = tables[module.shares]
         else:
-            found = {part: tensor for part, tensor in parts.items() if tensor is not None}
-            target = next(iter(found.values())).device if device is None else device
-            found = {part: tensor.to(target) for part, tensor in found.items()}
-            try:
-                module.stored.scheme.check(found, *module.stored.shape)
-            except CheckpointError as error:
-                raise CheckpointError(f"{name}.{error}") from None
-            bias = module.bias if isinstance(module, Unread) else None
-            layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias).to(target)
+            layer = _computing(name, module, parts, device)
             if isinstance(module, Unread):
                 model.set_submodule(name, layer)
                 continue
@@ -230,6 +233,36 @@ def finish(model: nn.Module, device: torch.device | None = None, caches: CacheSc
         take_over(embedding.to(table.device), table, twin)
     if caches is not None:
         _finish_caches(model, caches)
+
+
+def _computing(
+    name: str, module: Unread | UnreadEmbedding, parts: Mapping[str, Tensor | None], device: torch.device | None
+) -> QuantLinear:
+    """The layer that computes with what was read. Raises CheckpointError that names the tensor at fault."""
+    found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+    target = next(iter(found.values())).device if device is None else device
+    found = {part: tensor.to(target) for part, tensor in found.items()}
+    try:
+        module.stored.scheme.check(found, *module.stored.shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}.{error}") from None
+    bias = module.bias if isinstance(module, Unread) else None
+    return QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias).to(target)
+
+
+@contextmanager
+def made_ready(model: nn.Module, name: str) -> Iterator[QuantLinear]:
+    """Within: a layer that `finish` left as it was read computes, as it would have with the others."""
+    unread = model.get_submodule(name)
+    assert isinstance(unread, Unread)
+    layer = _computing(name, unread, {part: unread._buffers[part] for part in unread.stored.parts}, None)
+    if isinstance(layer, PackedLinear):
+        layer.lay_in_strips()
+    model.set_submodule(name, layer)
+    try:
+        yield layer
+    finally:
+        model.set_submodule(name, unread)
 
 
 def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:

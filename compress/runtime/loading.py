@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`; source:
-    the checkpoint, where it has been opened already."""
+    the checkpoint, where it has been opened already; unready: as in `finish`."""
 
     def __init__(
         self,
@@ -55,12 +55,13 @@ class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         fuse: bool | None = None,
         device: str | None = None,
         source: Source | None = None,
+        unready: bool = False,
         **words: Any,
     ) -> None:
         self.quant_method = METHOD
         # Of a checkpoint whose method is ours, transformers gives its words one by one.
         self.quantization = dict(quantization or {**words, "quant_method": METHOD})
-        self.fuse, self.device, self.source = fuse, device, source
+        self.fuse, self.device, self.source, self.unready = fuse, device, source, unready
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved beside the weights: the checkpoint's own words."""
@@ -100,7 +101,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         options = self.quantization_config
         target = None if options.device is None else torch.device(options.device)
         cache = options.quantization.get("kv_cache_scheme")
-        finish(model, target, read_cache_scheme(cache) if cache else None)
+        finish(model, target, read_cache_scheme(cache) if cache else None, options.unready)
         _count_codes()
         compressed = next(compressed_layers(model), None) is not None
         if compressed and (options.fuse or (options.fuse is None and device_of(model).type == "cuda")):
@@ -237,8 +238,9 @@ def load_source(
     fuse: bool | None = None,
     int8_activations: bool = False,
     notes: list[str] | None = None,
+    unready: bool = False,
 ) -> nn.Module:
-    """`load`, of a checkpoint that is open."""
+    """`load`, of a checkpoint that is open. unready: as in `finish`."""
     if source.quantization is None:
         stored_in(source)
         if fuse or int8_activations:
@@ -256,6 +258,7 @@ def load_source(
         "fuse": fuse,
         "device": str(target),
         "source": source,
+        "unready": unready,
     }
     remarks: list[str] = []
     arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}

@@ -14,7 +14,7 @@ Shapes: M tokens, N outputs, K inputs.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -108,10 +108,17 @@ def compared(model: nn.Module) -> Iterator[dict[str, float]]:
     rounding does. With float8, whose steps are the widest, that is the rule.
     """
     worst: dict[str, float] = {}
+    with ExitStack() as entered:
+        for name, layer in compressed_layers(model):
+            entered.enter_context(watched(worst, name, layer))
+        yield worst
 
-    def forward(name: str, layer: QuantLinear, x: Tensor) -> Tensor:
+
+def watched(worst: dict[str, float], name: str, layer: QuantLinear) -> AbstractContextManager[None]:
+    """Within: a layer is its own twin. `worst` takes the largest `error` of its kernel, by name."""
+
+    def forward(x: Tensor) -> Tensor:
         worst[name] = max(worst.get(name, 0.0), error(layer, x, type(layer).forward(layer, x)))
         return plain(layer, x)
 
-    with replaced_forwards({layer: partial(forward, name, layer) for name, layer in compressed_layers(model)}):
-        yield worst
+    return replaced_forwards({layer: forward})
