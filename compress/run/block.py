@@ -16,6 +16,7 @@ from compress.calibration.caches import cache_names, cache_ranges
 from compress.calibration.calibrators import Range
 from compress.calibration.collect import collected, collected_outputs
 from compress.checkpoint.record import Finished, LayerRecord
+from compress.heap import give_back
 from compress.model.calls import Arrival
 from compress.model.edits import Edit
 from compress.model.folds import FoldRecord
@@ -53,6 +54,7 @@ def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Stream
             here.repeat(before)
     run.record.changed.append(name or "all of it")
     run.steps.finish(name, usual=before is None)
+    give_back()
     return here.streams
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from compress.heap import give_back
+
 Opening = Callable[[], AbstractContextManager[object]]
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ def opened_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterat
 
             def leave(*_: Any, held: ExitStack = held) -> None:
                 held.close()
+                give_back()
 
             undo.callback(block.register_forward_pre_hook(enter, prepend=True).remove)
             undo.callback(block.register_forward_hook(leave, always_call=True).remove)

@@ -5,9 +5,7 @@ anonymous memory of the process (files that are mapped do not count) above what 
 looked at every few milliseconds; Linux only.
 """
 
-import ctypes
 import gc
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+from compress.heap import give_back
 
 STATUS = Path("/proc/self/status")
 PAUSE_S = 0.005
@@ -50,10 +50,7 @@ class Peak:
 def settled_bytes(device: torch.device) -> int | None:
     """What is in use when nothing runs: the level that a CPU's peak is counted from."""
     gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: what was freed goes back to the system
-        if trim is not None:
-            trim(0)
+    give_back()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else anonymous_bytes()
 
 
