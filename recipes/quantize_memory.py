@@ -102,13 +102,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="w4a16")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = []
-    for layers in arguments.layers:
-        with tempfile.TemporaryDirectory() as scratch:
-            size = write_model(Path(scratch) / "in", layers, arguments.hidden, arguments.intermediate)
-            found = measured(Path(scratch), arguments.method, arguments.scheme)
-        rows.append({"layers": layers, "checkpoint_mb": round(size / 1e6), **found})
-        print(json.dumps(rows[-1]), flush=True)
+    rows: list[dict[str, int]] = []
     record = {
         "command": asked("quantize_memory.py"),
         "commit": head(),
@@ -122,7 +116,13 @@ def main() -> None:
         "intermediate": arguments.intermediate,
         "rows": rows,
     }
-    arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for layers in arguments.layers:
+        with tempfile.TemporaryDirectory() as scratch:
+            size = write_model(Path(scratch) / "in", layers, arguments.hidden, arguments.intermediate)
+            found = measured(Path(scratch), arguments.method, arguments.scheme)
+        rows.append({"layers": layers, "checkpoint_mb": round(size / 1e6), **found})
+        print(json.dumps(rows[-1]), flush=True)
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.columns import Block, Held, Rounding, descend_columns, sweep_columns, takes
+from compress.kernels.cpu.columns import Block, Held, Rounding, SweptBlock, descend_columns, sweep_columns, takes
 from compress.passes.outliers import costs, exact_places
 from compress.passes.sweep import BLOCK, ColumnRule
 from compress.weights.grid import Grid, decode, encode, fit, round_scale
@@ -32,7 +32,7 @@ class Settled(ColumnRule):
     def held(self) -> Held | None:
         """What the compiled loops need to decide as `decide` does; None where they cannot."""
 
-    def run(self, block: Block, begin: int, end: int) -> None:
+    def run(self, block: SweptBlock, begin: int, end: int) -> None:
         compiled = self.held()
         if compiled is None:
             super().run(block, begin, end)
@@ -225,11 +225,11 @@ class Polish(Generic[R]):
         for first in range(0, columns, BLOCK):
             part = slice(first, min(first + BLOCK, columns))
             own = self.hessian[part, part].contiguous()
-            held = (self.weight, self.gradient, self.values)
             # Copies, also of one row, which would be contiguous as it is.
-            weight, gradient, values = (x[:, part].t().clone(memory_format=torch.contiguous_format) for x in held)
+            gradient, values = (
+                x[:, part].t().clone(memory_format=torch.contiguous_format) for x in (self.gradient, self.values)
+            )
             change = torch.empty_like(values)
-            none = change.new_empty(0)
-            block = Block(first, weight, gradient, values, change, own, own.diagonal().contiguous(), none)
+            block = Block(first, gradient, values, change, own, own.diagonal().contiguous())
             self.rule.descend(block)
             self.move(part, change.t())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import CompressError
-from compress.kernels.cpu.columns import Block
+from compress.kernels.cpu.columns import SweptBlock
 
 BLOCK = 128
 DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
@@ -75,7 +75,7 @@ class ColumnRule(ABC):
     def decide(self, column: int, target_N: Tensor) -> Tensor:
         """The value [N] that stands for this column from now on."""
 
-    def run(self, block: Block, begin: int, end: int) -> None:
+    def run(self, block: SweptBlock, begin: int, end: int) -> None:
         """Decide columns [begin, end) of a block, whose targets have the feedback of all columns before `begin`."""
         for j in range(begin, end):
             target = block.target[j]
@@ -106,7 +106,7 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
         target_BN = weight_BN + (error[:, :first] @ upper[:first, first:last]).t() if first else weight_BN.clone()
         value_BN, error_BN = torch.empty_like(target_BN), torch.empty_like(target_BN)
         diagonal = factor.diagonal[first:last].contiguous()
-        here = Block(first, weight_BN, target_BN, value_BN, error_BN, feedback, diagonal, loss)
+        here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, diagonal, weight_BN, loss)
         step = group if inside else last - first
         for j in range(0, last - first, step):
             end = min(j + step, last - first)

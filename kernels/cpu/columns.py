@@ -7,7 +7,7 @@ side: every array is [columns, N].
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -90,20 +90,25 @@ class Held:
 
 @dataclass(frozen=True)
 class Block:
-    """Columns first ... first + B: weight, target, value and change, [B, N] each; matrix [B, B], diagonal [B].
+    """Columns first ... first + B: target, value and change, [B, N] each; matrix [B, B], diagonal [B].
 
     target, of a sweep: what a column aims at but for the feedback of those before it in a run; of descent: the
-    gradient. change, of a sweep: weight - value; of descent: what values have moved by. loss [N], of a sweep: grows by
-    diagonal (target - value)^2.
+    gradient. change, of a sweep: weight - value; of descent: what values have moved by.
     """
 
     first: int
-    weight: Tensor
     target: Tensor
     value: Tensor
     change: Tensor
     matrix: Tensor
     diagonal: Tensor
+
+
+@dataclass(frozen=True)
+class SweptBlock(Block):
+    """What a sweep has beside that: weight [B, N], and loss [N], which grows by diagonal (target - value)^2."""
+
+    weight: Tensor
     loss: Tensor
 
 
@@ -114,7 +119,7 @@ def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
     return not build.why_not("columns")
 
 
-def sweep_columns(block: Block, held: Held, begin: int, end: int) -> None:
+def sweep_columns(block: SweptBlock, held: Held, begin: int, end: int) -> None:
     """Decide columns begin ... end of a block one after another, each making up for the errors of those before it."""
     _call("sweep_columns", block, held, begin, end)
 
@@ -130,9 +135,8 @@ def _call(loop: Literal["sweep_columns", "descend_columns"], block: Block, held:
     part = slice(block.first, block.first + count)
     filled = _Columns(N=outputs, B=count, begin=begin, end=end, rounding=held.rounding._as_read())
     filled.threads = torch.get_num_threads()
-    tensors: dict[str, Tensor | None] = {
-        name: getattr(block, name) for name in ("weight", "target", "value", "change", "matrix", "diagonal", "loss")
-    }
+    tensors: dict[str, Tensor | None] = {each.name: getattr(block, each.name) for each in fields(block)}
+    del tensors["first"]
     tensors |= {"codes": held.codes[part], "scale": held.scale, "zero": held.zero, "price": held.price}
     tensors |= {"cost": held.cost_K[part]}
     columns = {"kept": held.kept, "exact": held.exact, "extra": held.extra}

@@ -7,7 +7,7 @@ import torch
 from combinations import every
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.cpu.columns import Block
+from compress.kernels.cpu.columns import SweptBlock
 from compress.passes.columns import gptq
 from compress.passes.polish import GridRule
 from compress.passes.tile_rule import TileRule
@@ -66,12 +66,12 @@ def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) ->
     return TileRule(format_, dtype, 0, group_of, cost, price, False, False, codes, extra, exact, *small, settled)
 
 
-def block(rows: int) -> Block:
+def block(rows: int) -> SweptBlock:
     draw = torch.Generator().manual_seed(rows + 1)
-    parts = [torch.randn(COLUMNS, rows, generator=draw) for _ in range(4)]
+    weight, *parts = (torch.randn(COLUMNS, rows, generator=draw) for _ in range(4))
     matrix = torch.randn(COLUMNS, COLUMNS, generator=draw) / 4
     matrix.diagonal().abs_().add_(0.5)
-    return Block(0, *parts, matrix, matrix.diagonal().clone(), torch.zeros(rows))
+    return SweptBlock(0, *parts, matrix, matrix.diagonal().clone(), weight, torch.zeros(rows))
 
 
 @every("rows", [17, 130])
