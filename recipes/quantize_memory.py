@@ -11,7 +11,6 @@ and of the process that verifies is read every 10 ms; the figures are the larges
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -20,10 +19,9 @@ import time
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compress.recipes.figures import asked, head
+from compress.recipes.figures import asked, made_by
 
 VOCABULARY, HEAD_WIDTH, KEY_VALUE_HEADS = 32000, 64, 8
 SAMPLES, LENGTH = 8, 256
@@ -105,11 +103,7 @@ def main() -> None:
     rows: list[dict[str, int]] = []
     record = {
         "command": asked("quantize_memory.py"),
-        "commit": head(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
+        **made_by(),
         "method": arguments.method,
         "scheme": arguments.scheme,
         "hidden": arguments.hidden,
