@@ -1,6 +1,7 @@
 """Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us.
 
-Both models run one block at a time, so that this takes no more memory than the run that wrote the checkpoint.
+Both models run one block at a time: there is no second dense model. Where transformers can load a checkpoint only with
+`dequantize=True` (packed zero points, packed embeddings), its own is whole and dense.
 """
 
 import json
