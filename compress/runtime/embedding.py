@@ -16,6 +16,7 @@ from compress.errors import CheckpointError
 from compress.kernels.pack import Planar, planar_weight
 from compress.kernels.routes import Route
 from compress.runtime.linear import PackedLinear, QuantLinear
+from compress.runtime.words import WordLinear
 from compress.weights.codes import Int8Table
 from compress.weights.grid import Quantized
 from compress.weights.scheme import Scheme
@@ -102,9 +103,13 @@ class TiedLinear(PackedLinear):
     BUFFERS: ClassVar[Mapping[str, int | None]] = {}  # the table's
 
     def __init__(self, table: PackedLinear, bias: Tensor | None) -> None:
-        QuantLinear.__init__(self, table.scheme, table.in_features, table.out_features, bias)
+        WordLinear.__init__(self, table.scheme, table.in_features, table.out_features, bias)
         self.input_group = table.input_group
         self.table = table
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.table.held
 
     @property
     def words(self) -> Tensor:  # type: ignore[override]

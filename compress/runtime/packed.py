@@ -6,12 +6,13 @@ dimensions, until something needs planar words: another device, new codes.
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from compress.kernels import ops, reference, strips
+from compress.kernels.cpu import direct
 from compress.kernels.entries import Entries
 from compress.kernels.pack import (
     Planar,
@@ -60,6 +61,13 @@ class PackedLinear(WordLinear):
         return self.scale.dtype
 
     @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Words, scales and zero points as they lie, read where they are kept: a lookup by name takes a module a while,
+        which a call of a small product shows."""
+        buffers: Any = self._buffers
+        return buffers["words"], buffers["scale"], buffers["zero"]
+
+    @property
     def in_strips(self) -> bool:
         """Whether the words are laid out in strips."""
         return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
@@ -91,6 +99,11 @@ class PackedLinear(WordLinear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        words, scale, zero = self.held
+        sizes = (self.in_features, self.group_size, self.input_group is not None)
+        if direct.serves(x, scale, *sizes):
+            weight = (words, scale, zero, self._parameters["bias"], self.container, self.group_size)
+            return direct.linear(self._rounded(x), *weight, self.input_group)
         x = self._rounded(self._own(x))
         if self.in_strips:
             layout = (self.words, self.scale, self.zero, self.bias, self.group_size, self.input_group)

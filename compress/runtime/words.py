@@ -1,21 +1,22 @@
 """What layers have in common whose codes ride in words of 4 or of 8 bits, whichever holds them."""
 
+from torch import Tensor
+
 from compress.runtime.base import QuantLinear
-from compress.weights.scheme import NARROW, WIDE
+from compress.weights.scheme import NARROW, WIDE, Scheme
 
 
 class WordLinear(QuantLinear):
-    """Codes on a grid of 2 to 8 bits."""
+    """Codes on a grid of 2 to 8 bits.
 
-    @property
-    def container(self) -> int:
-        """Bits of a code in its word."""
-        return NARROW if self.scheme.weights.bits <= NARROW else WIDE
+    container: bits of a code in its word. group_size: inputs that share a scale; -1: all of them.
+    """
 
-    @property
-    def group_size(self) -> int:
-        """Inputs that share a scale; -1: all of them."""
-        return self.scheme.weights.group_size or -1
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        # Read at every call, so not through the scheme.
+        self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
+        self.group_size = scheme.weights.group_size or -1
 
     @property
     def lift(self) -> int:

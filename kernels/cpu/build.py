@@ -1,4 +1,5 @@
-"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp` or `cpu_columns.cpp`.
+"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp`, `cpu_columns.cpp`, or the operators of
+`cpu_operators.cpp`, which are linked to torch.
 
 Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not.
 
@@ -31,7 +32,11 @@ from compress.kernels.cache import cache_directory
 
 NUMBERS = ("numbers", "vectors")
 # What each library includes.
-HEADERS = {"gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS), "columns": NUMBERS}
+HEADERS: dict[str, tuple[str, ...]] = {
+    "gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS),
+    "columns": NUMBERS,
+    "operators": ("work", *NUMBERS),
+}
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
@@ -133,6 +138,14 @@ def openmp_of_torch() -> list[str]:
     return []
 
 
+def torch_of(name: str) -> list[str]:
+    """What a library that is linked to torch is compiled with."""
+    home = Path(torch.__file__).parent
+    if name != "operators":
+        return []
+    return [f"-I{home / 'include'}", str(home / "lib" / "libtorch_cpu.so"), f'-DTORCH="{torch.__version__}"']
+
+
 def build_and_load(
     directory: Path, flags: tuple[str, ...], name: str = "gemm"
 ) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
@@ -144,7 +157,8 @@ def build_and_load(
     for command in commands:
         try:
             library = ctypes.CDLL(str(built(directory, command, flags, name)))
-            library.instructions.restype = ctypes.c_char_p
+            if name == "gemm":
+                library.instructions.restype = ctypes.c_char_p
             return library, ()
         except subprocess.TimeoutExpired:
             reasons.append(f"{shlex.join(command)} took more than {BUILD_SECONDS} s")
@@ -157,10 +171,10 @@ def build_and_load(
 
 def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str = "gemm") -> Path:
     """The path of the library that this compiler makes, compiled unless it is there already."""
-    openmp = openmp_of_torch()
+    linked = [*openmp_of_torch(), *torch_of(name)]
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
     files = sources(name)
-    depends = [*(source.read_text(encoding="utf-8") for source in files), *command, *flags, *openmp]
+    depends = [*(source.read_text(encoding="utf-8") for source in files), *command, *flags, *linked]
     depends += [version.stdout, *sorted(cpu_flags())]
     key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
     target = directory / f"cpu_{name}-{key}.so"
@@ -168,7 +182,7 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as folder:
             made = Path(folder) / target.name
-            words = [*command, *flags, str(files[0]), *openmp, "-o", str(made)]
+            words = [*command, *flags, str(files[0]), *linked, "-o", str(made)]
             subprocess.run(words, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
             made.replace(target)
     return target

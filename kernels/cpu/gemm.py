@@ -124,10 +124,14 @@ def _narrow(library: ctypes.CDLL) -> bool:
     return bool(library.instructions().startswith(b"avx2"))
 
 
+def rows_up_to(operation: Operation, library: ctypes.CDLL) -> int:
+    """Tokens up to which a library's loop over rows is the faster one."""
+    return (ROWS_UP_TO_AVX2 if _narrow(library) else ROWS_UP_TO)[operation]
+
+
 def by_rows(operation: Operation, M: int) -> bool:
     """Whether the loop over rows multiplies so many tokens."""
-    limits = ROWS_UP_TO_AVX2 if _narrow(cpu.library()) else ROWS_UP_TO
-    return limits[operation] >= M
+    return rows_up_to(operation, cpu.library()) >= M
 
 
 def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Arguments:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compress.kernels import ops, pack, reference, strips
+from compress.kernels.cpu import direct
 
 
 def planar_of(N, K, bits, group, symmetric, dtype, seed=0):
@@ -34,7 +35,8 @@ def within(out, given, weight, bias, dtype):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Products with exact inputs are off by a factor, whatever layout the weight is in."""
-    planar, laid = ops.weight_only_linear, strips.strips_linear
+    planar, laid, operator = ops.weight_only_linear, strips.strips_linear, direct.linear
     monkeypatch.setattr(ops, "weight_only_linear", lambda *a: planar(*a) * factor)
     # The last argument is the group of inputs that are rounded.
     monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[-1] is None else 1))
+    monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[-1] is None else 1))

@@ -1,0 +1,99 @@
+"""`compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips, as an operator of C++.
+
+    [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
+
+It is what a layer calls where no gradient is asked for: an operator written in Python takes 40 to 70 us on its way to
+the loops (`kernels.operators`), more than a small product does, and this one 5. A compiled graph holds it as one node. It
+is a small library of its own on torch's stable C interface (`cpu_operators.cpp`), built like the others at first use;
+where it cannot be, layers take Python's way.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from compress.kernels.cpu import build
+from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.cpu.gemm import Operation
+from compress.kernels.pack_strips import ROWS
+
+STRIPS_DIMENSIONS = 3
+# By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
+OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
+
+
+class _Loops(ctypes.Structure):
+    """`Loops` of cpu_operators.cpp, field by field."""
+
+    _fields_ = (("exact", ctypes.c_void_p), ("rounded", ctypes.c_void_p), ("by_rows", ctypes.c_int64 * 4))
+
+
+def why_not() -> tuple[str, ...]:
+    """Reasons why there is no such operator on this machine; empty when there is. The first call builds."""
+    reasons = build.why_not() or build.why_not("operators")
+    if not reasons:
+        _register()
+    return reasons
+
+
+@cache
+def _register() -> None:
+    use(build.library())
+    torch.library.register_fake("compress::cpu_linear", _like_product)
+
+
+def use(library: ctypes.CDLL) -> None:
+    """Multiply by the loops of this library from now on."""
+    limits = [cpu_gemm.rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
+    exact, rounded = (ctypes.cast(loop, ctypes.c_void_p) for loop in (library.weight_only, library.int8_activation))
+    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits))))
+
+
+@cache
+def _takes(columns: int, group_size: int, int8_input: bool, _: tuple[str, ...]) -> bool:
+    operation: Operation = "int8_activation" if int8_input else "weight_only"
+    return not cpu_gemm.why_not_sizes(operation, columns, group_size) and not why_not()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def takes(columns: int, group_size: int, int8_input: bool) -> bool:
+    """Whether the operator can be had for weights of these sizes."""
+    return _takes(columns, group_size, int8_input, build.why_not())
+
+
+def serves(x: Tensor, scale: Tensor, columns: int, group_size: int, int8_input: bool) -> bool:
+    """Whether the operator multiplies x [..., columns] by a weight with these scales: on a CPU, without a gradient."""
+    return bool(
+        x.device.type == "cpu"
+        and x.dtype == scale.dtype
+        and x.dtype in cpu_gemm.TYPES
+        and x.shape[-1] == columns
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and forward_ad._current_level < 0
+        and takes(columns, group_size, int8_input)
+    )
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    input_group: int | None,
+) -> Tensor:
+    """[..., N] = x weight^T + bias, where `serves` says so. The weight is the parts of a `pack.Planar`, or of a
+    `pack_strips.Strips`; input_group as in `strips.strips_linear`."""
+    operator: Any = torch.ops.compress.cpu_linear.default
+    return cast(Tensor, operator(x, words, scale, zero, bias, bits, group_size, input_group))
+
+
+def _like_product(x: Tensor, words: Tensor, *_: Any) -> Tensor:
+    """The shape, for tracing."""
+    return x.new_empty(*x.shape[:-1], words.shape[0] * (ROWS if words.dim() == STRIPS_DIMENSIONS else 1))
