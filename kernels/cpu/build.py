@@ -1,5 +1,5 @@
-"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp`, `cpu_columns.cpp`, or the operators of
-`cpu_operators.cpp`, which are linked to torch.
+"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp`, `cpu_columns.cpp`, or the operators
+of `cpu_operators.cpp`, which are linked to torch.
 
 Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not.
 

@@ -2,10 +2,10 @@
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
-It is what a layer calls where no gradient is asked for: an operator written in Python takes 40 to 70 us on its way to
-the loops (`kernels.operators`), more than a small product does, and this one 5. A compiled graph holds it as one node. It
-is a small library of its own on torch's stable C interface (`cpu_operators.cpp`), built like the others at first use;
-where it cannot be, layers take Python's way.
+It is what a layer calls where no gradient is asked for: on the way to the loops Python takes longer than a small
+product does (`kernels.operators`). A compiled graph holds it as one node. It is a small library of its own on torch's
+stable C interface (`cpu_operators.cpp`), built like the others at first use; where it cannot be, layers take Python's
+way.
 """
 
 import ctypes
