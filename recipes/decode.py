@@ -37,7 +37,7 @@ PARAMETERS = 512  # bytes, more than any of llama.cpp's parameter structures tak
 # int32 members of llama_context_params, by their place: the context's tokens, threads of steps and of prompts.
 CONTEXT, THREADS = 0, (7, 8)
 DEFAULTS = (512, 2048, 512)  # what the first three are unless they moved
-PARTS_ROUNDS = 15
+PARTS_ROUNDS = 7
 
 
 class Runs(Protocol):

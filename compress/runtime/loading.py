@@ -280,5 +280,6 @@ def _round_inputs(network: nn.Module) -> None:
         raise InputError(f"int8_activations is for weight-only layers; this checkpoint's {why}")
     for layer in found:
         if layer.scheme.inputs is None:
-            layer.input_group = INPUT_GROUP if layer.in_features % INPUT_GROUP == 0 else -1
+            # The last group of a row may be shorter.
+            layer.input_group = INPUT_GROUP if layer.in_features > INPUT_GROUP else -1
             layer.lay_in_strips()
