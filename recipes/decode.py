@@ -195,9 +195,9 @@ def timed(runs: dict[str, Runs], prompt: list[int], new: int, rounds: int) -> di
 @torch.no_grad()
 def parts(model: Any) -> dict[str, float]:
     """Milliseconds of a step's products, called one after another and alone."""
-    layers = [layer for name, layer in compressed_layers(model) if layer is not model.lm_head]
+    layers: list[Any] = [layer for _, layer in compressed_layers(model) if layer is not model.lm_head]
     if not layers:
-        layers = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not model.lm_head]
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head]
     given: dict[int, Tensor] = {n: torch.randn(1, 1, n, dtype=model.dtype) for n in {m.in_features for m in layers}}
     head = torch.randn(1, 1, model.lm_head.in_features, dtype=model.dtype)
 
