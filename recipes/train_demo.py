@@ -175,11 +175,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("compress/demo"))
     parser.add_argument("--steps", type=int, default=1800, help="optimizer steps of 24 x 256 tokens")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prose", type=Path, help="write the prose that is trained on into this file, and stop")
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     torch.manual_seed(arguments.seed)
 
     texts = gathered()
+    if arguments.prose is not None:
+        arguments.prose.write_text("\n\n".join(texts.prose), encoding="utf-8")
+        return
     tokenizer = train_tokenizer(texts.prose)
     stream = torch.cat([encoded(tokenizer, texts.prose)] * PROSE_REPEATS + [encoded(tokenizer, texts.sources)])
     test_text = clipped(texts.held_out, HELD_OUT_BYTES)
