@@ -9,6 +9,7 @@ way.
 """
 
 import ctypes
+import os
 from functools import cache
 from typing import Any, cast
 
@@ -35,6 +36,8 @@ class _Loops(ctypes.Structure):
 def why_not() -> tuple[str, ...]:
     """Reasons why there is no such operator on this machine; empty when there is. The first call builds."""
     reasons = build.why_not() or build.why_not("operators")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        reasons = (*reasons, "TRITON_INTERPRET=1 asks for Triton's kernels")
     if not reasons:
         _register()
     return reasons
