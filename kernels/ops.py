@@ -31,7 +31,7 @@ from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
-from compress.kernels.tuning.choose import choose, device_of
+from compress.kernels.tuning.choose import choose, device_of, kind_of
 from compress.kernels.tuning.table import Shape
 
 Path = Literal["triton", "dequantize", "cpu", "reference"]
@@ -105,8 +105,8 @@ def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
         return path_of(x_MK.device, dequantized), None
     if why_not_weight_only(x_MK, weight):
         return "dequantize", None
-    sizes = (len(x_MK), len(weight.words), x_MK.shape[1])
-    chosen = choose(*sizes, weight.bits, weight.group_size, device_of(x_MK.device))
+    kind = kind_of("weight_only", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
+    chosen = choose(kind, len(x_MK), len(weight.words), x_MK.shape[1], device_of(x_MK.device))
     return ("triton", chosen) if isinstance(chosen, Shape) else ("dequantize", None)
 
 

@@ -47,8 +47,9 @@ def planar_route(
     dtype: torch.dtype,
     device: torch.device,
     int8_input: bool = False,
+    zero: bool = False,
 ) -> Route:
-    """Of a weight in planar words of 4 or 8 bits; int8_input: x is rounded to int8."""
+    """Of a weight in planar words of 4 or 8 bits; int8_input: x is rounded to int8; zero: there are zero points."""
     if device.type == "cpu":
         return _cpu_route("int8_activation" if int8_input else "weight_only", M, N, K, group_size, dtype)
     if int8_input:
@@ -57,7 +58,7 @@ def planar_route(
     weight = Planar(
         torch.empty(N, 0, dtype=torch.int16, device=meta),
         torch.empty(0, dtype=dtype, device=meta),
-        None,
+        torch.empty(0, dtype=torch.uint8, device=meta) if zero else None,
         group_size,
         bits,
     )
@@ -78,10 +79,11 @@ def strips_route(
     dtype: torch.dtype,
     device: torch.device,
     int8_input: bool = False,
+    zero: bool = False,
 ) -> Route:
     """Of a weight that is in planar words, or in strips where those are faster."""
     if device.type != "cpu" or why_not_lay_in_strips(N, K, bits, group_size, int8_input):
-        return planar_route(M, N, K, bits, group_size, dtype, device, int8_input)
+        return planar_route(M, N, K, bits, group_size, dtype, device, int8_input, zero)
     return _cpu_route(cpu_gemm.strips_operation(int8_input), M, N, K, group_size, dtype)
 
 

@@ -132,14 +132,14 @@ class PackedLinear(WordLinear):
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        return strips_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
+        return strips_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme), not scheme.weights.symmetric)
 
     @classmethod
     def route_in_rows(
         cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> Route:
         """The same of a layer that stays in planar words: a summand, a head on the codes of an embedding."""
-        return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme))
+        return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme), not scheme.weights.symmetric)
 
     def dequantize(self) -> Tensor:
         return planar_weight(self.planar, self.in_features)

@@ -1,7 +1,6 @@
 """`compress bench`: the ceilings of this machine, then every product of every shape, one report."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from compress.evaluation.speed.options import LinearOptions
@@ -56,4 +55,4 @@ def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[
         for M in options.tokens
         for op, bits, group in TUNED
     ]
-    return [asdict(entry) for entry in tune(problems, options.device, say=say)]
+    return [entry.stored() for entry in tune(problems, options.device, say=say)]

@@ -6,7 +6,7 @@ mantissa of 2^23 in fp32, 2^23 + 128 is subtracted exactly, and the upper half o
 an integer below 256, is the bf16 number u - 128.
 
 `w8a8_kernel`: out^T = W x^T as in `planar_gemm`; 8-bit matrix instructions need both operands contiguous along K, as
-they are stored. int32 sums are exact; the epilogue is `reference.rescale`.
+they are stored. int32 sums are exact, split (`split`) or not; the epilogue is `reference.rescale`.
 """
 
 import torch
@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.int8_tma_gemm import persistent_gemm, why_not_persistent
-from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_w8a8, device_of
+from compress.kernels.triton.split import arrives_last, collect, partials
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape
 
 PRMT_FP16 = """
@@ -70,49 +71,25 @@ def unpack8(words, DT: tl.constexpr, ASM: tl.constexpr):
         return ((wide & 255) + power8(DT)).to(DT), ((wide >> 8 & 255) + power8(DT)).to(DT)
 
 
-@triton.jit(do_not_specialize=["M", "stride_sm"])
-def w8a8_kernel(
-    x_ptr,
+@triton.jit
+def rescale(
+    acc,
+    m,
+    n,
     x_scale_ptr,
     x_zero_ptr,
-    weight_ptr,
     weight_scale_ptr,
     row_sum_ptr,
     bias_ptr,
     out_ptr,
     M,
     N,
-    K,
-    stride_xm,
-    stride_wn,
     stride_sm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
 ):
-    """x int8 [M, K], weight int8 [N, K], x_scale fp32 and x_zero int32 [M] (stride_sm 0: one for all tokens),
-    weight_scale fp32 [N], row_sum int32 [N], bias [N], out [M, N] contiguous. Grid: (N tiles, M tiles)."""
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    """Scale the sums acc [n, m] and store them to out [M, N]."""
     m_read = tl.where(m < M, m, 0).to(tl.int64)
-    n_read = tl.where(n < N, n, 0).to(tl.int64)
-    x_ptrs = x_ptr + m_read[None, :] * stride_xm + k[:, None]
-    weight_ptrs = weight_ptr + n_read[:, None] * stride_wn + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-    for start in range(0, K, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-            weight = tl.load(weight_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=(start + k)[:, None] < K, other=0)
-            weight = tl.load(weight_ptrs, mask=(start + k)[None, :] < K, other=0)
-        acc = tl.dot(weight, x, acc, out_dtype=tl.int32)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
     if HAS_ZERO:
         row_sum = tl.load(row_sum_ptr + n, mask=n < N, other=0)
         acc -= row_sum[:, None] * tl.load(x_zero_ptr + m_read * stride_sm)[None, :]
@@ -122,6 +99,93 @@ def w8a8_kernel(
         out += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit(do_not_specialize=["M", "stride_sm", "steps_per_split"])
+def w8a8_kernel(
+    x_ptr,
+    x_scale_ptr,
+    x_zero_ptr,
+    weight_ptr,
+    weight_scale_ptr,
+    row_sum_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    stride_sm,
+    steps_per_split,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """x int8 [M, K], weight int8 [N, K], x_scale fp32 and x_zero int32 [M] (stride_sm 0: one for all tokens),
+    weight_scale fp32 [N], row_sum int32 [N], bias [N], out [M, N] contiguous.
+    steps_per_split: of BLOCK_K columns. Grid: (N tiles, M tiles, SPLIT_K)."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m_read = tl.where(m < M, m, 0).to(tl.int64)
+    n_read = tl.where(n < N, n, 0).to(tl.int64)
+    first = tl.program_id(2) * steps_per_split * BLOCK_K
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first + k)[:, None]
+    weight_ptrs = weight_ptr + n_read[:, None] * stride_wn + (first + k)[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    for start in range(first, min(first + steps_per_split * BLOCK_K, K), BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            weight = tl.load(weight_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(start + k)[:, None] < K, other=0)
+            weight = tl.load(weight_ptrs, mask=(start + k)[None, :] < K, other=0)
+        acc = tl.dot(weight, x, acc, out_dtype=tl.int32)
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    if SPLIT_K > 1:
+        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
+            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+            rescale(
+                acc,
+                m,
+                n,
+                x_scale_ptr,
+                x_zero_ptr,
+                weight_scale_ptr,
+                row_sum_ptr,
+                bias_ptr,
+                out_ptr,
+                M,
+                N,
+                stride_sm,
+                HAS_ZERO,
+                HAS_BIAS,
+            )
+    else:
+        rescale(
+            acc,
+            m,
+            n,
+            x_scale_ptr,
+            x_zero_ptr,
+            weight_scale_ptr,
+            row_sum_ptr,
+            bias_ptr,
+            out_ptr,
+            M,
+            N,
+            stride_sm,
+            HAS_ZERO,
+            HAS_BIAS,
+        )
 
 
 def w8a8_gemm(
@@ -148,12 +212,13 @@ def w8a8_gemm(
         return out_MN
     device = device_of(x_MK.device)
     if shape is None:
-        shape = choose_w8a8(M, N, K, device)
+        shape = choose_shape(kind_of("w8a8", 8, -1, x_zero_M is not None, dtype), M, N, K, device)
     if shape.persistent and not why_not_persistent(x_MK, weight_NK, device.hopper):
         operands = (x_MK, x_scale_M, x_zero_M, weight_NK, weight_scale_N, row_sum_N, bias_N)
         persistent_gemm(*operands, out_MN, shape, device.processors)
         return out_MN
-    w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m))](
+    partial, counters = partials(out_MN, shape, torch.int32)
+    w8a8_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
         x_MK,
         x_scale_M,
         x_zero_M,
@@ -162,15 +227,19 @@ def w8a8_gemm(
         row_sum_N,
         bias_N,
         out_MN,
+        partial,
+        counters,
         M,
         N,
         K,
         x_MK.stride(0),
         weight_NK.stride(0),
         0 if len(x_scale_M) == 1 else 1,
+        triton.cdiv(triton.cdiv(K, W8A8_BLOCK_K), shape.split_k),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=W8A8_BLOCK_K,
+        SPLIT_K=shape.split_k,
         HAS_ZERO=x_zero_M is not None,
         HAS_BIAS=bias_N is not None,
         EVEN_K=K % W8A8_BLOCK_K == 0,

@@ -8,9 +8,7 @@ plane multiplied by its own slice of x.
     scale    on the sums where tokens are few: BLOCK_M multiply-adds per row and group, on exact integer products;
              on the weights where they are many: one multiply per weight, rounded as `Quantized.dequantize` rounds it.
              One scale per channel is applied once, after the loop.
-    split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile. Each writes fp32 partial
-             sums, and the last to arrive (counted per tile) adds them in a fixed order: the result does not depend on
-             timing. It also returns the counter to 0, so nothing has to be cleared between calls.
+    split K  few tokens leave most of the processor idle, so SPLIT_K programs share a tile (`split`).
     scales   of the next step are loaded while this one multiplies: they are too narrow for the asynchronous copies
              that bring words and activations, and their latency would be paid in every step.
     tails    tokens and rows beyond the end are read from token and row 0 and never stored; columns beyond the end are
@@ -25,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
-from compress.kernels.triton import workspace
 from compress.kernels.triton.int8_gemm import power8, unpack8
+from compress.kernels.triton.split import arrives_last, collect, partials
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape
@@ -65,6 +63,15 @@ def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 
 
 @triton.jit
+def store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS: tl.constexpr):
+    """Store acc^T [n, m] plus bias to out [M, N]."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m[None, :] < M) & (n[:, None] < N))
+
+
+@triton.jit
 def finish(
     acc,
     m,
@@ -80,40 +87,13 @@ def finish(
     SPLIT_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Store the tile acc^T [BLOCK_N, BLOCK_M] of a grid (N tiles, M tiles, SPLIT_K); the last of its SPLIT_K programs
-    adds them all in a fixed order."""
-    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
-    inside = (m[None, :] < M) & (n[:, None] < N)
+    """Store the tile acc^T [BLOCK_N, BLOCK_M], or have the last of its SPLIT_K programs store the sum of them all."""
     if SPLIT_K > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        TILE: tl.constexpr = BLOCK_N * BLOCK_M
-        place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        tile_ptrs = partial_ptr + tile.to(tl.int64) * SPLIT_K * TILE + place
-        tl.store(tile_ptrs + tl.program_id(2) * TILE, acc)
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for part in range(SPLIT_K):
-                acc += tl.load(tile_ptrs + part * TILE, cache_modifier=".cg")
-            if HAS_BIAS:
-                acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
+            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+            store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
     else:
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def partials(out_MN: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """What `finish` needs to split K: fp32 partial sums and zeroed counters; any tensor where nothing is split."""
-    if shape.split_k == 1:
-        return out_MN, out_MN
-    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
-    assert tiles <= workspace.SLICE
-    elements = tiles * shape.split_k * shape.block_n * shape.block_m
-    partial = torch.empty(elements, dtype=torch.float32, device=out_MN.device)
-    return partial, workspace.counters(out_MN.device)
+        store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
 
 
 # Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.

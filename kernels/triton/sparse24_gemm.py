@@ -16,10 +16,13 @@ from torch import Tensor
 
 from compress.kernels.pack import PLANE
 from compress.kernels.pack24 import BLOCK, QUARTER, Sparse24
-from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups, partials
+from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups
+from compress.kernels.triton.split import partials
 from compress.kernels.triton.unpack import power4, unpack4
-from compress.kernels.tuning.choose import choose24, device_of
+from compress.kernels.tuning.choose import choose_shape, device_of, kind_of
 from compress.kernels.tuning.table import Shape
+
+CODE_BITS = 4
 
 
 @triton.constexpr_function
@@ -209,7 +212,8 @@ def sparse24_gemm(
     if M == 0 or N == 0:
         return out_MN
     if shape is None:
-        shape = choose24(M, N, K, weight.group_size, device_of(x_MK.device))
+        kind = kind_of("sparse24", CODE_BITS, weight.group_size, weight.zero is not None, x_MK.dtype)
+        shape = choose_shape(kind, M, N, K, device_of(x_MK.device))
     partial, counters = partials(out_MN, shape)
     sparse24_kernel[(triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)](
         x_MK,

@@ -121,18 +121,20 @@ def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 409
     return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
 
 
-def w8a8(arch: int, M: int) -> Report:
-    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for M tokens."""
-    shape = fused_w8a8(M, arch >= HOPPER)
-    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm"), "i32")
-    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096) -> Report:
+    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for these sizes."""
+    shape = fused_w8a8(M, N, K, Device(hopper=arch >= HOPPER))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "steps_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8")
+    types |= dict.fromkeys(("x_zero_ptr", "row_sum_ptr", "partial_ptr", "counter_ptr"), "*i32")
     types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
     constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
-    constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True)
+    constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True) | {"SPLIT_K": shape.split_k}
     aligned = ("N", "K", "stride_xm", "stride_wn")
     read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
-    return Report(f"w8a8 tile {shape.block_m}x{shape.block_n}", arch, read, per_weight, round(instruction_budget(8), 2))
+    name = f"w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
 
 
 def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:

@@ -20,7 +20,7 @@ from compress.kernels.pack import planar_block
 from compress.kernels.pack24 import BLOCK
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import table
-from compress.kernels.tuning.table import DEQUANTIZE, Choice, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, Kind, Shape
 
 # Streaming multiprocessors of an H200; only used to size grids where no device can be asked.
 PROCESSORS = 132
@@ -40,28 +40,35 @@ class Device:
     hopper: bool = True
 
 
-def choose(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Choice:
-    """How the weight-only product of [M, K] and [N, K] runs."""
-    found = table.lookup("weight_only", device.names, bits, group_size, M, N, K)
+def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> Kind:
+    """What an entry of the table has to be of to run such a product; `table` says what the fields mean."""
+    return Kind(op, bits, group_size, zero, str(dtype).removeprefix("torch."))
+
+
+def choose(kind: Kind, M: int, N: int, K: int, device: Device) -> Choice:
+    """How the product of [M, K] and [N, K] runs."""
+    found = table.lookup(kind, device.names, M, N, K)
     if found is not None and (found == DEQUANTIZE or _counted(found, M, N)):
         return found
-    if M >= DEQUANTIZE_TOKENS:
+    if kind.op == "weight_only" and M >= DEQUANTIZE_TOKENS:
         return DEQUANTIZE
-    return fused(M, N, K, bits, group_size, device)
+    return derived(kind, M, N, K, device)
 
 
-def choose_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
-    """The configuration of the int8 product of [M, K] and [N, K]."""
-    found = table.lookup("w8a8", device.names, 8, -1, M, N, K)
-    return found if isinstance(found, Shape) else fused_w8a8(M, device.hopper)
+def choose_shape(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
+    """The configuration of the fused kernel of a product that has no other way: w8a8, 2:4."""
+    chosen = choose(kind, M, N, K, device)
+    assert isinstance(chosen, Shape)
+    return chosen
 
 
-def choose24(M: int, N: int, K: int, group_size: int, device: Device) -> Shape:
-    """The configuration of the product of [M, K] and a 2:4 weight [N, K] of 4 bits."""
-    found = table.lookup("sparse24", device.names, 4, group_size, M, N, K)
-    if isinstance(found, Shape) and _counted(found, M, N):
-        return found
-    return fused24(M, N, _cdiv(K, BLOCK), device)
+def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
+    """The configuration of the fused kernel where nothing was measured."""
+    if kind.op == "w8a8":
+        return fused_w8a8(M, N, K, device)
+    if kind.op == "sparse24":
+        return fused24(M, N, _cdiv(K, BLOCK), device)
+    return fused(M, N, K, kind.bits, kind.group_size, device)
 
 
 def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:
@@ -92,10 +99,12 @@ def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPL
     return split
 
 
-def fused_w8a8(M: int, hopper: bool = True) -> Shape:
-    """The derived configuration of the int8 kernel for M tokens."""
+def fused_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
+    """The derived configuration of the int8 kernel."""
+    hopper = device.hopper
     if M <= 64:
-        return Shape(max(16, table.bucket(M)), 128)
+        split = splits(_cdiv(N, 128), _cdiv(K, W8A8_BLOCK_K), device.processors)
+        return Shape(max(16, table.bucket(M)), 128, split_k=split)
     if M <= 256 or not hopper:
         return Shape(128, 128, num_warps=8, num_stages=3)
     return Shape(256, 128, num_warps=8, num_stages=3)

@@ -1,9 +1,13 @@
 """Which configuration was fastest where it was measured: a table of entries, looked up by device and sizes.
 
-    {"format": 1, "about": "...", "entries": [
-     {"op": "weight_only", "device": "NVIDIA H200", "bits": 4, "group_size": 128, "M": 16, "N": 4096, "K": 4096,
+    {"format": 2, "about": "...", "entries": [
+     {"op": "weight_only", "bits": 4, "group_size": 128, "zero": false, "dtype": "bfloat16",
+      "device": "NVIDIA H200", "M": 16, "N": 4096, "K": 4096,
       "run": {"block_m": 16, "block_n": 128, "split_k": 4, "num_warps": 4, "num_stages": 3},
       "measured": {...}}]}
+
+zero       whether there are zero points: of the weight, of the activations for w8a8
+dtype      of the activations that are multiplied, of the result for w8a8
 
 device     the name of a GPU, or its compute capability ("9.0") for every GPU that has it and no entry of its own
 M          a bucket: the smallest power of two that is at least the number of tokens
@@ -30,10 +34,11 @@ from typing import Any, Final, Literal, TypeGuard
 from compress.errors import InputError
 from compress.kernels.cache import cache_directory
 
-FORMAT = 1
+FORMAT = 2
 SHIPPED = Path(__file__).resolve().with_name("tuned.json")
 DEQUANTIZE: Final = "dequantize"
 OPS = ("weight_only", "w8a8", "sparse24")
+DTYPES = ("float16", "bfloat16", "float32")
 SIZES = ("bits", "group_size", "M", "N", "K")
 LARGEST_TILE = 256
 
@@ -63,13 +68,25 @@ Choice = Shape | Literal["dequantize"]
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What products have in common that can share an entry: one compiled kernel, but for its configuration."""
+
+    op: str
+    bits: int
+    group_size: int
+    zero: bool
+    dtype: str
+
+
+Key = tuple[Kind, str, int]
+
+
+@dataclass(frozen=True)
 class Entry:
     """What runs a product of these sizes, M a bucket, on a device."""
 
-    op: str
+    kind: Kind
     device: str
-    bits: int
-    group_size: int
     M: int
     N: int
     K: int
@@ -77,8 +94,13 @@ class Entry:
     measured: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
-    def key(self) -> tuple[str, str, int, int, int]:
-        return self.op, self.device, self.bits, self.group_size, self.M
+    def key(self) -> Key:
+        return self.kind, self.device, self.M
+
+    def stored(self) -> dict[str, Any]:
+        """As an entry of the table."""
+        given = asdict(self)
+        return given.pop("kind") | given
 
 
 def bucket(M: int) -> int:
@@ -117,8 +139,9 @@ def parse(text: str, source: Path) -> list[Entry]:
         if problem:
             raise refuse(f"entry {i}: {problem}")
         run = given["run"] if given["run"] == DEQUANTIZE else Shape(**given["run"])
-        sizes = {name: given[name] for name in SIZES}
-        entries.append(Entry(given["op"], given["device"], **sizes, run=run, measured=given.get("measured", {})))
+        kind = Kind(**{f.name: given[f.name] for f in fields(Kind)})
+        sizes = (given["device"], given["M"], given["N"], given["K"])
+        entries.append(Entry(kind, *sizes, run, given.get("measured", {})))
     return entries
 
 
@@ -134,6 +157,10 @@ def _problem(given: object) -> str | None:
         return f"op {given.get('op')!r}; allowed: {', '.join(OPS)}"
     if not isinstance(given.get("device"), str):
         return f"device {given.get('device')!r} is not a name"
+    if not isinstance(given.get("zero"), bool):
+        return f"zero {given.get('zero')!r}; allowed: true, false"
+    if given.get("dtype") not in DTYPES:
+        return f"dtype {given.get('dtype')!r}; allowed: {', '.join(DTYPES)}"
     for name in SIZES:
         value = given.get(name)
         if not _whole(value) or (value < 1 and not (name == "group_size" and value == -1)):
@@ -146,8 +173,8 @@ def _problem(given: object) -> str | None:
     names = {f.name for f in fields(Shape)}
     if not isinstance(run, dict) or not {"block_m", "block_n"} <= run.keys() <= names:
         return f"run {run!r}; allowed: {DEQUANTIZE!r} or an object with {', '.join(sorted(names))}"
-    if given["op"] == "w8a8" and run.get("split_k", 1) != 1:
-        return "w8a8 does not split K"
+    if run.get("persistent", False) and run.get("split_k", 1) != 1:
+        return "a persistent kernel does not split K"
     if run.get("persistent", False) not in ((False, True) if given["op"] == "w8a8" else (False,)):
         return f"persistent {run['persistent']!r}; allowed: false, and true for w8a8"
     for name, value in run.items():
@@ -175,7 +202,7 @@ def write(path: Path, entries: Iterable[Entry], about: str) -> None:
     """Add entries to the table in a file, replacing those of the same device and sizes. Raises InputError where the
     file holds something else."""
     merged = {(e.key, e.N, e.K): e for e in [*read(path), *entries]}
-    content = {"format": FORMAT, "about": about, "entries": [asdict(e) for e in merged.values()]}
+    content = {"format": FORMAT, "about": about, "entries": [e.stored() for e in merged.values()]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -184,7 +211,7 @@ def write(path: Path, entries: Iterable[Entry], about: str) -> None:
 
 
 @cache
-def _tables() -> tuple[dict[tuple[str, str, int, int, int], list[Entry]], ...]:
+def _tables() -> tuple[dict[Key, list[Entry]], ...]:
     """The user's table and the shipped one, by key."""
     tables = []
     for path in (user_table(), SHIPPED):
@@ -199,8 +226,8 @@ def _tables() -> tuple[dict[tuple[str, str, int, int, int], list[Entry]], ...]:
 
 
 @cache
-def _nearest(op: str, devices: tuple[str, ...], bits: int, group_size: int, M: int, N: int, K: int) -> Choice | None:
-    found = [table.get((op, name, bits, group_size, M), []) for name in devices for table in _tables()]
+def _nearest(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
+    found = [table.get((kind, name, M), []) for name in devices for table in _tables()]
     for entries in found:
         for entry in entries:
             if (entry.N, entry.K) == (N, K):
@@ -212,12 +239,12 @@ def _nearest(op: str, devices: tuple[str, ...], bits: int, group_size: int, M: i
     return None
 
 
-def lookup(op: str, devices: tuple[str, ...], bits: int, group_size: int, M: int, N: int, K: int) -> Choice | None:
+def lookup(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
     """What was fastest for a product of M tokens, N outputs and K inputs; `devices` are the names of one device, the
     most specific first. None where nothing like it was measured."""
     if not any(_tables()) or not min(M, N, K):
         return None
-    return _nearest(op, devices, bits, group_size, bucket(M), N, K)
+    return _nearest(kind, devices, bucket(M), N, K)
 
 
 def forget() -> None:

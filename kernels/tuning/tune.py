@@ -27,8 +27,8 @@ from compress.kernels.measure.provenance import provenance
 from compress.kernels.measure.timing import time_gpu
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import table
-from compress.kernels.tuning.choose import Device, device_of, fused, fused24, fused_w8a8
-from compress.kernels.tuning.table import DEQUANTIZE, Choice, Entry, Shape
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device_of, kind_of
+from compress.kernels.tuning.table import DEQUANTIZE, Choice, Entry, Kind, Shape
 
 Call = Callable[[], Tensor]
 # Milliseconds of one call, given the same call on several copies of its weight.
@@ -61,22 +61,23 @@ class Problem:
     zero: bool = False
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.op, self.bits, self.group_size, self.zero, self.dtype)
+
     def derived(self, device: Device) -> Shape:
-        if self.op == "w8a8":
-            return fused_w8a8(self.M, device.hopper)
-        if self.op == "sparse24":
-            return fused24(self.M, self.N, self.steps, device)
-        return fused(self.M, self.N, self.K, self.bits, self.group_size, device)
+        return derived(self.kind, self.M, self.N, self.K, device)
 
     @property
     def steps(self) -> int:
         """Steps of the loop over K, which a split divides."""
-        return -(-self.K // (pack24.BLOCK if self.op == "sparse24" else pack.planar_block(self.bits)))
+        columns = {"w8a8": W8A8_BLOCK_K, "sparse24": pack24.BLOCK}
+        return -(-self.K // columns.get(self.op, pack.planar_block(self.bits)))
 
     def shared(self, shape: Shape) -> int:
         """Bytes of shared memory that the pipeline of a configuration takes at least."""
         if self.op == "w8a8":
-            step = (shape.block_m + shape.block_n) * 128
+            step = (shape.block_m + shape.block_n) * W8A8_BLOCK_K
         elif self.op == "sparse24":
             step = shape.block_n * pack.PLANE * 6 + shape.block_m * pack24.BLOCK * self.dtype.itemsize
         else:
@@ -92,12 +93,13 @@ def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
     tokens = [max(16, table.bucket(problem.M))] if problem.M <= 64 else [64, 128, 256]
     for block_m in tokens:
         for block_n, warps in TILES:
-            for split in (1,) if problem.op == "w8a8" else SPLITS:
+            for split in SPLITS:
                 shape = Shape(block_m, block_n, split, warps, derived.num_stages)
                 if not why_not(problem, shape, device, shared):
                     found.append(shape)
     if problem.op == "w8a8" and problem.M > 64 and device.hopper:
-        found += [replace(shape, persistent=True) for shape in found if isinstance(shape, Shape)]
+        whole = (shape for shape in found if isinstance(shape, Shape) and shape.split_k == 1)
+        found += [replace(shape, persistent=True) for shape in whole]
     if problem.op == "weight_only" and problem.M >= DEQUANTIZE_FROM:
         found.append(DEQUANTIZE)
     return list(dict.fromkeys(found))
@@ -133,10 +135,12 @@ class Operands:
         codes = torch.randint(-half, half, (N, K), generator=g, device=device, dtype=torch.int8)
         x = torch.randn(problem.M, K, generator=g, device=device)
         if problem.op == "w8a8":
-            self.x, self.x_scale, _ = reference.quantize_tokens(x)
+            self.x, self.x_scale, self.x_zero = reference.quantize_tokens(x, not problem.zero)
             self.scale = torch.rand(N, generator=g, device=device) * 1e-3 + 1e-3
             self.codes = [codes.clone() for _ in range(self.copies)]
-            x_true, values = self.x.double() * self.x_scale.double()[:, None], codes.double() * self.scale[:, None]
+            self.row_sum = reference.row_sums(codes)
+            x_true, values = self.x.double(), codes.double() * self.scale[:, None]
+            x_true = (x_true if self.x_zero is None else x_true - self.x_zero[:, None]) * self.x_scale.double()[:, None]
         elif problem.op == "sparse24":
             self.x = pack24.quad_planar(x.to(problem.dtype))
             kept = (torch.rand(N, -(-K // 4), 4, generator=g, device=device).argsort(-1) < 2).view(N, -1)[:, :K]
@@ -176,10 +180,8 @@ class Operands:
             return [partial(planar_gemm, self.x, w, None, choice) for w in self.planar]
         if self.problem.op == "sparse24":
             return [partial(sparse24_gemm, self.x, self.problem.K, w, None, choice) for w in self.sparse]
-        dtype = self.problem.dtype
-        return [
-            partial(w8a8_gemm, self.x, self.x_scale, None, w, self.scale, None, None, dtype, choice) for w in self.codes
-        ]
+        x, rest = (self.x, self.x_scale, self.x_zero), (self.scale, self.row_sum, None, self.problem.dtype, choice)
+        return [partial(w8a8_gemm, *x, w, *rest) for w in self.codes]
 
 
 def time_graph(calls: list[Call]) -> float:
@@ -226,8 +228,8 @@ def tune_one(problem: Problem, operands: Operands, device: Device, shared: int, 
     measured: dict[str, Any] = {"median_ms": fastest, "derived_ms": derived, "tried": len(tried)}
     measured["left_out"] = sorted({reason for _, reason in tried.values() if reason})
     name = device.names[0] if device.names else "none"
-    sizes = (problem.bits, problem.group_size, table.bucket(problem.M), problem.N, problem.K)
-    return Entry(problem.op, name, *sizes, run=best, measured=measured)
+    sizes = (table.bucket(problem.M), problem.N, problem.K)
+    return Entry(problem.kind, name, *sizes, run=best, measured=measured)
 
 
 def tune(
@@ -269,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--op", choices=table.OPS, default="weight_only")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--group", type=int, default=128, help="-1: one scale per output channel")
-    parser.add_argument("--zero", action="store_true", help="with zero points")
+    parser.add_argument("--zero", action="store_true", help="with zero points (w8a8: of the activations)")
     parser.add_argument("--out", type=Path, help="the table to add to; the user's by default")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

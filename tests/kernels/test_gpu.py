@@ -215,12 +215,7 @@ def test_tuning_finds_something_that_is_then_used(problem, tmp_path, monkeypatch
     assert not any("wrong" in reason for reason in entry.measured["left_out"])
     known = shapes.device_of(device)
     sizes = (problem.M, problem.N, problem.K)
-    if problem.op == "w8a8":
-        assert shapes.choose_w8a8(*sizes, known) == entry.run
-    elif problem.op == "sparse24":
-        assert shapes.choose24(*sizes, problem.group_size, known) == entry.run
-    else:
-        assert shapes.choose(*sizes, problem.bits, problem.group_size, known) == entry.run
+    assert shapes.choose(problem.kind, *sizes, known) == entry.run
     table.forget()
 
 

@@ -42,10 +42,18 @@ def test_where_the_scale_goes(block_m, group, sums):
 
 @pytest.mark.parametrize("hopper", [True, False])
 def test_int8_choices_are_legal(hopper):
-    for M in SIZES:
-        shape = shapes.fused_w8a8(M, hopper)
+    for M, N, K in itertools.product(SIZES, SIZES, SIZES):
+        shape = shapes.fused_w8a8(M, N, K, shapes.Device(hopper=hopper))
         assert shape.block_m >= min(M, 64)
         assert shape.block_m <= (256 if hopper else 128)
+        tiles = -(-M // shape.block_m) * -(-N // shape.block_n)
+        assert shape.split_k == 1 or (M <= 64 and tiles * shape.split_k <= 2 * shapes.PROCESSORS)
+
+
+def test_few_tokens_of_int8_fill_the_processors():
+    """32 tiles of 4096 outputs leave 100 of 132 processors without work, unless K is split."""
+    for M in (1, 64):
+        assert shapes.fused_w8a8(M, 4096, 4096, shapes.Device()).split_k == 8
 
 
 @pytest.mark.parametrize("hopper", [True, False])
@@ -60,5 +68,7 @@ def test_24_choices_are_legal(hopper):
 
 def test_many_tokens_are_dequantized_where_nothing_was_measured():
     device, least = shapes.Device(), shapes.DEQUANTIZE_TOKENS
-    assert shapes.choose(least, 4096, 4096, 4, 128, device) == table.DEQUANTIZE
-    assert shapes.choose(least - 1, 4096, 4096, 4, 128, device) == shapes.fused(least - 1, 4096, 4096, 4, 128, device)
+    kind = table.Kind("weight_only", 4, 128, False, "bfloat16")
+    assert shapes.choose(kind, least, 4096, 4096, device) == table.DEQUANTIZE
+    fused = shapes.fused(least - 1, 4096, 4096, 4, 128, device)
+    assert shapes.choose(kind, least - 1, 4096, 4096, device) == fused

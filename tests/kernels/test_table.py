@@ -9,10 +9,11 @@ from compress.errors import InputError
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device
-from compress.kernels.tuning.table import DEQUANTIZE, Entry, Shape
+from compress.kernels.tuning.table import DEQUANTIZE, Entry, Kind, Shape
 
 H200 = Device(("NVIDIA H200", "9.0"), 132, True)
-ENTRY = Entry("weight_only", "NVIDIA H200", 4, 128, 16, 4096, 4096, Shape(16, 64, 4, 4, 3), {"median_ms": 0.01})
+KIND = Kind("weight_only", 4, 128, False, "bfloat16")
+ENTRY = Entry(KIND, "NVIDIA H200", 16, 4096, 4096, Shape(16, 64, 4, 4, 3), {"median_ms": 0.01})
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +26,17 @@ def home(monkeypatch, tmp_path):
     table.forget()
 
 
-def run_of(M=16, N=4096, K=4096, bits=4, group=128, device=H200):
-    return shapes.choose(M, N, K, bits, group, device)
+def run_of(M=16, N=4096, K=4096, device=H200, **other):
+    return shapes.choose(replace(KIND, **other), M, N, K, device)
 
 
 def test_what_was_written_is_found():
     table.write(table.user_table(), [ENTRY], "test")
     assert [run_of(M) for M in (9, 13, 16)] == [ENTRY.run] * 3
-    for other in (run_of(8), run_of(17), run_of(bits=8), run_of(group=64), run_of(device=Device(("NVIDIA L4", "8.9")))):
+    for other in (run_of(8), run_of(17), run_of(device=Device(("NVIDIA L4", "8.9")))):
         assert other != ENTRY.run
+    for other in ({"bits": 8}, {"group_size": 64}, {"zero": True}, {"dtype": "float16"}):
+        assert run_of(**other) == shapes.derived(replace(KIND, **other), 16, 4096, 4096, H200) != ENTRY.run
     (back,) = table.read(table.user_table())
     assert back == ENTRY
     assert back.measured == ENTRY.measured
@@ -42,7 +45,7 @@ def test_what_was_written_is_found():
 def test_without_an_entry_the_shape_is_derived():
     assert run_of() == shapes.fused(16, 4096, 4096, 4, 128, H200)
     assert run_of(shapes.DEQUANTIZE_TOKENS) == DEQUANTIZE
-    assert shapes.choose_w8a8(16, 4096, 4096, H200) == shapes.fused_w8a8(16)
+    assert run_of(op="w8a8", bits=8, group_size=-1) == shapes.fused_w8a8(16, 4096, 4096, H200)
 
 
 def test_a_measured_fused_kernel_beats_the_derived_dequantization():
@@ -53,16 +56,18 @@ def test_a_measured_fused_kernel_beats_the_derived_dequantization():
 
 
 def test_int8_products_have_entries_too():
-    entry = Entry("w8a8", "9.0", 8, -1, 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
+    kind = Kind("w8a8", 8, -1, True, "float16")
+    entry = Entry(kind, "9.0", 64, 4096, 4096, Shape(64, 256, num_warps=8, persistent=True))
     table.write(table.user_table(), [entry], "test")
-    assert shapes.choose_w8a8(33, 4096, 4096, H200) == entry.run
+    assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
 
 
 def test_24_products_have_entries_too():
-    entry = Entry("sparse24", "9.0", 4, 128, 64, 4096, 4096, Shape(64, 64, 2))
+    kind = replace(KIND, op="sparse24")
+    entry = Entry(kind, "9.0", 64, 4096, 4096, Shape(64, 64, 2))
     table.write(table.user_table(), [entry], "test")
-    assert shapes.choose24(33, 4096, 4096, 128, H200) == entry.run
-    assert shapes.choose24(33, 4096, 4096, 64, H200) == shapes.fused24(33, 4096, 8, H200)
+    assert shapes.choose_shape(kind, 33, 4096, 4096, H200) == entry.run
+    assert run_of(33, op="sparse24", group_size=64) == shapes.fused24(33, 4096, 8, H200)
 
 
 def test_sizes_of_the_same_class_take_the_nearest_entry():
@@ -101,25 +106,30 @@ def test_an_entry_that_a_neighbour_has_no_counters_for_is_not_used():
 
 
 def changed(**fields):
-    entry = {"op": "weight_only", "device": "9.0", "bits": 4, "group_size": 128, "M": 16, "N": 64, "K": 64}
+    entry = {"op": "weight_only", "bits": 4, "group_size": 128, "zero": False, "dtype": "float16"}
+    entry |= {"device": "9.0", "M": 16, "N": 64, "K": 64}
     entry = entry | {"run": {"block_m": 16, "block_n": 64}} | fields
-    return json.dumps({"format": 1, "entries": [entry]})
+    return json.dumps({"format": 2, "entries": [entry]})
 
 
 MALFORMED = {
     "not JSON": "{",
-    "not a table of format 1": "[]",
-    "no list of entries": '{"format": 1}',
+    "not a table of format 2": "[]",
+    "no list of entries": '{"format": 2}',
     "op 'gemm'; allowed: weight_only, w8a8, sparse24": changed(op="gemm"),
     "M 17 is not a power of two": changed(M=17),
     "N '64' is not a size": changed(N="64"),
     "group_size -2 is not a size": changed(group_size=-2),
     "w8a8 cannot dequantize": changed(op="w8a8", run="dequantize"),
-    "w8a8 does not split K": changed(op="w8a8", run={"block_m": 16, "block_n": 64, "split_k": 2}),
+    "persistent kernel does not split K": changed(
+        op="w8a8", run={"block_m": 64, "block_n": 64, "split_k": 2, "persistent": True}
+    ),
     "run 'fast'": changed(run="fast"),
     "block_m 24; allowed: a power of two": changed(run={"block_m": 24, "block_n": 64}),
     "block_n 8; at least 16": changed(run={"block_m": 16, "block_n": 8}),
     "persistent True; allowed": changed(run={"block_m": 16, "block_n": 64, "persistent": True}),
+    "zero 1; allowed": changed(zero=1),
+    "dtype 'int8'; allowed": changed(dtype="int8"),
     "num_warps True": changed(run={"block_m": 16, "block_n": 64, "num_warps": True}),
 }
 

@@ -305,8 +305,12 @@ def test_w8a8(sizes, symmetric, static):
     x_scale, weight_scale = torch.rand(count, generator=g), torch.randn(N, generator=g)
     x_zero = None if symmetric else torch.randint(-128, 128, (count,), generator=g, dtype=torch.int32)
     bias = torch.randn(N, generator=g)
-    out = int8_gemm.w8a8_gemm(x, x_scale, x_zero, weight, weight_scale, reference.row_sums(weight), bias, torch.float32)
-    assert torch.equal(out, reference.w8a8(x, x_scale, x_zero, weight, weight_scale, bias))
+    operands = (x, x_scale, x_zero, weight, weight_scale, reference.row_sums(weight), bias, torch.float32)
+    expected = reference.w8a8(x, x_scale, x_zero, weight, weight_scale, bias)
+    assert torch.equal(int8_gemm.w8a8_gemm(*operands), expected)
+    # 4 splits of at most 2 steps leave some programs without work.
+    assert torch.equal(int8_gemm.w8a8_gemm(*operands, Shape(32, 64, split_k=4)), expected)
+    assert workspace.counters(torch.device("cpu")).count_nonzero() == 0
 
 
 @pytest.mark.parametrize(("M", "N", "K"), [(70, 100, 208), (300, 20, 128), (17, 130, 16)])
@@ -464,7 +468,7 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
     "problem",
     [
         tune.Problem("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
-        tune.Problem("w8a8", 3, 40, 256, 8, -1, dtype=torch.float32),
+        tune.Problem("w8a8", 3, 40, 256, 8, -1, zero=True, dtype=torch.float32),
         tune.Problem("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
     ],
 )

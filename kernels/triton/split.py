@@ -1,0 +1,54 @@
+"""Several programs share a tile of the output: each multiplies a part of K, the last one adds the parts and goes on.
+
+Few tokens leave most of a processor idle without. Each program writes its partial sums, and the last to arrive (counted
+per tile) adds them in a fixed order: the result does not depend on timing. It also returns the counter to 0, so that
+nothing has to be cleared between calls. The grid is (N tiles, M tiles, SPLIT_K).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.triton import workspace
+from compress.kernels.tuning.table import Shape
+
+
+@triton.jit
+def _tile_ptrs(partial_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr):
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return partial_ptr + tile.to(tl.int64) * SPLIT_K * BLOCK_N * BLOCK_M + place
+
+
+@triton.jit
+def arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Store the partial sums acc [BLOCK_N, BLOCK_M] of this program; whether all others of its tile have theirs."""
+    tile_ptrs = _tile_ptrs(partial_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+    tl.store(tile_ptrs + tl.program_id(2) * BLOCK_N * BLOCK_M, acc)
+    tl.debug_barrier()
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    return tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+
+
+@triton.jit
+def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_M] the sum over all programs of this tile, for the one that arrived last."""
+    tile_ptrs = _tile_ptrs(partial_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), partial_ptr.dtype.element_ty)
+    for part in range(SPLIT_K):
+        acc += tl.load(tile_ptrs + part * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+    return acc
+
+
+def partials(out_MN: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """What it takes to split K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
+    if shape.split_k == 1:
+        return out_MN, out_MN
+    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    assert tiles <= workspace.SLICE
+    elements = tiles * shape.split_k * shape.block_n * shape.block_m
+    partial = torch.empty(elements, dtype=dtype, device=out_MN.device)
+    return partial, workspace.counters(out_MN.device)
