@@ -42,9 +42,8 @@ def measure_ceilings(device: torch.device, quick: bool = False) -> dict[str, dic
         except (RuntimeError, TypeError) as reason:
             found[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
             continue
-        times = (
-            time_gpu([call], ROUNDS) if device.type == "cuda" else time_cpu({name: [call]}, _rounds(call, quick))[name]
-        )
+        calls = {name: [call]}
+        times = (time_gpu(calls, ROUNDS) if device.type == "cuda" else time_cpu(calls, _rounds(call, quick)))[name]
         found[name] |= times | {"per_s": amounts[name] / times["time_ms"] * 1e3}
     return found
 

@@ -1,8 +1,9 @@
-"""How long calls take: CUDA graphs and events on a GPU, rounds in turns on a CPU.
+"""How long calls take: candidates in turns, CUDA graphs and events on a GPU.
 
-On a GPU a round is one CUDA graph with one call per copy of the weight, timed by events, so that the launch from Python
-is not what is measured (what cannot be captured is launched eagerly, and says so). On a CPU the candidates take turns
-round by round, because another process on the machine would otherwise be charged to whichever was running.
+On a GPU a round of a candidate is one CUDA graph with one call per copy of the weight, timed by events, so that the
+launch from Python is not what is measured (what cannot be captured is launched eagerly, and says so). The candidates
+take turns round by round: whatever changes while they run, the clock of a GPU that gets warm or another process on a
+CPU, would otherwise be charged to whichever was running.
 
 The figure that is quoted is the median on a GPU and the minimum on a CPU: a GPU is ours alone and its clocks vary,
 a CPU is shared and everything that disturbs it makes it slower. One thread is timed by what it took of the CPU, several
@@ -18,12 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.triton import workspace
+
 Call = Callable[[], Tensor]
+Times = dict[str, dict[str, Any]]
 SETTLE_SECONDS = 4e-3
+# A GPU that was idle takes tenths of a second to reach the clock that it then holds.
+WARM_SECONDS = 0.3
 
 
-def capture(calls: list[Call]) -> tuple[Callable[[], object], str]:
-    """One round of all calls, as a CUDA graph where they can be captured."""
+def capture(calls: list[Call], pool: Any = None) -> tuple[Callable[[], object], str]:
+    """One round of all calls, as a CUDA graph where they can be captured. pool: memory that graphs share whose results
+    nobody reads, as `torch.cuda.graph_pool_handle` names it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -33,7 +40,7 @@ def capture(calls: list[Call]) -> tuple[Callable[[], object], str]:
     torch.cuda.synchronize()
     try:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             for call in calls:
                 call()
     except RuntimeError:
@@ -57,15 +64,41 @@ def elapsed_ms(run: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end)
 
 
-def time_gpu(calls: list[Call], rounds: int) -> dict[str, Any]:
-    """Times of one call, from rounds of all of them."""
-    run, launch = capture(calls)
-    run()
-    device = torch.device("cuda")
-    return summary([elapsed_ms(run, device) / len(calls) for _ in range(rounds)], device) | {"launch": launch}
+def time_gpu(calls: dict[str, list[Call]], rounds: int) -> Times:
+    """Times of one call of each candidate, one candidate after the other in every round."""
+    device, pool = torch.device("cuda"), torch.cuda.graph_pool_handle()
+    with workspace.borrowed():
+        ready = {name: capture(copies, pool) for name, copies in calls.items()}
+        times = take_turns({name: run for name, (run, _) in ready.items()}, rounds, device)
+        torch.cuda.synchronize()
+        launches = {name: launch for name, (_, launch) in ready.items()}
+        ready.clear()
+    return {
+        name: summary([ms / len(calls[name]) for ms in found], device) | {"launch": launches[name]}
+        for name, found in times.items()
+    }
 
 
-def time_cpu(calls: dict[str, list[Call]], rounds: int) -> dict[str, dict[str, Any]]:
+def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of every round of each candidate, on a device that has been at work for WARM_SECONDS.
+
+    In its turn a candidate runs once untimed: what the one before has left in the cache, and what that asked of the
+    clock, is not what it is measured by.
+    """
+    warm = time.perf_counter() + WARM_SECONDS
+    for run in itertools.cycle(runs.values()):
+        elapsed_ms(run, device)
+        if time.perf_counter() >= warm:
+            break
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            times[name].append(elapsed_ms(run, device))
+    return times
+
+
+def time_cpu(calls: dict[str, list[Call]], rounds: int) -> Times:
     """Times of one call of each candidate, one candidate after the other in every round.
 
     In its turn a candidate runs untimed until the threads of the one before have stopped spinning (there may be more

@@ -2,10 +2,10 @@
 
     python -m compress.kernels.tuning.tune --shapes 4096x4096 28672x4096 --tokens 1 16 64 256 2048 --group 128
 
-Two rounds per product: tiles, warps and splits at the depth of pipeline that `shapes` derives, then depths for the best
+Two rounds per product: tiles, warps and splits at the depth of pipeline that `choose` derives, then depths for the best
 of them. What cannot run is left out before it is compiled (`candidates`); what does not compile or does not fit is left
-out with its reason; what is wrong is never timed. The configuration that `shapes` derives is always among those that
-are timed, and stays unless another is faster by more than the timer's noise.
+out with its reason; what is wrong is never timed. All of a round are timed in turns, and the configuration that
+`choose` derives is among those of both: it stays unless another is faster by more than the timer's noise.
 
 Timing is a function that is handed in, so that everything else can be shown without a GPU.
 """
@@ -31,8 +31,9 @@ from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, device
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, Entry, Kind, Shape
 
 Call = Callable[[], Tensor]
-# Milliseconds of one call, given the same call on several copies of its weight.
-Timer = Callable[[list[Call]], float]
+Calls = dict[Choice, list[Call]]
+# Milliseconds of one call of each configuration, given the same call on several copies of its weight.
+Timer = Callable[[Calls], dict[Choice, float]]
 
 TILES = ((64, 4), (128, 4), (128, 8), (256, 8))  # rows, warps
 DEPTHS = (2, 3, 4, 5)
@@ -180,52 +181,50 @@ class Operands:
             return [partial(planar_gemm, self.x, w, None, choice) for w in self.planar]
         if self.problem.op == "sparse24":
             return [partial(sparse24_gemm, self.x, self.problem.K, w, None, choice) for w in self.sparse]
-        x, rest = (self.x, self.x_scale, self.x_zero), (self.scale, self.row_sum, None, self.problem.dtype, choice)
-        return [partial(w8a8_gemm, *x, w, *rest) for w in self.codes]
+        x, scales, dtype = (self.x, self.x_scale, self.x_zero), (self.scale, self.row_sum), self.problem.dtype
+        return [partial(w8a8_gemm, *x, w, *scales, None, dtype, choice) for w in self.codes]
 
 
-def time_graph(calls: list[Call]) -> float:
-    """Median of one call on a GPU, in a captured graph."""
-    return float(time_gpu(calls, ROUNDS)["median_ms"])
+def time_graphs(calls: Calls) -> dict[Choice, float]:
+    """Median of one call of each on a GPU, in captured graphs that take turns."""
+    names = {str(choice): choice for choice in calls}
+    timed = time_gpu({name: calls[choice] for name, choice in names.items()}, ROUNDS)
+    return {choice: float(timed[name]["median_ms"]) for name, choice in names.items()}
 
 
-def trial(operands: Operands, choice: Choice, timer: Timer) -> tuple[float | None, str]:
-    """(milliseconds, "") of a configuration, or (None, the reason why it is left out)."""
+def checked(operands: Operands, choice: Choice) -> tuple[list[Call], str]:
+    """(the calls of a configuration, "") where its product is right, or (none, the reason why it is left out)."""
     try:
         calls = operands.calls(choice)
         worst = operands.error(calls[0]())
-        if not worst <= 1:
-            return None, f"wrong result: {worst:.3g} of the tolerance"
-        return timer(calls), ""
     except Exception as reason:  # noqa: BLE001  compilers and drivers raise what they like
-        return None, f"{type(reason).__name__}: {reason}".splitlines()[0]
+        return [], f"{type(reason).__name__}: {reason}".splitlines()[0]
+    return (calls, "") if worst <= 1 else ([], f"wrong result: {worst:.3g} of the tolerance")
 
 
 def tune_one(problem: Problem, operands: Operands, device: Device, shared: int, timer: Timer) -> Entry:
     """The entry of one problem. Raises CompressError where not even the derived configuration runs."""
-    tried: dict[Choice, tuple[float | None, str]] = {}
+    tried: dict[Choice, tuple[list[Call], str]] = {}
 
-    def best_of(choices: Iterable[Choice]) -> Choice:
+    def runnable(choices: Iterable[Choice]) -> Calls:
         for choice in choices:
             if choice not in tried:
-                tried[choice] = trial(operands, choice, timer)
-        times = {choice: ms for choice, (ms, _) in tried.items() if ms is not None}
-        return min(times, key=lambda choice: times[choice])
+                tried[choice] = checked(operands, choice)
+        return {choice: calls for choice in choices if (calls := tried[choice][0])}
 
-    first, *others = candidates(problem, device, shared)
-    tried[first] = trial(operands, first, timer)
-    derived, reason = tried[first]
-    if derived is None:
-        raise CompressError(f"{problem}: the derived configuration {first} does not run: {reason}")
-    best = best_of(others)
+    found = candidates(problem, device, shared)
+    if not runnable(found[:1]):
+        raise CompressError(f"{problem}: the derived configuration {found[0]} does not run: {tried[found[0]][1]}")
+    times = timer(runnable(found))
+    best = min(times, key=times.__getitem__)
     if isinstance(best, Shape):
-        deeper = [replace(best, num_stages=depth) for depth in DEPTHS]
-        best = best_of(shape for shape in deeper if not why_not(problem, shape, device, shared))
-    fastest = tried[best][0]
-    assert fastest is not None
-    if fastest > GAIN * derived:
-        best, fastest = first, derived
-    measured: dict[str, Any] = {"median_ms": fastest, "derived_ms": derived, "tried": len(tried)}
+        depths = [replace(best, num_stages=depth) for depth in DEPTHS]
+        deeper = [shape for shape in depths if not why_not(problem, shape, device, shared)]
+        times = timer(runnable(list(dict.fromkeys([found[0], best, *deeper]))))
+        best = min(times, key=times.__getitem__)
+    if times[best] > GAIN * times[found[0]]:
+        best = found[0]
+    measured: dict[str, Any] = {"median_ms": times[best], "derived_ms": times[found[0]], "tried": len(tried)}
     measured["left_out"] = sorted({reason for _, reason in tried.values() if reason})
     name = device.names[0] if device.names else "none"
     sizes = (table.bucket(problem.M), problem.N, problem.K)
@@ -235,7 +234,7 @@ def tune_one(problem: Problem, operands: Operands, device: Device, shared: int, 
 def tune(
     problems: Sequence[Problem],
     device: torch.device,
-    timer: Timer = time_graph,
+    timer: Timer = time_graphs,
     path: Path | None = None,
     say: Callable[[str], object] = print,
 ) -> list[Entry]:

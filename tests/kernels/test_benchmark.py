@@ -96,6 +96,21 @@ def test_candidates_that_share_a_weight_do_not_meet_at_one_copy():
     assert {i for _, i in used[2:]} == {0, 1, 2, 3}
 
 
+def test_turns_are_taken_after_a_warm_up_and_each_begins_untimed(monkeypatch):
+    """A GPU's candidates: as on a CPU, none has a part of the run to itself."""
+    used, timed = [], []
+    monkeypatch.setattr(timing, "elapsed_ms", lambda run, device: timed.append(len(used)) or run() or len(timed))
+    monkeypatch.setattr(timing, "WARM_SECONDS", 0)
+    times = timing.take_turns({name: lambda name=name: used.append(name) for name in "abc"}, 2, CPU)
+    assert "".join(used) == "a" + "aabbcc" * 2
+    assert [timed[i] for i in (1, 2, 3)] == [2, 4, 6]  # the second call of each turn
+    assert times == {"a": [2, 5], "b": [3, 6], "c": [4, 7]}
+    monkeypatch.undo()
+    began = timing.time.perf_counter()
+    timing.take_turns({"a": lambda: None}, 1, CPU)
+    assert timing.time.perf_counter() - began >= timing.WARM_SECONDS
+
+
 # --- arithmetic, with made-up ceilings -----------------------------------------------------------------------------
 
 

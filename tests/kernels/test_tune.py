@@ -50,9 +50,9 @@ def timer_of(times, default=2.0):
     """Milliseconds by configuration; records what was timed."""
 
     def timer(calls):
-        choice = calls[0]()
-        timer.seen.append(choice)
-        return times.get(choice, default)
+        assert all(copies[0]() == choice for choice, copies in calls.items())
+        timer.seen.append(list(calls))
+        return {choice: times.get(choice, default) for choice in calls}
 
     timer.seen = []
     return timer
@@ -106,7 +106,10 @@ def test_the_fastest_is_chosen_and_then_its_depth():
     assert (entry.device, entry.M, entry.N, entry.kind) == ("NVIDIA H200", 1, 4096, DECODE.kind)
     assert entry.measured["median_ms"] == 0.9
     assert entry.measured["derived_ms"] == 2.0
-    assert len(timer.seen) == len(set(timer.seen)) == entry.measured["tried"]
+    tiles, depths = timer.seen
+    assert len({*tiles, *depths}) == entry.measured["tried"]
+    assert depths[:2] == [DECODE.derived(H200), tile]
+    assert {replace(tile, num_stages=depth) for depth in tune.DEPTHS} <= {*depths}
 
 
 def test_noise_does_not_replace_what_was_derived():
@@ -120,7 +123,7 @@ def test_what_is_wrong_or_does_not_run_is_never_timed():
     timer = timer_of({wrong: 0.1, broken: 0.1})
     entry = tune.tune_one(DECODE, Fake([broken], [wrong]), H200, HOPPER_SHARED, timer)
     assert entry.run == DECODE.derived(H200)
-    assert wrong not in timer.seen
+    assert not any(choice in seen for seen in timer.seen for choice in (wrong, broken))
     assert entry.measured["left_out"] == [
         "RuntimeError: out of resource: shared memory",
         "wrong result: nan of the tolerance",
