@@ -72,9 +72,39 @@ def unpack8(words, DT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def int8_sums(
+    x_ptrs,
+    weight_ptrs,
+    K,
+    first,
+    last,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """int32 [BLOCK_N, BLOCK_M] the products of columns `first` to `last`. x_ptrs [BLOCK_K, BLOCK_M], weight_ptrs
+    [BLOCK_N, BLOCK_K]: of the first of them."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    for start in range(first, last, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+            weight = tl.load(weight_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=(start + k)[:, None] < K, other=0)
+            weight = tl.load(weight_ptrs, mask=(start + k)[None, :] < K, other=0)
+        acc = tl.dot(weight, x, acc, out_dtype=tl.int32)
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
 def rescale(
     acc,
     m,
+    m_read,
     n,
     x_scale_ptr,
     x_zero_ptr,
@@ -88,8 +118,7 @@ def rescale(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Scale the sums acc [n, m] and store them to out [M, N]."""
-    m_read = tl.where(m < M, m, 0).to(tl.int64)
+    """Scale the sums acc [n, m] and store them to out [M, N]. m_read: of x, which token each m is."""
     if HAS_ZERO:
         row_sum = tl.load(row_sum_ptr + n, mask=n < N, other=0)
         acc -= row_sum[:, None] * tl.load(x_zero_ptr + m_read * stride_sm)[None, :]
@@ -139,23 +168,15 @@ def w8a8_kernel(
     first = tl.program_id(2) * steps_per_split * BLOCK_K
     x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first + k)[:, None]
     weight_ptrs = weight_ptr + n_read[:, None] * stride_wn + (first + k)[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
-    for start in range(first, min(first + steps_per_split * BLOCK_K, K), BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_ptrs)
-            weight = tl.load(weight_ptrs)
-        else:
-            x = tl.load(x_ptrs, mask=(start + k)[:, None] < K, other=0)
-            weight = tl.load(weight_ptrs, mask=(start + k)[None, :] < K, other=0)
-        acc = tl.dot(weight, x, acc, out_dtype=tl.int32)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
+    last = min(first + steps_per_split * BLOCK_K, K)
+    acc = int8_sums(x_ptrs, weight_ptrs, K, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
     if SPLIT_K > 1:
         if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
             acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
             rescale(
                 acc,
                 m,
+                m_read,
                 n,
                 x_scale_ptr,
                 x_zero_ptr,
@@ -173,6 +194,7 @@ def w8a8_kernel(
         rescale(
             acc,
             m,
+            m_read,
             n,
             x_scale_ptr,
             x_zero_ptr,

@@ -96,57 +96,35 @@ def finish(
         store(acc, m, n, out_ptr, bias_ptr, M, N, HAS_BIAS)
 
 
-# Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
-@triton.jit(do_not_specialize=["M", "blocks_per_split"])
-def planar_kernel(
-    x_ptr,
-    words_ptr,
+@triton.jit
+def planar_sums(
+    x_ptrs,
+    words_ptrs,
     scale_ptr,
     zero_ptr,
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    counter_ptr,
-    M,
+    n,
     N,
     K,
-    stride_xm,
-    stride_wn,
-    blocks_per_split,
+    first,
+    last,
     BITS: tl.constexpr,
     PLANE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     DT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     SCALE_SUMS: tl.constexpr,
     EVEN_K: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """x [M, K], words [N, W] int16, scale and zero [G, N], bias [N], out [M, N] contiguous.
-
-    GROUP: columns per scale, 32, 64 or a multiple of 128; -1 for one scale per channel. Grid: (N tiles, M tiles,
-    SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is wrong.
-    """
+    """[BLOCK_N, BLOCK_M] the products of blocks `first` to `last` of K. x_ptrs [PLANE, BLOCK_M], words_ptrs
+    [BLOCK_N, PLANE]: of the first of them."""
     PLANES: tl.constexpr = 16 // BITS
     BLOCK_K: tl.constexpr = PLANES * PLANE
     MIDDLE: tl.constexpr = 2 ** (BITS - 1)
     PLANES_PER_SCALE: tl.constexpr = min(GROUP // PLANE, PLANES)
-    tile_n = tl.program_id(0)
-    tile_m = tl.program_id(1)
-    split = tl.program_id(2)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, PLANE)
-    m_read = tl.where(m < M, m, 0).to(tl.int64)
-    n_read = tl.where(n < N, n, 0).to(tl.int64)
-    first = split * blocks_per_split
-    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
-    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
-    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if GROUP == -1:
         scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
@@ -195,6 +173,78 @@ def planar_kernel(
         words_ptrs += PLANE
     if GROUP == -1:
         acc *= scale[:, None].to(tl.float32)
+    return acc
+
+
+# Tokens only bound loads and stores: a compilation per number of tokens would buy nothing.
+@triton.jit(do_not_specialize=["M", "blocks_per_split"])
+def planar_kernel(
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    blocks_per_split,
+    BITS: tl.constexpr,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DT: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """x [M, K], words [N, W] int16, scale and zero [G, N], bias [N], out [M, N] contiguous.
+
+    GROUP: columns per scale, 32, 64 or a multiple of 128; -1 for one scale per channel. Grid: (N tiles, M tiles,
+    SPLIT_K). DT: the dtype of the products; fp32 under the interpreter, whose bf16 arithmetic is wrong.
+    """
+    BLOCK_K: tl.constexpr = 16 // BITS * PLANE
+    tile_n = tl.program_id(0)
+    tile_m = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, PLANE)
+    m_read = tl.where(m < M, m, 0).to(tl.int64)
+    n_read = tl.where(n < N, n, 0).to(tl.int64)
+    first = split * blocks_per_split
+    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    words_ptrs = words_ptr + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
+    acc = planar_sums(
+        x_ptrs,
+        words_ptrs,
+        scale_ptr,
+        zero_ptr,
+        n,
+        N,
+        K,
+        first,
+        last,
+        BITS,
+        PLANE,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        DT,
+        HAS_ZERO,
+        SCALE_SUMS,
+        EVEN_K,
+        ASM,
+    )
     finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, M, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
@@ -241,7 +291,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
         DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
         HAS_ZERO=weight.zero is not None,
         HAS_BIAS=bias_N is not None,
-        SCALE_SUMS=shape.scales_sums(weight.group_size),
+        SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
         EVEN_K=K % block == 0,
         ASM=ASSEMBLY,
         num_warps=shape.num_warps,

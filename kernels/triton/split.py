@@ -45,10 +45,14 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 def partials(out_MN: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """What it takes to split K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
+    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
+    return tile_partials(tiles, out_MN, shape, dtype)
+
+
+def tile_partials(tiles: int, out_MN: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same for a grid of so many tiles."""
     if shape.split_k == 1:
         return out_MN, out_MN
-    tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
     assert tiles <= workspace.SLICE
     elements = tiles * shape.split_k * shape.block_n * shape.block_m
-    partial = torch.empty(elements, dtype=dtype, device=out_MN.device)
-    return partial, workspace.counters(out_MN.device)
+    return torch.empty(elements, dtype=dtype, device=out_MN.device), workspace.counters(out_MN.device)

@@ -20,6 +20,8 @@ from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.pack24 import BLOCK
 from compress.kernels.pack_tiles import NIBBLE
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
+from compress.kernels.triton.grouped_gemm import grouped_kernel
+from compress.kernels.triton.grouped_int8 import grouped_int8_kernel
 from compress.kernels.triton.int8_gemm import w8a8_kernel
 from compress.kernels.triton.int8_quantize import (
     ROW_BLOCK,
@@ -34,8 +36,9 @@ from compress.kernels.triton.planar_gemm import planar_kernel
 from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
-from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8
-from compress.kernels.tuning.compiled import AMPERE, HOPPER, Cost, compile_for, cost
+from compress.kernels.tuning import table
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8, grouped
+from compress.kernels.tuning.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
 
 # Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
 # issues 4 x 32 thread instructions per clock. Not measured on a GPU.
@@ -44,6 +47,9 @@ ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
 # Of SpQR's tiles.
 TILE_ROWS = 16
+# What kernels for experts take besides.
+EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
+EXPERT_TYPES |= dict.fromkeys(("token_ptr", "start_ptr"), "*i32")
 # Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
 SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
 
@@ -64,10 +70,15 @@ class Report:
     budget: float
 
 
-def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096) -> Report:
-    """Compile the weight-only kernel as it would run for these sizes."""
-    shape = fused(M, N, K, bits, group, Device(hopper=arch >= HOPPER))
-    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
+def weight_only(
+    arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096, experts: int = 0
+) -> Report:
+    """Compile the weight-only kernel as it would run for these sizes; experts: that of so many, for M pairs of each."""
+    device = Device(capability=arch)
+    shape = fused(M, N, K, bits, group, device)
+    if experts:
+        shape = grouped(shape, M * experts, experts, N, -(-K // planar_block(bits)), device)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32") | EXPERT_TYPES
     types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
     constants = {
@@ -80,23 +91,27 @@ def weight_only(arch: int, bits: int, group: int, zero: bool, dtype: str, M: int
         "DT": DTYPES[dtype],
         "HAS_ZERO": zero,
         "HAS_BIAS": True,
-        "SCALE_SUMS": shape.scales_sums(group),
+        "SCALE_SUMS": shape.scales_sums(group, bits),
         "EVEN_K": True,
         "ASM": True,
     }
-    aligned = ("N", "K", "stride_xm", "stride_wn")
-    compiled = compile_for(planar_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages)
-    read = cost(compiled)
+    aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
+    kernel = planar_kernel
+    if experts:
+        kernel, aligned = grouped_kernel, (*aligned, "stride_we")
+        constants["EXPERTS"] = table.bucket(experts + 1)
+    read = cost(compile_for(kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
     per_weight = read.per_element(shape.num_warps, shape.block_n * planar_block(bits))
     overhead = 0 if group == -1 else (16 + 8 * zero) / group
     kind = f"{dtype} group {group}{' zero points' if zero else ''}"
-    name = f"w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    whose = f"{experts} experts " if experts else ""
+    name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
 
 
 def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
     """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
-    shape = fused24(M, N, K // BLOCK, Device(hopper=arch >= HOPPER))
+    shape = fused24(M, N, K // BLOCK, Device(capability=arch))
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
     types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
@@ -121,19 +136,29 @@ def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 409
     return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
 
 
-def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096) -> Report:
-    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for these sizes."""
-    shape = fused_w8a8(M, N, K, Device(hopper=arch >= HOPPER))
+def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> Report:
+    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for these sizes; experts: that of so
+    many, for M pairs of each."""
+    device = Device(capability=arch)
+    shape = fused_w8a8(M, N, K, device)
+    if experts:
+        shape = grouped(shape, M * experts, experts, N, -(-K // W8A8_BLOCK_K), device)
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "steps_per_split"), "i32")
+    types |= EXPERT_TYPES
     types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8")
     types |= dict.fromkeys(("x_zero_ptr", "row_sum_ptr", "partial_ptr", "counter_ptr"), "*i32")
     types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
     constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
     constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True) | {"SPLIT_K": shape.split_k}
-    aligned = ("N", "K", "stride_xm", "stride_wn")
-    read = cost(compile_for(w8a8_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
+    kernel = w8a8_kernel
+    if experts:
+        kernel, aligned = grouped_int8_kernel, (*aligned, "stride_we")
+        constants["EXPERTS"] = table.bucket(experts + 1)
+    read = cost(compile_for(kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
     per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
-    name = f"w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    whose = f"{experts} experts " if experts else ""
+    name = f"{whose}w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
 
 
@@ -213,7 +238,7 @@ def _tile_constants(bits: int, group: int) -> dict[str, int]:
 
 def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int = 4, group: int = 16) -> Report:
     """Compile the product with codes in tiles as it would run for these sizes."""
-    shape = fused(M, N, K, bits, PLANE, Device(hopper=arch >= HOPPER))
+    shape = fused(M, N, K, bits, PLANE, Device(capability=arch))
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
     types |= dict.fromkeys(("x_ptr", "ranges_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
     types |= {"words_ptr": "*i16", "levels_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
@@ -267,8 +292,10 @@ def selection() -> Iterator[Report]:
     for M in (1, 4096):
         yield weight_only(HOPPER, 8, 128, True, "bf16", M, 4096)
     yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
-    for M in (1, 64):
-        yield weight_only(AMPERE, 4, 128, True, "bf16", M, 4096)
+    for arch, M in itertools.product((AMPERE, ADA, BLACKWELL, GEFORCE), (1, 32, 64, 128)):
+        yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
+    for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
+        yield w8a8(arch, M)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
     for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
         yield sparse24(HOPPER, group, zero, "bf16", M)
@@ -278,6 +305,11 @@ def selection() -> Iterator[Report]:
         yield w8a8(arch, M)
     yield w8a8_persistent(64, 256, 4, True)
     yield w8a8_persistent(128, 128, 4, True)
+    for arch, M in itertools.product((AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE), (1, 64, 256)):
+        yield weight_only(arch, 4, 128, True, "bf16", M, 1536, 2048, experts=128)
+        yield w8a8(arch, M, 1536, 2048, experts=128)
+    for M in (1, 16):
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, 1536, 2048, experts=8)  # K is split
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
     for group in (128, 96):
@@ -294,10 +326,16 @@ def quick() -> Iterator[Report]:
     yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
     yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
     yield weight_only(AMPERE, 4, 128, True, "bf16", 64, 4096)
+    yield weight_only(ADA, 4, 128, True, "bf16", 1, 4096)
+    yield weight_only(BLACKWELL, 4, 128, True, "bf16", 1, 4096)
+    yield w8a8(BLACKWELL, 4096)
+    yield weight_only(GEFORCE, 4, 128, True, "bf16", 128, 4096)
     for arch, zero in ((HOPPER, False), (AMPERE, True)):
         yield sparse24(arch, 128, zero, "bf16", 1)
         yield w8a8(arch, 4096)
     yield w8a8_persistent(128, 128, 4, True)
+    yield weight_only(HOPPER, 4, 128, True, "bf16", 1, 1536, 2048, experts=128)
+    yield w8a8(HOPPER, 16, 1536, 2048, experts=128)
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
     yield dequantize(HOPPER, 4, 96, "bf16")

@@ -2,8 +2,12 @@
 be captured: what was measured to be fastest (`table`), or else what is derived here.
 
 Derived: the tiles are those whose compiled loops do not spill and take the fewest instructions per weight (`aot`), the
-splits fill the processors twice; neither has been tuned by measurement on a GPU. Before Hopper the matrix instruction
-takes activations through registers too, and large tiles spill.
+splits fill the processors twice; neither has been tuned by measurement on a GPU. What an architecture has decides:
+
+    9.0           wgmma takes weights from registers: large tiles
+    10.x          tcgen05 takes them from a memory of its own, where unpacked weights have to be written first (7 to 9
+                  instructions per weight); two warps per tile get the instruction of the others, 2.4 for 16 tokens
+    8.x, 12.x     mma.sync takes activations through registers, too, and large tiles spill
 
 From DEQUANTIZE_TOKENS tokens on, a weight is dequantized block by block and multiplied by cuBLAS. Writing and reading
 it costs 4.5 bytes per 4-bit weight whatever M is, 413 / M of the time of the product at 4.3 TB/s and 790 TFLOP/s
@@ -11,7 +15,7 @@ it costs 4.5 bytes per 4-bit weight whatever M is, 413 / M of the time of the pr
 speed is not. Below, the fused kernel has to reach less than that to be the better one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -33,11 +37,22 @@ DEQUANTIZE_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Device:
-    """What a choice depends on: names to look up, the most specific first; streaming multiprocessors; capability."""
+    """What a choice depends on: names to look up, the most specific first; streaming multiprocessors; compute
+    capability, 90 for 9.0."""
 
     names: tuple[str, ...] = ()
     processors: int = PROCESSORS
-    hopper: bool = True
+    capability: int = 90
+
+    @property
+    def hopper(self) -> bool:
+        """Whether it has wgmma, and the tensor memory accelerator as `int8_tma_gemm` was compiled for it."""
+        return self.capability // 10 == 9
+
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether it has tcgen05."""
+        return self.capability // 10 in (10, 11)
 
 
 def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> Kind:
@@ -74,14 +89,30 @@ def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
 def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:
     """The derived configuration of the weight-only kernel."""
     if M > 64:
+        if device.tensor_memory:
+            return Shape(128, 128, num_stages=3)
         if not device.hopper:
             return Shape(64, 256, num_warps=8, num_stages=3)
         wide = _cdiv(M, 128) * _cdiv(N, 256)
         if wide >= device.processors or group_size == 32:
             return Shape(128, 256, num_warps=8, num_stages=3)
         return Shape(128, 128, num_stages=3)
-    split = splits(_cdiv(N, 128), _cdiv(K, planar_block(bits)), device.processors)
-    return Shape(max(16, table.bucket(M)), 128, split_k=split)
+    rows, warps = (64, 2) if device.tensor_memory else (128, 4)
+    split = splits(_cdiv(N, rows), _cdiv(K, planar_block(bits)), device.processors)
+    return Shape(max(16, table.bucket(M)), rows, split, warps)
+
+
+def grouped(shape: Shape, pairs: int, experts: int, N: int, steps: int, device: Device) -> Shape:
+    """A configuration for the mean tokens of an expert, its K split for the tiles of all of them."""
+    tiles = most_tiles(pairs, experts, shape.block_m) * _cdiv(N, shape.block_n)
+    split = splits(tiles, steps, device.processors) if shape.block_m <= 64 else 1
+    return replace(shape, split_k=split, persistent=False)
+
+
+def most_tiles(pairs: int, experts: int, block_m: int) -> int:
+    """Tiles of tokens that are enough, whichever expert each of the pairs has; pairs without expert are one more."""
+    used = min(experts + 1, pairs)
+    return used + (pairs - used) // block_m
 
 
 def fused24(M: int, N: int, blocks: int, device: Device) -> Shape:
@@ -101,11 +132,10 @@ def splits(tiles: int, blocks: int, processors: int, least: int = BLOCKS_PER_SPL
 
 def fused_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
     """The derived configuration of the int8 kernel."""
-    hopper = device.hopper
     if M <= 64:
         split = splits(_cdiv(N, 128), _cdiv(K, W8A8_BLOCK_K), device.processors)
         return Shape(max(16, table.bucket(M)), 128, split_k=split)
-    if M <= 256 or not hopper:
+    if M <= 256 or not device.hopper:
         return Shape(128, 128, num_warps=8, num_stages=3)
     return Shape(256, 128, num_warps=8, num_stages=3)
 
@@ -116,8 +146,8 @@ def device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    return Device((properties.name, capability), properties.multi_processor_count, properties.major >= 9)
+    names = (properties.name, f"{properties.major}.{properties.minor}")
+    return Device(names, properties.multi_processor_count, 10 * properties.major + properties.minor)
 
 
 def _counted(shape: Shape, M: int, N: int) -> bool:

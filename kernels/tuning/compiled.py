@@ -17,7 +17,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-HOPPER, AMPERE = 90, 80
+# Compute capabilities: A100; L4 and GeForce 40; H100 and H200; B200; GeForce 50.
+AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE = 80, 89, 90, 100, 120
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Cost:
     shared: int
     wgmma: int
     mma: int
+    tcgen05: int
     loop_instructions: int
     loop_opcodes: dict[str, int]
 
@@ -47,7 +49,7 @@ def compile_for(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> CompiledKernel:
-    """Compile `kernel` for compute capability `arch` (90, 80).
+    """Compile `kernel` for compute capability `arch` (90 for 9.0).
 
     types: argument -> "*fp16", "i32" ...; constants: argument -> value (None for a pointer that is absent); aligned:
     integer arguments that are multiples of 16, which decides the width of memory accesses.
@@ -111,6 +113,7 @@ def cost(compiled: CompiledKernel) -> Cost:
         shared=compiled.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         mma=ptx.count("mma.sync"),
+        tcgen05=ptx.count("tcgen05.mma"),
         loop_instructions=len(loop),
         loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
     )

@@ -55,13 +55,14 @@ class Shape:
     num_stages: int = 4
     persistent: bool = False
 
-    def scales_sums(self, group_size: int) -> bool:
+    def scales_sums(self, group_size: int, bits: int = 4) -> bool:
         """Whether scaling the sums takes fewer instructions than scaling the weights.
 
-        BLOCK_M multiply-adds per row and group against about a quarter per weight more; measured on the compiled
-        loops, where the two are equal near 4 BLOCK_M = group. A group is at most one step of the loop.
+        BLOCK_M multiply-adds per row and group against half a multiply per weight and what it takes to wait for each
+        matrix instruction; read off the compiled loops. A group is at most one step of the loop.
         """
-        return group_size != -1 and 4 * self.block_m <= min(group_size, 128)
+        least = 2 if bits == 4 and group_size >= 64 else 4
+        return group_size != -1 and least * self.block_m <= min(group_size, 128)
 
 
 Choice = Shape | Literal["dequantize"]

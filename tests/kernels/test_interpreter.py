@@ -1,5 +1,5 @@
-"""Runs `interpreter_cases.py` and `interpreter_sums.py` under Triton's interpreter, in one process of their own:
-Triton decides at import."""
+"""Runs `interpreter_cases.py` and its neighbours of sums and of experts under Triton's interpreter, in one process of
+their own: Triton decides at import."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-CASES = [SUPPORT / "interpreter_cases.py", SUPPORT / "interpreter_sums.py"]
+CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped")]
 
 
 def test_kernels_under_the_interpreter():

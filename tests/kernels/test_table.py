@@ -11,7 +11,7 @@ from compress.kernels.tuning import table
 from compress.kernels.tuning.choose import Device
 from compress.kernels.tuning.table import DEQUANTIZE, Entry, Kind, Shape
 
-H200 = Device(("NVIDIA H200", "9.0"), 132, True)
+H200 = Device(("NVIDIA H200", "9.0"), 132, 90)
 KIND = Kind("weight_only", 4, 128, False, "bfloat16")
 ENTRY = Entry(KIND, "NVIDIA H200", 16, 4096, 4096, Shape(16, 64, 4, 4, 3), {"median_ms": 0.01})
 

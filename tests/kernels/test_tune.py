@@ -14,7 +14,7 @@ from compress.kernels.tuning.choose import Device
 from compress.kernels.tuning.table import DEQUANTIZE, Shape
 from compress.kernels.tuning.tune import HOPPER_SHARED, Problem
 
-H200 = Device(("NVIDIA H200", "9.0"), 132, True)
+H200 = Device(("NVIDIA H200", "9.0"), 132, 90)
 DECODE = Problem("weight_only", 1, 4096, 4096)
 
 

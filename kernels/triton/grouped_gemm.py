@@ -1,0 +1,199 @@
+"""The weight-only product of experts, one launch for all of them: out_p = x_token(p) W_expert(p)^T + bias_expert(p).
+
+Pairs of a token and an expert that it goes to are sorted by expert (`grouped.Routing`). A tile of the output holds
+pairs of one expert, so that it reads one weight: expert e with c_e pairs has ceil(c_e / BLOCK_M) tiles, none where no
+token goes to it. How many pairs each has is known to the GPU alone; the grid holds the most tiles that there can be
+(`choose.most_tiles`), and every program finds the expert of its tile in the sums of c_e, or that it has none. So
+nothing waits for the CPU, and the launch can be captured. The loop over K, its split and the epilogue are those of
+`planar_gemm`; x is read through the pairs, never gathered.
+
+Pairs whose expert is none (beyond the last: transformers' mark of tokens that another rank serves) come last, and get
+zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compress.kernels.pack import PLANE, Planar, planar_block
+from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, planar_sums
+from compress.kernels.triton.split import tile_partials
+from compress.kernels.tuning.choose import device_of, fused, grouped, most_tiles
+from compress.kernels.tuning.table import Shape
+
+
+@triton.jit
+def pairs_of_tile(tile, start_ptr, pairs, E, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """(expert, first pair, end of the expert's pairs) of a tile. Expert E: pairs without expert; E + 1: no tile.
+
+    start int32 [E + 1]: the first pair of each expert, and of those without. EXPERTS: a power of two above E.
+    """
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(start_ptr + e, mask=e <= E, other=pairs)
+    end = tl.load(start_ptr + e + 1, mask=e < E, other=pairs)
+    tiles = tl.cdiv(end - start, BLOCK_M)
+    after = tl.cumsum(tiles, 0)
+    expert = tl.sum((after <= tile).to(tl.int32), 0)
+    mine = e == expert
+    begin = tl.sum(tl.where(mine, start + (tile - after + tiles) * BLOCK_M, 0), 0)
+    return min(expert, E + 1), begin, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def store_zeros(m, n, out_ptr, last, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros for pairs m up to `last`."""
+    out_ptrs = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    zeros = tl.zeros((BLOCK_N, BLOCK_M), out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, zeros, mask=(m[None, :] < last) & (n[:, None] < N))
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks_per_split"])
+def grouped_kernel(
+    x_ptr,
+    token_ptr,
+    start_ptr,
+    words_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counter_ptr,
+    pairs,
+    E,
+    N,
+    K,
+    G,
+    stride_xm,
+    stride_we,
+    stride_wn,
+    blocks_per_split,
+    BITS: tl.constexpr,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DT: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASM: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """x [M, K], token int32 [pairs] (its rows), start int32 [E + 1], words [E, N, W] int16, scale and zero [E, G, N],
+    bias [E, N], out [pairs, N]; all but x and words contiguous. Grid: (N tiles, most tiles of pairs, SPLIT_K). The
+    rest as in `planar_kernel`."""
+    BLOCK_K: tl.constexpr = 16 // BITS * PLANE
+    expert, begin, end = pairs_of_tile(tl.program_id(1), start_ptr, pairs, E, BLOCK_M, EXPERTS)
+    if expert > E:
+        return
+    m = begin + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if expert == E:
+        store_zeros(m, n, out_ptr, end, N, BLOCK_M, BLOCK_N)
+        return
+    k = tl.arange(0, PLANE)
+    m_read = tl.load(token_ptr + m, mask=m < end, other=0).to(tl.int64)
+    n_read = tl.where(n < N, n, 0).to(tl.int64)
+    wide = expert.to(tl.int64)
+    first = tl.program_id(2) * blocks_per_split
+    last = min(first + blocks_per_split, tl.cdiv(K, BLOCK_K))
+    x_ptrs = x_ptr + m_read[None, :] * stride_xm + (first * BLOCK_K + k)[:, None]
+    words_ptrs = words_ptr + wide * stride_we + n_read[:, None] * stride_wn + (first * PLANE + k)[None, :]
+    scale_ptr += wide * G * N
+    if HAS_ZERO:
+        zero_ptr += wide * G * N
+    if HAS_BIAS:
+        bias_ptr += wide * N
+    acc = planar_sums(
+        x_ptrs,
+        words_ptrs,
+        scale_ptr,
+        zero_ptr,
+        n,
+        N,
+        K,
+        first,
+        last,
+        BITS,
+        PLANE,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        DT,
+        HAS_ZERO,
+        SCALE_SUMS,
+        EVEN_K,
+        ASM,
+    )
+    finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, end, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
+
+
+def grouped_gemm(
+    x_MK: Tensor,
+    token_P: Tensor,
+    start_E: Tensor,
+    weight: Planar,
+    bias_EN: Tensor | None = None,
+    shape: Shape | None = None,
+) -> Tensor:
+    """[P, N] on a GPU (or under the interpreter), in the dtype of x: fp16 or bf16 [M, K], contiguous along K.
+
+    token int32 [P], the rows of x; start int32 [E + 1]; the parts of the weight have a leading dimension [E].
+    """
+    (E, N, _), K, pairs = weight.words.shape, x_MK.shape[1], len(token_P)
+    assert x_MK.stride(-1) == 1
+    assert weight.scale.dtype == x_MK.dtype
+    assert weight.scale.is_contiguous()
+    assert weight.words.stride(-1) == 1
+    out_PN = torch.empty(pairs, N, dtype=x_MK.dtype, device=x_MK.device)
+    if pairs == 0 or N == 0:
+        return out_PN
+    block, device = planar_block(weight.bits), device_of(x_MK.device)
+    if shape is None:
+        mean = triton.cdiv(pairs, min(E, pairs))
+        single = fused(mean, N, K, weight.bits, weight.group_size, device)
+        shape = grouped(single, pairs, E, N, triton.cdiv(K, block), device)
+    tiles = most_tiles(pairs, E, shape.block_m)
+    partial, counters = tile_partials(tiles * triton.cdiv(N, shape.block_n), out_PN, shape, torch.float32)
+    grouped_kernel[(triton.cdiv(N, shape.block_n), tiles, shape.split_k)](
+        x_MK,
+        token_P,
+        start_E,
+        weight.words,
+        weight.scale,
+        weight.zero,
+        bias_EN,
+        out_PN,
+        partial,
+        counters,
+        pairs,
+        E,
+        N,
+        K,
+        weight.scale.shape[1],
+        x_MK.stride(0),
+        weight.words.stride(0),
+        weight.words.stride(1),
+        triton.cdiv(triton.cdiv(K, block), shape.split_k),
+        BITS=weight.bits,
+        PLANE=PLANE,
+        GROUP=weight.group_size,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        SPLIT_K=shape.split_k,
+        DT=tl.float32 if INTERPRET else TRITON_DTYPE[x_MK.dtype],
+        HAS_ZERO=weight.zero is not None,
+        HAS_BIAS=bias_EN is not None,
+        SCALE_SUMS=shape.scales_sums(weight.group_size, weight.bits),
+        EVEN_K=K % block == 0,
+        ASM=ASSEMBLY,
+        EXPERTS=triton.next_power_of_2(E + 1),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        enable_fp_fusion=True,
+    )
+    return out_PN
