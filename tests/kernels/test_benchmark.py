@@ -1,5 +1,7 @@
 """The measurement of linear layers on the CPU: that a wrong kernel is not timed, and what a time is held against."""
 
+import itertools
+
 import pytest
 import torch
 from planar import spoil
@@ -98,17 +100,13 @@ def test_candidates_that_share_a_weight_do_not_meet_at_one_copy():
 
 def test_turns_are_taken_after_a_warm_up_and_each_begins_untimed(monkeypatch):
     """A GPU's candidates: as on a CPU, none has a part of the run to itself."""
-    used, timed = [], []
+    used, timed, clock = [], [], itertools.count()
     monkeypatch.setattr(timing, "elapsed_ms", lambda run, device: timed.append(len(used)) or run() or len(timed))
-    monkeypatch.setattr(timing, "WARM_SECONDS", 0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) * timing.WARM_SECONDS / 4)
     times = timing.take_turns({name: lambda name=name: used.append(name) for name in "abc"}, 2, CPU)
-    assert "".join(used) == "a" + "aabbcc" * 2
-    assert [timed[i] for i in (1, 2, 3)] == [2, 4, 6]  # the second call of each turn
-    assert times == {"a": [2, 5], "b": [3, 6], "c": [4, 7]}
-    monkeypatch.undo()
-    began = timing.time.perf_counter()
-    timing.take_turns({"a": lambda: None}, 1, CPU)
-    assert timing.time.perf_counter() - began >= timing.WARM_SECONDS
+    assert "".join(used) == "abca" + "aabbcc" * 2
+    assert timed[4:] == [5, 7, 9, 11, 13, 15]  # the second call of each turn
+    assert times == {"a": [5, 8], "b": [6, 9], "c": [7, 10]}
 
 
 # --- arithmetic, with made-up ceilings -----------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What only a GPU can show: the assembly path equals the portable one, split K is deterministic and survives CUDA
 graphs, every shape agrees with the reference, tuning times real kernels. Run with `pytest -m gpu`."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from compress.kernels import fp8, ops, pack, pack24, reference, semi_structured, sparse24
+from compress.kernels import fp8, grouped, ops, pack, pack24, reference, semi_structured, sparse24
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table, tune
@@ -281,3 +283,55 @@ def test_compiles_with_graphs():
     expected = torch.nn.functional.silu(run(*arguments))
     for _ in range(4):
         torch.testing.assert_close(compiled(*arguments).clone(), expected)
+
+
+def test_a_graph_takes_one_slice_of_counters_and_gives_it_back():
+    device = torch.device("cuda", 0)
+    workspace.prepare(device)
+    arguments = operands(1, 4096, 4096, 4, 128, True, torch.bfloat16)
+    expected = run(*arguments)
+    before = dict(workspace._taken)
+    with workspace.borrowed():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = [run(*arguments) for _ in range(5)]
+        (owner,) = workspace._taken.keys() - before.keys()
+        assert owner.capture > 0
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outputs)
+    assert workspace._taken == before
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+@pytest.mark.parametrize("experts", [8, 100])
+def test_experts(tokens, experts):
+    """One launch against a product per expert; some tokens have none. Captured: nothing waits for the CPU."""
+    g = torch.Generator("cuda").manual_seed(tokens)
+    expert = torch.randint(experts + 1, (tokens, 4), generator=g, device="cuda")
+    each = [operands(1, 300, 512, 4, 128, True, torch.bfloat16)[1] for _ in range(experts)]
+    words, scale, zero = (torch.stack(parts) for parts in list(zip(*each, strict=True))[:3])
+    x = torch.randn(tokens, 512, generator=g, device="cuda").bfloat16()
+    bias = torch.randn(experts, 300, generator=g, device="cuda").bfloat16()
+    routing = grouped.sort_by_expert(expert, experts)
+    out = grouped.grouped_weight_only(x, words, scale, zero, bias, *routing[:2], 4, 128)
+    weight = torch.randint(-128, 128, (experts, 300, 512), generator=g, device="cuda", dtype=torch.int8)
+    scale8 = torch.rand(experts, 300, generator=g, device="cuda")
+    eight = grouped.grouped_w8a8(x, weight, scale8, None, None, None, None, *routing[:2], True)
+    starts = routing.start.tolist()
+    for e, (first, last) in enumerate(pairwise(starts)):
+        mine = x[routing.token[first:last].long()]
+        check(out[first:last], mine, pack.planar_weight(each[e], 512), bias[e])
+        torch.testing.assert_close(
+            eight[first:last], ops.w8a8_linear(mine, weight[e], scale8[e], None, None, None, None, True)
+        )
+    assert out[starts[-1] :].count_nonzero() == 0
+    workspace.prepare(torch.device("cuda", 0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = grouped.grouped_weight_only(
+            x, words, scale, zero, bias, *grouped.sort_by_expert(expert, experts)[:2], 4, 128
+        )
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(again, out)
