@@ -132,6 +132,13 @@ def grouped_kernel(
     finish(acc, m, n, out_ptr, bias_ptr, partial_ptr, counter_ptr, end, N, BLOCK_M, BLOCK_N, SPLIT_K, HAS_BIAS)
 
 
+def _shape(pairs: int, weight: Planar, K: int) -> Shape:
+    """The derived configuration."""
+    (E, N, _), device = weight.words.shape, device_of(weight.words.device)
+    single = fused(triton.cdiv(pairs, min(E, pairs)), N, K, weight.bits, weight.group_size, device)
+    return grouped(single, pairs, E, N, triton.cdiv(K, planar_block(weight.bits)), device)
+
+
 def grouped_gemm(
     x_MK: Tensor,
     token_P: Tensor,
@@ -152,11 +159,8 @@ def grouped_gemm(
     out_PN = torch.empty(pairs, N, dtype=x_MK.dtype, device=x_MK.device)
     if pairs == 0 or N == 0:
         return out_PN
-    block, device = planar_block(weight.bits), device_of(x_MK.device)
-    if shape is None:
-        mean = triton.cdiv(pairs, min(E, pairs))
-        single = fused(mean, N, K, weight.bits, weight.group_size, device)
-        shape = grouped(single, pairs, E, N, triton.cdiv(K, block), device)
+    block = planar_block(weight.bits)
+    shape = shape or _shape(pairs, weight, K)
     tiles = most_tiles(pairs, E, shape.block_m)
     partial, counters = tile_partials(tiles * triton.cdiv(N, shape.block_n), out_PN, shape, torch.float32)
     grouped_kernel[(triton.cdiv(N, shape.block_n), tiles, shape.split_k)](

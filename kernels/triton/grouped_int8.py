@@ -109,6 +109,13 @@ def grouped_int8_kernel(
         )
 
 
+def _shape(pairs: int, weight_ENK: Tensor) -> Shape:
+    """The derived configuration."""
+    (E, N, K), device = weight_ENK.shape, device_of(weight_ENK.device)
+    single = fused_w8a8(triton.cdiv(pairs, min(E, pairs)), N, K, device)
+    return grouped(single, pairs, E, N, triton.cdiv(K, W8A8_BLOCK_K), device)
+
+
 def grouped_int8_gemm(
     x_MK: Tensor,
     token_P: Tensor,
@@ -133,10 +140,7 @@ def grouped_int8_gemm(
     out_PN = torch.empty(pairs, N, dtype=dtype, device=x_MK.device)
     if pairs == 0 or N == 0:
         return out_PN
-    steps, device = triton.cdiv(K, W8A8_BLOCK_K), device_of(x_MK.device)
-    if shape is None:
-        single = fused_w8a8(triton.cdiv(pairs, min(E, pairs)), N, K, device)
-        shape = grouped(single, pairs, E, N, steps, device)
+    shape = shape or _shape(pairs, weight_ENK)
     tiles = most_tiles(pairs, E, shape.block_m)
     partial, counters = tile_partials(tiles * triton.cdiv(N, shape.block_n), out_PN, shape, torch.int32)
     grouped_int8_kernel[(triton.cdiv(N, shape.block_n), tiles, shape.split_k)](
@@ -160,7 +164,7 @@ def grouped_int8_gemm(
         weight_ENK.stride(0),
         weight_ENK.stride(1),
         0 if len(x_scale_M) == 1 else 1,
-        triton.cdiv(steps, shape.split_k),
+        triton.cdiv(triton.cdiv(K, W8A8_BLOCK_K), shape.split_k),
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=W8A8_BLOCK_K,
