@@ -90,6 +90,12 @@ def qat(
 @click.option("--student", metavar="MODEL", help="The model that learns.  [default: a part of the teacher]")
 @click.option("--student-layers", type=int, metavar="N", help="So many blocks of the teacher, those it needs most.")
 @click.option(
+    "--student-hidden",
+    type=int,
+    metavar="N",
+    help="So many channels of its hidden state, in all layers; also with --student-layers.",
+)
+@click.option(
     "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
 )
 @click.option(
@@ -103,6 +109,7 @@ def distill(
     teacher: str,
     student: str | None,
     student_layers: int | None,
+    student_hidden: int | None,
     structure: str | None,
     cache_logits: str | None,
     top_k: int | None,
@@ -114,6 +121,7 @@ def distill(
 
     \b
     compress distill demo --student-layers 2 --calibration demo --output out
+    compress distill TEACHER --student-layers 6 --student-hidden 384 --calibration TEXT --output out
     compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
     compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
     compress distill ENCODER --structure layers:3 --calibration TEXT --train logits=0 --train features=1 --output out
@@ -130,7 +138,8 @@ def distill(
         raise InputError("--top-k is what --cache-logits keeps; give it with that")
     check_processes(fsdp, options["device"])
     trusted = options["trust_remote_code"]
-    model, passes = students_of(teacher, student, student_layers, structure, trusted)
+    calibrated = options["calibration"] is not None
+    model, passes = students_of(teacher, student, student_layers, student_hidden, structure, trusted, calibrated)
     said = any(setting.startswith("teacher=") for setting in training_settings)
     fixed = {} if student is None or said else {"teacher": teacher}
     training = training_pass(options, training_settings, **fixed)

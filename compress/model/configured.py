@@ -51,19 +51,22 @@ def configure(
     unread: Collection[tuple[str, str]] = (),
     pairs: Collection[Pair] = (),
     kept: Sequence[int] | None = None,
+    known: Fields = (),
 ) -> Applied:
     """Make a model's configuration say what the model is now. Nothing happens for a model without one.
 
     unread: (module, attribute) of copies of the configuration's numbers that may be out of date (`unread_of`).
     pairs: numbers (before, after) that no shape shows, of blocks. kept: which blocks of how many (pairs) are left;
-    lists of the configuration with an element for each are cut. Raises InputError where no configuration was found.
+    lists of the configuration with an element for each are cut. known: numbers that are to be so, whatever others are.
+    Raises InputError where no configuration was found.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return Applied(())
     search = _Search(model, frozenset(unread))
     lists = () if kept is None else tuple(f for before, _ in pairs for f in _lists(config, before, kept))
-    states = {lists: search.differing(lists)}
+    start = (*known, *lists)
+    states = {start: search.differing(start)}
     for _ in range(MOST_FIELDS):
         fields, differing = next(iter(states.items()))
         if differing is not None and not differing:
@@ -81,7 +84,7 @@ def configure(
     fields, differing = next(iter(states.items()))
     if differing is not None and not differing:
         return search.written(fields)
-    raise InputError(search.refusal(search.differing(lists)))
+    raise InputError(search.refusal(search.differing(start)))
 
 
 def unread_of(prefix: str, coupling: Coupling) -> list[tuple[str, str]]:
@@ -173,18 +176,19 @@ def listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def configs_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, configuration) of a configuration and those inside of it."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
-            yield from _configs(value, (*path, name))
+            yield from configs_of(value, (*path, name))
 
 
 def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
     """Lists with an element for each block, cut. Those of tokens and classes are about something else."""
     return tuple(
         Field(path, name, tuple(value[i] for i in kept))
-        for path, owner in _configs(config)
+        for path, owner in configs_of(config)
         for name, value in vars(owner).items()
         if isinstance(value, list) and len(value) == count and "token" not in name and name != "architectures"
     )
@@ -201,7 +205,7 @@ def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Coll
             named[attribute] = own
     taken = {(field.path, field.name) for field in fields}
     found: dict[Field, None] = {}
-    for path, owner in _configs(config):
+    for path, owner in configs_of(config):
         for name, value in vars(owner).items():
             if name.startswith("_") or (path, name) in taken:
                 continue

@@ -158,10 +158,17 @@ class Keep:
             raise CheckpointError(str(error)) from None
 
 
-def _layer_dimension(layer: nn.Module, role: Role) -> int:
+def dimension_of(layer: nn.Module, role: Role) -> int:
     """Where the weight of a layer has its rows, or its inputs."""
     rows = 1 if isinstance(layer, Conv1D) else 0
     return rows if role == "producers" else 1 - rows
+
+
+def number_of(layer: nn.Module, role: Role) -> str:
+    """The attribute in which a layer counts its rows, or its inputs."""
+    names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
+    names = ("out_channels", "in_channels") if is_convolution(layer) else names
+    return names[role == "consumers"]
 
 
 def _width(module: nn.Module, role: Role) -> int | None:
@@ -169,18 +176,16 @@ def _width(module: nn.Module, role: Role) -> int | None:
     weight = module._parameters.get("weight")
     if role == "between" or weight is None:
         return None
-    return weight.shape[_layer_dimension(module, role)]
+    return weight.shape[dimension_of(module, role)]
 
 
 def _cut_layer(layer: nn.Module, staying: Tensor, role: Role) -> list[Change]:
     weight, bias = layer.weight, getattr(layer, "bias", None)
     assert isinstance(weight, nn.Parameter)
-    done = [_cut(weight, _layer_dimension(layer, role), staying)]
+    done = [_cut(weight, dimension_of(layer, role), staying)]
     if role == "producers" and bias is not None:
         done.append(_cut(bias, 0, staying))
-    names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
-    names = ("out_channels", "in_channels") if is_convolution(layer) else names
-    done.append(change(layer, names[role == "consumers"], len(staying)))
+    done.append(change(layer, number_of(layer, role), len(staying)))
     return done
 
 

@@ -60,6 +60,9 @@ class Structure(Pass):
     channels: float = 0.0
     """0 or more, below 1: share of the hidden channels of each MLP that goes (of a CNN, of each convolution)."""
 
+    hidden: float = 0.0
+    """0 or more, below 1: share of the channels of the hidden state, from all layers, that goes (`passes.hidden`)."""
+
     layers: int = 0
     """0 or more: so many blocks go as a whole."""
 
@@ -89,7 +92,7 @@ class Structure(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for part in PARTS:
+        for part in (*PARTS, "hidden"):
             if not 0 <= (share := getattr(self, part)) < 1:
                 raise InputError(f"{part} {share}; allowed: a share of what there is, 0 (none) or more, below 1")
         for option, least in (("layers", 0), ("multiple", 1), ("rounds", 1)):
@@ -117,8 +120,15 @@ class Structure(Pass):
         return {part: share for part in PARTS if (share := getattr(self, part))}
 
     @property
+    def parts(self) -> list[list[str]]:
+        """What goes, those together of which a configuration may have one number: heads and the hidden state."""
+        first = [part for part in ("hidden", "heads") if self.hidden and getattr(self, part)]
+        others: list[list[str]] = [[part] for part in self.shares if part not in first]
+        return [first, *others] if first else others
+
+    @property
     def calibrated(self) -> bool:
-        return self.layers > 0 or self.solves or self.importance != "magnitude"
+        return self.layers > 0 or (bool(self.shares) and self.solves) or self.importance != "magnitude"
 
     @property
     def solves(self) -> bool:
@@ -140,12 +150,14 @@ class Structure(Pass):
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, options that remove nothing."""
         super().check(shapes)
-        if not (self.shares or self.layers):
-            raise InputError("structure with nothing to remove; give heads, channels (shares) or layers (a number)")
+        if not (self.shares or self.hidden or self.layers):
+            raise InputError(
+                "structure with nothing to remove; give heads, channels, hidden (shares) or layers (a count)"
+            )
 
-    def staying(self, part: Part, groups: int) -> int:
+    def staying(self, part: Part | Literal["hidden"], groups: int) -> int:
         """How many of so many groups stay. Raises InputError where all would."""
-        share = self.shares[part]
+        share: float = getattr(self, part)
         least = 0.5 / groups  # what is rounded to one
         gone = min(int(share * groups + 0.5), groups - 1)
         kept = groups - gone

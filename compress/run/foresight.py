@@ -5,21 +5,24 @@ a copy of the model without values is cut as the model will be, which says wheth
 how many parameters and bytes it will have.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import nn
 
 from compress.errors import InputError
 from compress.model.calls import Call, evaluating
-from compress.model.configured import configure, unread_of
+from compress.model.configured import Fields, configure, unread_of
 from compress.model.couplings import find_couplings, why_not
 from compress.model.discovery import signature_of
 from compress.model.drop import Drop
 from compress.model.keep import Coupling, Keep
 from compress.model.layers import Layer, Stack, find_stacks, output_head
 from compress.model.valueless import size_of, without_values
+from compress.model.width import Width, narrow, taken_by, width_of
 from compress.passes.structure import Part, Structure
 from compress.run.cuts import NAMES, Cut, part_of
 from compress.run.matching import Ignored, shared_weights
@@ -40,22 +43,30 @@ class Size:
 @dataclass(frozen=True)
 class Foreseen:
     """What will be cut of each block, in the order in which it computes, and the size of the model before and after.
-    model: as it will be, without values. without: blocks in which there is nothing of the kind to cut, and why."""
+    p: the pass, with what has to go beside what it says. model: as it will be, without values. couplings: of every
+    block, where they are known. without: blocks in which there is nothing of the kind to cut, and why."""
 
+    p: Structure
     cuts: Mapping[nn.Module, tuple[Cut, ...]]
     before: Size
     after: Size
     model: nn.Module
+    couplings: Mapping[nn.Module, tuple[Coupling, ...]] = field(default_factory=dict)
+    width: int | None = None
     without: Mapping[str, str] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
 
     def notes(self, layers: int, blocks: int) -> list[str]:
         """What will be left, where so many of so many blocks go, and in which there is nothing to cut."""
         said = (f"{c.staying} of {c.coupling.groups} {NAMES[c.part]}" for cuts in self.cuts.values() for c in cuts)
         what = [*([f"{blocks - layers} of {blocks} blocks"] if layers else []), *dict.fromkeys(said)]
+        if self.width is not None:
+            what.append(f"{self.p.staying('hidden', self.width)} of {self.width} channels of the hidden state")
         before, after = self.before, self.after
         return [
             f"structure: {', '.join(what)} will stay: {after.parameters} of {before.parameters} parameters "
             f"({after.parameters / before.parameters:.1%}), {after.bytes / MIB:.2f} of {before.bytes / MIB:.2f} MiB",
+            *(f"structure: {each}" for each in self.said),
             *(f"structure: nothing to cut in {name}: {why}" for name, why in self.without.items()),
         ]
 
@@ -67,12 +78,15 @@ class Foresight:
         self.model, self.p, self.residency, self.ignored = model, p, residency, ignored
         self.shared, self.head = shared_weights(model), output_head(model)
         self.known: dict[tuple[object, ...], tuple[tuple[Coupling, ...], tuple[str, ...]]] = {}
+        self.couplings: dict[nn.Module, tuple[Coupling, ...]] = {}
         self.without: dict[str, str] = {}
+        self.said: list[str] = []
 
     def foreseen(self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]) -> Foreseen:
         """calls: of every block, one micro-batch. Raises InputError for what cannot be cut, or what no configuration
         expresses."""
         cuts: dict[nn.Module, tuple[Cut, ...]] = {}
+        width = self.width(stacks, calls) if self.p.hidden else None
         for stack in stacks if self.p.shares else ():
             for name, block in stack.blocks:
                 cuts[block] = tuple(self.cuts_of(name, block, calls[block]))
@@ -81,8 +95,10 @@ class Foresight:
             if not found:
                 raise InputError(f"{type(self.model).__name__} has no {part} that can be cut: {self._why_none(part)}")
         before = Size(*size_of(self.model))
-        twin = self.cut_copy(stacks, cuts)
-        return Foreseen(cuts, before, Size(*size_of(twin)), twin, self.without)
+        twin = self.cut_copy(stacks, cuts, width)
+        after = Size(*size_of(twin))
+        size = None if width is None else width.size
+        return Foreseen(self.p, cuts, before, after, twin, self.couplings, size, self.without, tuple(self.said))
 
     def _why_none(self, part: Part) -> str:
         said = next((why for name, why in self.without.items() if name.endswith(f" ({part})")), "no layers are blocks")
@@ -92,6 +108,7 @@ class Foresight:
         """What is cut of a block, in its order."""
         with self.residency.open(block, keep=False) as opened, evaluating(block):
             couplings, rejected = self.couplings_of(name, opened.block, call)
+            self.couplings[block] = couplings
             usable = [c for c in couplings if self.usable(name, c)]
             layers = [Layer(m.name, block.get_submodule(m.name)) for c in usable for m in c.consumers]
             order = [n for site in structure_of(block, call, layers).sites for n in site] if layers else []
@@ -132,24 +149,79 @@ class Foresight:
         asked = [self.ignored.asked_for(full) for full in names]
         return not any(asked) and all(self.model.get_submodule(full) is not self.head for full in names)
 
-    def cut_copy(self, stacks: Sequence[Stack], cuts: Mapping[nn.Module, Sequence[Cut]]) -> nn.Module:
+    # --- channels of the hidden state
+
+    def width(self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]) -> Width:
+        """Where the channels of the hidden state are. Heads that no configuration leaves as they are go, too."""
+        for name, block in chain.from_iterable(stack.blocks for stack in stacks):
+            with self.residency.open(block, keep=False) as opened, evaluating(block):
+                self.couplings[block], _ = self.couplings_of(name, opened.block, calls[block])
+        width = hidden_width(self.model, stacks, self.couplings)
+        ignored = (name.rpartition(".")[0] for name in width.axes)
+        if asked := next((name for name in ignored if self.ignored.asked_for(name)), None):
+            raise InputError(f"hidden takes channels of {asked}, too, which is to be left alone; leave one of them out")
+        if not self.p.heads:
+            try:
+                self.cut_copy(stacks, {}, width)
+            except InputError as error:
+                self.p = self.with_heads(width, error)
+        return width
+
+    def with_heads(self, width: Width, error: InputError) -> Structure:
+        """The pass for a configuration that has no size of heads: as many heads go as channels of the hidden state.
+        Raises the error where that is not what is wrong."""
+        staying, text = self.p.staying("hidden", width.size), self.model.config.get_text_config()  # type: ignore[operator,union-attr]
+        groups = {c.groups for each in self.couplings.values() for c in each if part_of(c) == "heads"}
+        if len(groups) != 1 or hasattr(text, "head_dim"):
+            raise error
+        (count,) = groups
+        if count * staying % width.size:
+            fits = width.size // math.gcd(width.size, count)
+            raise InputError(
+                f"hidden: {staying} of {width.size} channels; {type(text).__name__} has no size of heads, so heads go "
+                f"with them: allowed are multiples of {fits}"
+            )
+        self.said.append(
+            f"{type(text).__name__} has no size of heads, so heads go with the channels of the hidden state"
+        )
+        return replace(self.p, heads=1 - staying / width.size, compensate=self.p.compensate and self.p.calibrated)
+
+    def cut_copy(
+        self, stacks: Sequence[Stack], cuts: Mapping[nn.Module, Sequence[Cut]], width: Width | None
+    ) -> nn.Module:
         """The model as it will be, without values."""
         twin = without_values(self.model)
         blocks = [each for stack in stacks for each in stack.blocks]
         unread: list[tuple[str, str]] = []
-        for part in self.p.shares:
-            for name, cut in ((name, c) for name, block in blocks for c in cuts[block] if c.part == part):
+        known: Fields = ()
+        if width is not None:
+            staying = self.p.staying("hidden", width.size)
+            narrow(twin, width, torch.arange(staying))
+            known = width.configured(staying)
+            unread += [each for name, block in blocks for c in self.couplings[block] for each in unread_of(name, c)]
+        for together in self.p.parts:
+            for name, cut in ((name, c) for name, block in blocks for c in cuts.get(block, ()) if c.part in together):
                 Keep(cut.coupling, torch.arange(cut.staying)).apply(twin.get_submodule(name))
                 unread += unread_of(name, cut.coupling)
+            counts = {(c.coupling.groups, c.staying) for each in cuts.values() for c in each if c.part in together}
             try:
-                configure(twin, unread)
+                configure(twin, unread, counts if known else (), known=known)
             except InputError as error:
-                raise InputError(f"{part} {self.p.shares[part]}: {error}; or leave {part} out") from None
+                said = " and ".join(f"{part} {getattr(self.p, part):.3g}" for part in together)
+                raise InputError(f"{said}: {error}; or leave {' and '.join(together)} out") from None
+            known = ()
         if self.p.layers:
             (stack,) = stacks
             count = len(stack.blocks)
             Drop(stack.name, tuple(range(count - self.p.layers, count))).apply(twin)
         return twin
+
+
+def hidden_width(model: nn.Module, stacks: Sequence[Stack], couplings: Mapping[nn.Module, Sequence[Coupling]]) -> Width:
+    """Where a model has the channels of its hidden state. Raises InputError where that cannot be told."""
+    blocks = [each for stack in stacks for each in stack.blocks]
+    taken = {place for name, block in blocks for c in couplings[block] for place in taken_by(name, block, c)}
+    return width_of(model, taken, [name for name, _ in blocks if name])
 
 
 def check_droppable(model: nn.Module, stacks: Sequence[Stack], layers: int) -> None:

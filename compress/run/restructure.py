@@ -10,7 +10,7 @@ ranks, so all of them cut alike.
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from compress.comm import Comm
 from compress.errors import CompressError
 from compress.model.calls import Arrival, Batch, Call, evaluating, hidden_of, real_tokens, without_cache
 from compress.model.changes import Applied, undo
-from compress.model.configured import configure, unread_of
+from compress.model.configured import Fields, configure, unread_of
 from compress.model.drop import Drop
 from compress.model.layers import Layer, Stack, find_stacks, layers_of, whole_model
 from compress.model.opened import Opened
@@ -33,10 +33,11 @@ from compress.progress import Reporter
 from compress.run.batches import ChainBrokenError
 from compress.run.capture import capture, output_shape
 from compress.run.cuts import Cut, Removed
-from compress.run.foresight import Foresight, Size, check_droppable
+from compress.run.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
 from compress.run.matching import Ignored
+from compress.run.narrowing import Narrowing
 from compress.run.residency import Local
 from compress.run.state import Streams
 from compress.run.structure import structure_of
@@ -59,6 +60,8 @@ class Restructured:
     def fingerprint(self) -> str:
         """Of what went, which a resumed run must have removed, too."""
         went = [self.record["dropped"], [(cut["block"], cut["cut"], cut["removed"]) for cut in self.record["cut"]]]
+        if "hidden" in self.record:
+            went.append(self.record["hidden"]["removed"])
         return hashlib.sha256(json.dumps(went).encode()).hexdigest()
 
 
@@ -97,7 +100,7 @@ class Restructuring:
 
     def carry_out(self, one_block: bool) -> None:
         """Look, say what will be left, remove, and hold it to that."""
-        self.check_ignored()
+        check_ignored(self.model, self.ignored)
         stacks, calls = self.stacks(one_block)
         check_droppable(self.model, stacks, self.p.layers)
         foreseen = Foresight(self.model, self.p, self.residency, self.ignored).foreseen(stacks, calls)
@@ -105,27 +108,29 @@ class Restructuring:
         self.done.notes += foreseen.notes(self.p.layers, sum(len(stack.blocks) for stack in stacks))
         for note in self.done.notes:
             self.reporter.note(note)
+        replace(self, p=foreseen.p).remove(stacks, foreseen)
+
+    def remove(self, stacks: list[Stack], foreseen: Foreseen) -> None:
+        """Remove what was said."""
         record = self.done.record
         record |= {"before": vars(foreseen.before), "after": vars(foreseen.after), "dropped": [], "cut": []}
         config = config_of(self.model)
         if self.p.layers:
             stacks = [self.drop(*stacks)]
+        unread: list[tuple[str, str]] = []
+        known: Fields = ()
+        if foreseen.width is not None:
+            known, unread = self.narrowed(stacks, foreseen)
         if self.p.shares:
-            unread = [each for stack in stacks for each in self.cut_stack(stack, foreseen.cuts)]
-            self.done.changes.append(configure(self.model, unread))
+            unread += [each for stack in stacks for each in self.cut_stack(stack, foreseen.cuts)]
+        if known or self.p.shares:
+            counts = {(c.coupling.groups, c.staying) for each in foreseen.cuts.values() for c in each}
+            self.done.changes.append(configure(self.model, unread, counts if known else (), known=known))
         found = Size(*size_of(self.model))
         if found != foreseen.after:
             raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")
         now = config_of(self.model)
         record["config"] = {key: [config.get(key), new] for key, new in now.items() if config.get(key) != new}
-
-    def check_ignored(self) -> None:
-        """Raises InputError for a pattern that names no layer."""
-        blocks = [each for stack in find_stacks(self.model) for each in stack.blocks]
-        names = [layer.name for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
-        for name in names:
-            self.ignored.asked_for(name)
-        self.ignored.check_matched(example=names[0])
 
     # --- which blocks there are, and what they are called with
 
@@ -169,7 +174,7 @@ class Restructuring:
             streams = streams.called_as(captured[i])
             captured[i] = []
             with self.residency.open(block, keep=False) as opened:
-                influence[i], streams = self.influence(opened, streams)
+                influence[i], streams = influence_of(opened, streams, self.comm)
             self.reporter.step(i + 1, len(stack.blocks), name)
         gone = sorted(sorted(influence, key=lambda i: (influence[i], i))[: self.p.layers])
         gone = self.comm.gather_objects(gone)[0]
@@ -178,14 +183,19 @@ class Restructuring:
         self.done.changes.append(Drop(stack.name, tuple(gone)).apply(self.model))
         return find_stacks(self.model)[0]
 
-    @torch.no_grad()
-    def influence(self, opened: Opened, streams: Streams) -> tuple[float, Streams]:
-        """How much an open block changes what passes through it, and the calls of the next."""
-        measured = Influence(streams.calls[0].hidden.device)
-        outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
-        for call, output in zip(streams.calls, outputs, strict=True):
-            measured.update(real_tokens(call.hidden, call), real_tokens(hidden_of(output), call))
-        return measured.result(self.comm), streams.after(outputs, [])
+    # --- through all blocks
+
+    def narrowed(self, stacks: Sequence[Stack], foreseen: Foreseen) -> tuple[Fields, list[tuple[str, str]]]:
+        """Cut the hidden state; returns what the configuration has to say, and `Coupling.unread` of all blocks."""
+        width = hidden_width(self.model, stacks, foreseen.couplings)
+        calls = self.captured(whole_model(self.model), self.batches)[0] if self.p.calibrated else []
+        count, weighed = self.p.staying("hidden", width.size), self.p.importance == "magnitude"
+        work = Narrowing(self.model, width, count, calls, weighed, self.residency, self.comm)
+        changes, self.done.record["hidden"] = work.run()
+        self.done.changes += changes
+        blocks = [each for stack in stacks for each in stack.blocks]
+        unread = [each for name, block in blocks for c in foreseen.couplings[block] for each in unread_of(name, c)]
+        return width.configured(count), unread
 
     # --- inside blocks
 
@@ -259,3 +269,22 @@ class Restructuring:
         sites = [[by_name[name] for name in names] for names in structure.sites]
         suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
         return found
+
+
+@torch.no_grad()
+def influence_of(opened: Opened, streams: Streams, comm: Comm) -> tuple[float, Streams]:
+    """How much an open block changes what passes through it, and the calls of the next. A collective."""
+    measured = Influence(streams.calls[0].hidden.device)
+    outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
+    for call, output in zip(streams.calls, outputs, strict=True):
+        measured.update(real_tokens(call.hidden, call), real_tokens(hidden_of(output), call))
+    return measured.result(comm), streams.after(outputs, [])
+
+
+def check_ignored(model: nn.Module, ignored: Ignored) -> None:
+    """Raises InputError for a pattern that names no layer."""
+    blocks = [each for stack in find_stacks(model) for each in stack.blocks]
+    names = [layer.name for name, block in blocks for layer in layers_of(block, name, convolutions=True)]
+    for name in names:
+        ignored.asked_for(name)
+    ignored.check_matched(example=names[0])

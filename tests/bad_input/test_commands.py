@@ -415,7 +415,7 @@ MASKS: dict[str, Case] = {
     "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", -0.5), ("sparsity -0.5", "above 0, below 1")),
     "structure of what there is not": (
         lambda d: command("prune", d.model, "--structure", "head:0.5", "--output", d.output),
-        ("structure 'head:0.5'", "heads, channels, layers", "heads:0.25,channels:0.25,layers:1"),
+        ("structure 'head:0.5'", "heads, channels, hidden, layers", "heads:0.25,channels:0.25,hidden:0.25,layers:1"),
     ),
     "structure given twice": (
         lambda d: command("prune", d.model, "--structure", "heads,heads:0.5", "--output", d.output),
@@ -813,7 +813,28 @@ def flipped(path: Path) -> None:
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def narrower(desk: Desk, *words: object) -> Outcome:
+    return command("distill", desk.model, *words, "--training", desk.tokens, "--output", desk.output)
+
+
 TAUGHT: dict[str, Case] = {
+    "no student": (lambda d: narrower(d), ("no student: give one of --student MODEL, --student-layers N",)),
+    "two students": (
+        lambda d: narrower(d, "--student-hidden", 32, "--structure", "layers"),
+        ("--student-hidden and --structure: give one of",),
+    ),
+    "wider student": (
+        lambda d: narrower(d, "--student-hidden", 64),
+        ("--student-hidden 64", "has 64 channels: allowed are 1 to 63"),
+    ),
+    "student of no width that the configuration takes": (
+        lambda d: narrower(d, "--student-hidden", 33),
+        ("LlamaConfig takes no hidden_size 33", "not a multiple of the number of attention heads (4)"),
+    ),
+    "fewer layers without data": (
+        lambda d: narrower(d, "--student-layers", 1, "--student-hidden", 32),
+        ("structure needs calibration data",),
+    ),
     "nothing learned": (lambda d: distill(d, "logits=0"), ("nothing is learned", "features", "teacher=none")),
     "no teacher": (lambda d: distill(d, "teacher=none", "features=1"), ("give task=1 and logits=0, features=0",)),
     "negative weight": (lambda d: distill(d, "relations=-1"), ("relations -1.0; allowed: 0 or more",)),

@@ -101,7 +101,7 @@ MASKS = {
 # Before the model is sharded, every rank cuts its own copy.
 STRUCTURE = {
     "structure": [
-        compress.Structure(heads=0.5, channels=0.25, layers=1, statistics="float64"),
+        compress.Structure(heads=0.5, channels=0.25, hidden=0.5, layers=1, statistics="float64"),
         compress.GPTQ(group_size=16, statistics="float64", **DRIFT_GPTQ),
     ],
     "structure-alone": [compress.Structure(channels=0.25, importance="magnitude", compensate=False)],
