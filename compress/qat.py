@@ -27,17 +27,25 @@ from compress.job import Job, Result
 from compress.model.layers import Layer
 from compress.passes.base import Pass
 from compress.passes.stages import Learn
-from compress.passes.train import Trained
 from compress.prepare import prepare, sink_of
 from compress.progress import Reporter, Silent
 from compress.ranks import watching
 from compress.request import Calibration, Data, Delivery, Extent, Request, Work, several
-from compress.run.ends import begin, decisions_of
+from compress.run.ends import begin, left_of
 from compress.run.residency import Local, Residency, Sharded
 from compress.run.restore import hooks_and_buffers, undone, values
 from compress.run.storable import check_storable
 from compress.run.training import Collected, treated, uncompiled
-from compress.train.layers import attach, detach, parameters_in, quantizers_of, scales_in, swap, weights_outside
+from compress.train.layers import (
+    attach,
+    detach,
+    parameters_in,
+    quantizers_of,
+    scales_in,
+    swap,
+    tied_to,
+    weights_outside,
+)
 from compress.train.optimizer import Learned, average_gradients, parameter_groups
 from compress.train.quantizers import Scales
 from compress.train.shards import reshard
@@ -113,13 +121,13 @@ class Prepared:
         identity = {**before.identity, "training": OWN_LOOP}
         sink, cache = sink_of(request, place, comm, self.model, before.plan, identity)
         reshard(self.model)
-        decisions = decisions_of(before.plan, residency, self.decided.decisions)
+        left = left_of(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
         record.note(reporter, OWN_LOOP)
         return replace(
             before,
             request=request,
-            plan=replace(before.plan, passes=(Trained(decisions=decisions),)),
+            plan=left,
             identity=identity,
             residency=residency,
             sink=sink,
@@ -178,7 +186,7 @@ def prepare_qat(
     What they decide is what is trained: codes stay codes on their grids, zeros of a mask stay zeros, inputs and outputs
     are rounded; gradients go straight through. scales: `learned` (LSQ), `anchored`
     (learned, while codes are chosen by the scales of the beginning), `fixed`, or `fitted` to the weights at every
-    step. The other arguments are those of `quantize`. Embeddings and key-value caches are compressed by `convert`.
+    step. The other arguments are those of `quantize`. Key-value caches are compressed by `convert`.
 
     The module stays the one that was given, with its names and keys; its layers change their class. A parameter of 16
     bits has 32 afterwards: compute in 16 under autocast. Sharded by `fully_shard` before this call (in 32 bits) or
@@ -222,12 +230,12 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
         decided = job.decide()
         wide = {name: p.dtype for name, p in model.named_parameters()}
         narrow = job.residency.widen(model)
-        for layer in treated(job.plan):
+        for layer in (*treated(job.plan), *job.plan.tables):
             decision = decided.decisions.get(layer.name)
             if decision is not None and attach(layer, decision, scales):
-                attached.append(layer)
+                attached += [layer, *tied_to(layer)]
         if not attached:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
-        begin(job.plan, job.residency, decided.decisions, decided.places)
+        begin(model, job.plan, job.residency, decided.decisions, decided.places)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
     return Prepared(job, decided, attached, wide, narrow, average_gradients(whole, job.comm))

@@ -83,9 +83,10 @@ class Layer:
 @dataclass(frozen=True)
 class Table(Layer):
     """A token embedding [vocabulary, width] as a layer, or an output head with a weight of its own. shared: the other
-    modules that have the same weight (a tied head)."""
+    modules that have the same weight (a tied head), by name; tied: these modules."""
 
     shared: tuple[str, ...] = ()
+    tied: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ def token_tables(model: nn.Module) -> list[Table]:
             )
         if module is embedding and embedding.max_norm is not None:
             raise InputError(f"{names[module]} renormalizes its rows (max_norm); leave the embeddings pass out")
-        tables.append(Table(names[module], module, tuple(n for n, _ in others)))
+        tables.append(Table(names[module], module, tuple(n for n, _ in others), tuple(m for _, m in others)))
     return tables
 
 

@@ -2,11 +2,15 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.model.layers import Layer
 from compress.model.opened import Opened
+from compress.passes.base import Pass
+from compress.passes.train import Trained
 from compress.run.plan import Plan
 from compress.run.residency import Residency
 from compress.train.latents import begun
@@ -15,9 +19,20 @@ from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
 
-def begin(plan: Plan, residency: Residency, decided: Mapping[str, Decision], places: dict[str, Tensor]) -> None:
+def begin(
+    model: nn.Module, plan: Plan, residency: Residency, decided: Mapping[str, Decision], places: dict[str, Tensor]
+) -> None:
     """Give layers that round the weights that are closest to the original of all that have the codes that were decided.
     places: taken out of here, as they are used."""
+
+    def closest(layer: Layer) -> None:
+        latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
+        layer.parameter.data.copy_(layer.stored(latent_NK))
+
+    if any(table.name in places for table in plan.tables):
+        with _outside(model, plan, residency, keep=True):
+            for table in plan.tables:
+                closest(table)
     for stack in plan.stacks:
         for name, block in stack.blocks:
             layers = [layer for layer in plan.layers[name] if layer.name in places]
@@ -25,11 +40,27 @@ def begin(plan: Plan, residency: Residency, decided: Mapping[str, Decision], pla
                 continue
             with _exact(residency).open(block, keep=True):
                 for layer in layers:
-                    latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
-                    layer.parameter.data.copy_(layer.stored(latent_NK))
+                    closest(layer)
 
 
-def decisions_of(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
+def left_of(
+    model: nn.Module, plan: Plan, residency: Residency, before: Mapping[str, Decision], rest: tuple[Pass, ...] = ()
+) -> Plan:
+    """The plan that is left behind a training: to decide what it has made of layers and tables, then the `rest`."""
+    passes = (Trained(decisions=_decisions(plan, residency, before)), *rest)
+    if not plan.tables:
+        return replace(plan, passes=passes)
+    with _outside(model, plan, residency, keep=False) as opened:
+        tables = {t.name: _decision(t, opened.inside(t.module), before.get(t.name)) for t in plan.tables}
+    return replace(plan, passes=passes, embeddings=Trained(decisions=tables))
+
+
+def _outside(model: nn.Module, plan: Plan, residency: Residency, keep: bool) -> AbstractContextManager[Opened]:
+    """What lies in no block, opened."""
+    return _exact(residency).open(model, plan.blocks - {model}, keep)
+
+
+def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
     """What training has made of layers, block by block."""
     names = plan.treated
     found: dict[str, Decision] = {}

@@ -67,6 +67,11 @@ class Plan:
         return next((p for p in everyone if p.calibrated), None)
 
     @property
+    def blocks(self) -> set[nn.Module]:
+        """What is not in one of them is the root's."""
+        return {block for stack in self.stacks for _, block in stack.blocks}
+
+    @property
     def treated(self) -> set[str]:
         return {
             layer.name

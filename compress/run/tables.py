@@ -1,7 +1,5 @@
 """The token embedding and the output head, for which no data is needed."""
 
-from torch import nn
-
 from compress.checkpoint.record import Finished
 from compress.errors import CompressError
 from compress.model.layers import Table
@@ -11,6 +9,7 @@ from compress.run.decide import decide
 from compress.run.installed import Versions
 from compress.run.remarks import layer_record
 from compress.run.state import Run
+from compress.train.latents import places_of
 
 
 def round_tables(run: Run) -> None:
@@ -23,10 +22,9 @@ def round_tables(run: Run) -> None:
     run.steps.done = len(plan.tables) - len(tables)
     if p is None or not tables:
         return
-    blocks: set[nn.Module] = {block for stack in plan.stacks for _, block in stack.blocks}
-    # What is not in a block is the root's; the blocks' calibration reads it again, so the edits have to stay.
+    # The blocks' calibration reads it again, so the edits have to stay.
     keep = run.residency.keep or plan.calibrated
-    with run.residency.open(run.model, blocks - {run.model}, keep) as opened:
+    with run.residency.open(run.model, plan.blocks - {run.model}, keep) as opened:
         for table in tables:
             _round_table(run, p, table, opened.inside(table.module))
     run.record.changed += [table.name for table in tables]
@@ -43,6 +41,9 @@ def _round_table(run: Run, p: Pass, table: Table, opened: Opened) -> None:
             raise CompressError(
                 f"{p.name} decides something else than codes for {table.name}; a token embedding is looked up in codes"
             )
+        if run.places is not None:
+            places = places_of(decision, table.weight)
+            run.places.update({} if places is None else {table.name: places.cpu()})
         Versions().install(table, decision)
         described = layer_record(p, table, decision)
         if table.shared:

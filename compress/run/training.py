@@ -17,12 +17,12 @@ from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.passes.base import Pass
 from compress.passes.stages import Learn
-from compress.passes.train import Trained
-from compress.run.ends import begin, decisions_of
+from compress.run.ends import begin, left_of
 from compress.run.plan import Plan
 from compress.run.residency import widened
 from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
+from compress.run.tables import round_tables
 from compress.train.layers import (
     PARTS,
     parameters_in,
@@ -93,12 +93,12 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     wanted = treated(run.plan)
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
     start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
-    with widened(run.residency, run.model), rounding(wanted, start, learn.options.scales) as quantized:
-        begin(run.plan, run.residency, start, sink.places)
+    rounded = rounding([*wanted, *run.plan.tables], start, learn.options.scales)
+    with widened(run.residency, run.model), rounded as quantized:
+        begin(run.model, run.plan, run.residency, start, sink.places)
         history = _train(run, learn, teacher, quantized, mine)
-        decisions = decisions_of(run.plan, run.residency, start)
+        left = left_of(run.model, run.plan, run.residency, start, rest)
     run.record.training.append({**asdict(history), "options": described(learn)})
-    left = replace(run.plan, passes=(Trained(decisions=decisions), *rest))
     return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
 
 
@@ -106,10 +106,13 @@ def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> 
     """What passes decide about layers; the model has its values, and rounds no inputs, outputs or caches by itself."""
     sink = Collected()
     undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
+    part = replace(run, plan=replace(run.plan, passes=passes, kv=None), sink=sink, places=sink.places)
+    run.record.forget()  # what a try may have entered whose blocks were no chain
     if passes:
-        part = replace(run.plan, passes=passes, kv=None, embeddings=None, tables=())
-        walk(replace(run, plan=part, sink=sink, places=sink.places))
-        run.record.forget()
+        walk(part)
+    else:
+        round_tables(part)
+    run.record.forget()
     undo()
     return sink
 

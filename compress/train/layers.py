@@ -1,8 +1,9 @@
 """Layers that round while they are trained, by a swap of their class.
 
 The module stays the one that it was: its name, its parameters and their keys in a state dict, FSDP's sharding of them,
-its hooks. Its class becomes a subclass of its own, of which `weight` is the rounded weight, whatever `forward` does
-with it, and which rounds what it is given and what it returns.
+its hooks. Its class becomes a subclass of its own (QATLinear, QATConv2d, QATEmbedding), of which `weight` is the
+rounded weight, whatever `forward` does with it, and which rounds what it is given and what it returns. A head that is
+tied to an embedding has the same weight, and rounds it by the embedding's quantizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
-from compress.model.layers import Layer
-from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, weight_quantizer
+from compress.model.layers import Layer, Table
+from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, Shared, weight_quantizer
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
@@ -77,7 +78,16 @@ def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
         return False
     device = layer.parameter.device
     swap(module, [None if part is None else part.to(device) for part in (weight, inputs, outputs)])
+    for each in tied_to(layer):
+        swap(each.module, [None if weight is None else Shared(weight), None, None])
     return True
+
+
+def tied_to(layer: Layer) -> list[Layer]:
+    """The other modules that have the weight of a table."""
+    if not isinstance(layer, Table):
+        return []
+    return [Layer(name, module) for name, module in zip(layer.shared, layer.tied, strict=True)]
 
 
 def swap(module: nn.Module, parts: Sequence[nn.Module | None]) -> None:
@@ -110,7 +120,7 @@ def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales:
     try:
         for layer in layers:
             if layer.name in decisions and attach(layer, decisions[layer.name], scales):
-                attached.append(layer)
+                attached += [layer, *tied_to(layer)]
         yield attached
     finally:
         for layer in attached:

@@ -214,6 +214,19 @@ class ActivationQuantizer(nn.Module):
         return f"{self.codes.grid.bits} bits, {how}"
 
 
+class Shared(nn.Module):
+    """The quantizer of another module with the same weight, which has its parameters."""
+
+    def __init__(self, quantizer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["quantizer"] = quantizer  # no child, or state dicts had its scales under two names
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Values of the weight, as the other module has them."""
+        rounded: Tensor = self.__dict__["quantizer"](weight)
+        return rounded
+
+
 Quantizer = WeightQuantizer | MaskedWeight
 
 
