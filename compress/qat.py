@@ -35,6 +35,7 @@ from compress.run.ends import begin, left_of
 from compress.run.residency import Local, Residency, Sharded
 from compress.run.restore import hooks_and_buffers, undone, values
 from compress.run.storable import check_storable
+from compress.run.trained_caches import TrainedCaches
 from compress.run.training import Collected, treated, uncompiled
 from compress.train.layers import (
     attach,
@@ -64,6 +65,7 @@ class Prepared:
     decided: Collected
     layers: list[Layer]
     stores: dict[str, torch.dtype]
+    caches: TrainedCaches
     narrow: Callable[[], None]
     unhook: Callable[[], None]
     converted: bool = False
@@ -151,6 +153,8 @@ class Prepared:
         """Within, and from then on if nothing is raised: layers are of their own classes, parameters of the dtypes that
         the model stores."""
         with ExitStack() as back:
+            back.callback(self.caches.on)
+            self.caches.off()
             for layer in self.layers:
                 back.callback(swap, layer.module, detach(layer.module))
             with undone(values(self.model), hooks_and_buffers(self.model)):
@@ -186,7 +190,7 @@ def prepare_qat(
     What they decide is what is trained: codes stay codes on their grids, zeros of a mask stay zeros, inputs and outputs
     are rounded; gradients go straight through. scales: `learned` (LSQ), `anchored`
     (learned, while codes are chosen by the scales of the beginning), `fixed`, or `fitted` to the weights at every
-    step. The other arguments are those of `quantize`. Key-value caches are compressed by `convert`.
+    step. Keys and values are rounded as a cache will keep them. The other arguments are those of `quantize`.
 
     The module stays the one that was given, with its names and keys; its layers change their class. A parameter of 16
     bits has 32 afterwards: compute in 16 under autocast. Sharded by `fully_shard` before this call (in 32 bits) or
@@ -236,6 +240,8 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
                 attached += [layer, *tied_to(layer)]
         if not attached:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
+        caches = TrainedCaches(model, decided.caches)
+        caches.on()
         begin(model, job.plan, job.residency, decided.decisions, decided.places)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
-    return Prepared(job, decided, attached, wide, narrow, average_gradients(whole, job.comm))
+    return Prepared(job, decided, attached, wide, caches, narrow, average_gradients(whole, job.comm))

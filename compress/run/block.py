@@ -278,7 +278,14 @@ def _finished(here: BlockRun) -> Finished:
 
 
 def _round_caches(here: BlockRun, kv: KVCache) -> None:
-    """Let the attentions keep codes, after one more forward where their ranges are calibrated."""
+    """Let the attentions keep codes: those that training has seen, or after one more forward where their ranges are
+    calibrated."""
+    earlier = here.run.earlier.get(here.name)
+    if earlier is not None and earlier.caches:
+        here.caches.update(earlier.caches)
+        for name, codes in here.caches.items():
+            here.versions.keep_codes(here.attentions[name], codes)
+        return
     ranges: dict[str, tuple[Range, Range]] = {}
     needs, calls = kv.needs(), here.streams.calls
     if needs:

@@ -23,6 +23,7 @@ from compress.run.residency import widened
 from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
 from compress.run.tables import round_tables
+from compress.run.trained_caches import TrainedCaches
 from compress.train.layers import (
     PARTS,
     parameters_in,
@@ -44,6 +45,7 @@ from compress.train.quantizers import quantized_of
 from compress.train.saved import fixed_of
 from compress.train.shards import reshard
 from compress.train.sparsity_options import SparsityOptions
+from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
@@ -63,6 +65,11 @@ class Collected:
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
         """Keep it."""
         self.blocks[block] = finished
+
+    @property
+    def caches(self) -> dict[str, CacheCodes]:
+        """By attention."""
+        return {name: codes for each in self.blocks.values() for name, codes in each.caches.items()}
 
     @property
     def decisions(self) -> dict[str, Decision]:
@@ -94,7 +101,8 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
     start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
     rounded = rounding([*wanted, *run.plan.tables], start, learn.options.scales)
-    with widened(run.residency, run.model), rounded as quantized:
+    caches = TrainedCaches(run.model, sink.caches)
+    with widened(run.residency, run.model), rounded as quantized, caches.rounding():
         begin(run.model, run.plan, run.residency, start, sink.places)
         history = _train(run, learn, teacher, quantized, mine)
         left = left_of(run.model, run.plan, run.residency, start, rest)
@@ -106,9 +114,9 @@ def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> 
     """What passes decide about layers; the model has its values, and rounds no inputs, outputs or caches by itself."""
     sink = Collected()
     undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
-    part = replace(run, plan=replace(run.plan, passes=passes, kv=None), sink=sink, places=sink.places)
+    part = replace(run, plan=replace(run.plan, passes=passes), sink=sink, places=sink.places)
     run.record.forget()  # what a try may have entered whose blocks were no chain
-    if passes:
+    if passes or run.plan.kv is not None:
         walk(part)
     else:
         round_tables(part)
