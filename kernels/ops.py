@@ -311,6 +311,22 @@ def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
 
 
+def planar_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    input_group: int | None,
+) -> Tensor:
+    """[..., N] = x weight^T + bias by the operator for such inputs: as they are (None), or rounded to int8, per token
+    (-1) or per token and so many columns."""
+    weight = (words, scale, zero, bias, bits, group_size)
+    return weight_only_linear(x, *weight) if input_group is None else int8_activation_linear(x, *weight, input_group)
+
+
 @operator("compress::w8a8_linear")
 def w8a8_linear(
     x: Tensor,

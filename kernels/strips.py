@@ -60,8 +60,7 @@ def strips_linear(
         out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group)
         return out_MN.view(*x.shape[:-1], len(words) * ROWS)
     planar = unpack_strips(weight, x.shape[-1])
-    given = (x, *planar[:3], bias, planar.bits, group_size)
-    return ops.weight_only_linear(*given) if input_group is None else ops.int8_activation_linear(*given, input_group)
+    return ops.planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group)
 
 
 def _check_lines(x: Tensor, words: Tensor) -> None:

@@ -101,17 +101,13 @@ class PackedLinear(WordLinear):
     def forward(self, x: Tensor) -> Tensor:
         words, scale, zero = self.held
         sizes = (self.in_features, self.group_size, self.input_group is not None)
+        weight = (words, scale, zero, self._parameters["bias"])
         if direct.serves(x, scale, *sizes):
-            weight = (words, scale, zero, self._parameters["bias"], self.container, self.group_size)
-            return direct.linear(self._rounded(x), *weight, self.input_group)
+            return direct.linear(self._rounded(x), *weight, self.container, self.group_size, self.input_group)
         x = self._rounded(self._own(x))
         if self.in_strips:
-            layout = (self.words, self.scale, self.zero, self.bias, self.group_size, self.input_group)
-            return strips.strips_linear(x, *layout)
-        weight = (self.words, self.scale, self.zero, self.bias, self.container, self.group_size)
-        if self.input_group is None:
-            return ops.weight_only_linear(x, *weight)
-        return ops.int8_activation_linear(x, *weight, self.input_group)
+            return strips.strips_linear(x, *weight, self.group_size, self.input_group)
+        return ops.planar_linear(x, *weight, self.container, self.group_size, self.input_group)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x, rounded where no kernel does that."""

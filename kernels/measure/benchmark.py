@@ -82,10 +82,7 @@ class Operands:
         laid = self.strips[input_group is not None]
         if laid is not None:
             return strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
-        given = (x, *self.int4[:3], None, self.int4.bits, self.int4.group_size)
-        return (
-            ops.weight_only_linear(*given) if input_group is None else ops.int8_activation_linear(*given, input_group)
-        )
+        return ops.planar_linear(x, *self.int4[:3], None, self.int4.bits, self.int4.group_size, input_group)
 
     def values(self, kind: str) -> Tensor:
         """[N, K] what the weight of a product stands for, in fp64."""
