@@ -36,7 +36,7 @@ BUDGET_OPTIONS = (
         type=click.Choice(["kl", "loss"]),
         default="kl",
         show_default=True,
-        help="What is least: the KL of each swap alone, or the error of each layer's output (much faster).",
+        help="What is least: the KL of each swap alone, or errors of outputs (faster; a poor guide to deep models).",
     ),
     click.option(
         "--fused/--no-fused",
