@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,9 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
         bits: int
         group_size: int
         dtype: torch.dtype
+
+        def stored(self) -> dict[str, Any]:
+            return vars(self)
 
     def answer(problems: list[Problem], device: torch.device, say: Callable[[str], object]) -> list[Problem]:
         say(f"{len(problems)} on {device}")
