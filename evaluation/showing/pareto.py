@@ -18,7 +18,7 @@ from compress.evaluation.showing.verdict import held_out
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330.0, 66.0, 14.0, 16.0, 44.0
 RADIUS = 5.0
 LOGARITHMIC_FROM = 4.0  # times between the ends of an axis
-LETTER, LINE = 6.6, 13.0  # about the size of a letter of a label
+LETTER, STRONG, LINE = 6.6, 8.0, 13.0  # about the width of a letter of a label, and of a bold one; its height
 MEASURES = (("kl_mean", "KL to the original, nats per token"), ("perplexity", "perplexity"))
 
 
@@ -85,17 +85,17 @@ def drawn(points: Sequence[Point], key: str) -> str:
     path = " ".join(f"{'L' if i else 'M'}{x:.1f},{y:.1f}" for i, (x, y) in enumerate(_stairs(steps)))
     marks.append(f'<path d="{path}" class="path" stroke-opacity=".45"/>')
     taken = [(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS) for x, y in spots]
-    labels = []
+    labels, circles = [], []
     for i in sorted(range(len(points)), key=lambda i: (i not in best, i)):
         (x, y), point, style = spots[i], points[i], "main" if i in best else "other"
         ends = words.bounds(point.figure)
         bar = "" if ends is None else _whisker(x, up, ends, "bar" if i in best else "otherbar")
         said = f"{words.name(point.name)}\n{point.recipe}\n{words.data(point.bytes)}, {words.with_error(point.figure)}"
         circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{RADIUS}" class="{style}"/>'
-        marks.append(f"<g>{hover(said)}{bar}{circle}</g>")
+        circles.append(f"<g>{hover(said)}{bar}{circle}</g>")
         labels += _named(point.name, x, y, taken, "on strong" if i in best else "on")
     about = f"{len(points)} runs by bytes and {dict(MEASURES)[key]}; {len(best)} of them on the front"
-    return inline(about, HEIGHT, [*marks, *labels])
+    return inline(about, HEIGHT, [*marks, *reversed(circles), *labels])  # the front over the others
 
 
 def _axis(values: Sequence[float], which: int) -> Axis:
@@ -141,7 +141,7 @@ def _whisker(x: float, up: Axis, ends: tuple[float, float], style: str) -> str:
 def _named(name: str, x: float, y: float, taken: list[tuple[float, float, float, float]], style: str) -> list[str]:
     """A label beside a point where there is room for it; none where there is not (the table has all names)."""
     said = words.name(name)
-    width = LETTER * len(said)
+    width = (STRONG if "strong" in style else LETTER) * len(said)
     places = [
         (x + 7, y - 7, "start", x + 7),
         (x + 9, y + 14, "start", x + 9),
