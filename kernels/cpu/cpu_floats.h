@@ -183,27 +183,36 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
   if (last) work.finish(m0, T, nullptr);
 }
 
-// All columns of the rows that a thread works on, a chunk at a time, whose slab make_slab(first, last) makes; x of all
+// All columns of the slabs that a thread works on, a chunk at a time, which make_slab(work, first, last) makes; x of all
 // tokens packed for it.
 template <class D, class MakeSlab>
-void over_chunks(Work& work, const int32_t* packed, int64_t columns, MakeSlab make_slab) {
-  const TokenTiles tiles(work.a.M);
+void over_chunks(Work* works, int64_t count, const int32_t* packed, int64_t columns,
+                 MakeSlab make_slab) {
+  const int64_t M = works->a.M;
+  const TokenTiles tiles(M);
   for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
     const int64_t last = std::min(first + CHUNK * D::STEP, columns), steps = (last - first) / D::STEP;
-    make_slab(first, last);
-    for (int64_t tile = 0; tile < tiles.count; ++tile)
-      with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
-        const int64_t m = tiles.start(tile);
-        const int32_t* from = &packed[first / D::STEP * work.a.M + m * steps];
-        float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
-      });
+    for (int64_t i = 0; i < count; ++i) {
+      Work& work = works[i];
+      make_slab(work, first, last);
+      for (int64_t tile = 0; tile < tiles.count; ++tile)
+        with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+          const int64_t m = tiles.start(tile);
+          const int32_t* from = &packed[first / D::STEP * M + m * steps];
+          float_tile<typename D::Dot, t>(work, from, steps, m, first == 0, last == columns);
+        });
+    }
   }
 }
 
+// decoder_of(work, row, plane).
 template <class D, class DecoderOf>
-void float_slabs(Work& work, const int32_t* packed, int64_t columns, bool whole, DecoderOf decoder_of) {
-  over_chunks<D>(work, packed, columns, [&](int64_t first, int64_t last) {
-    float_slab<D>(work, first, last, whole, decoder_of);
+void float_slabs(Work* works, int64_t count, const int32_t* packed, int64_t columns, bool whole,
+                 DecoderOf decoder_of) {
+  over_chunks<D>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
+    float_slab<D>(work, first, last, whole,
+                  [&](int64_t row, int64_t plane)
+                      __attribute__((always_inline)) { return decoder_of(work, row, plane); });
     add_entries<D>(work, first, last);
   });
 }
@@ -221,12 +230,35 @@ void natural_dwords(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) 
   }
 }
 
+// Slabs of all rows, by float_slabs or over_chunks: body(works, count, packed). x of D, packed a tile at a time.
+template <class D, class Body>
+void run_slabs(const Arguments& a, int64_t dwords, Body body) {
+  const TokenTiles tiles(a.M);
+  const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
+  const Memory<int32_t> natural = allocate<int32_t>(a.threads * TOKENS * dwords);
+  const auto prepare = [&](int64_t tile, int thread) {
+    int32_t* own = &natural[thread * TOKENS * dwords];
+    for (int64_t t = 0; t < tiles.size(tile); ++t) natural_dwords<D>(a, tiles.start(tile) + t, dwords, own + t * dwords);
+    tiles.arrange_tile(own, packed.get(), tile, dwords, CHUNK);
+  };
+  run_together(a, CHUNK * ROWS * 4, TOGETHER, tiles.count, prepare,
+               [&](Work* works, int64_t count) { body(works, count, packed.get()); });
+}
+
 template <class D>
 void float_product(const Arguments& a) {
   using Decoder = typename D::Decoder;
   const bool whole = a.group <= 0 || a.group % D::BLOCK == 0;
   const int64_t columns = a.row_bytes * 8 / (PLANE * 16 / D::BLOCK), dwords = columns / D::STEP;
   const std::vector<int32_t> group_of_plane = groups_of(columns, PLANE, a.group, a.G);
+  if (!a.by_rows)
+    return run_slabs<D>(a, dwords, [&](Work* works, int64_t count, const int32_t* packed) {
+      float_slabs<D>(works, count, packed, columns, whole,
+                     [&](const Work& work, int64_t row, int64_t plane) __attribute__((always_inline)) {
+                       const int64_t group = group_of_plane[plane];
+                       return work.decoder<Decoder>(group * ROWS + row);
+                     });
+    });
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
   const GatheredX gathered(a);
@@ -236,13 +268,7 @@ void float_product(const Arguments& a) {
     arrange<D>(own, packed.get(), m, columns, D::STEP, a);
     gathered.prepare(m);
   };
-  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
-    if (!a.by_rows)
-      return float_slabs<D>(work, packed.get(), columns, whole,
-                            [&](int64_t row, int64_t plane) __attribute__((always_inline)) {
-                              const int64_t group = group_of_plane[plane];
-                              return work.decoder<Decoder>(group * ROWS + row);
-                            });
+  run(a, 0, prepare, [&](Work& work) {
     in_powers_of_two(a.M, [&](int64_t m, auto t) {
       float_rows<D, ROW_TILE, t>(work, packed.get(), gathered, group_of_plane.data(), columns, whole, m);
     });

@@ -121,9 +121,13 @@ void quantize(const Arguments& a, int64_t m, int8_t* codes, float* scales, int32
     for (int64_t k = start; k < end; k += LANES) {
       const Float moved = plus(rounded(over(given(k), every(scale))), every(zero));
       const Int bounded = to_int(least(largest(moved, every(-128.0f)), every(127.0f)));
-      int8_t bytes[LANES];
-      store_bytes(bytes, bounded);
-      memcpy(codes + k, bytes, std::min<int64_t>(LANES, end - k));
+      if (k + LANES <= end) {
+        store_bytes(codes + k, bounded);
+      } else {
+        int8_t bytes[LANES];
+        store_bytes(bytes, bounded);
+        memcpy(codes + k, bytes, end - k);
+      }
     }
     *scales++ = scale;
     *zero_point = static_cast<int32_t>(zero);
@@ -323,6 +327,15 @@ void int_tile(const Work& work, const Activations& x, int64_t m0, int64_t first,
   work.finish(m0, T, single || scaled ? nullptr : x.scale.get());
 }
 
+int32_t sum_of(const int8_t* from, const int8_t* end) {
+  Int sums = every(0);
+  for (; from + VECTOR_BYTES <= end; from += VECTOR_BYTES)
+    sums = dot_bytes<true>(sums, every(0x01010101), load(from));
+  int32_t total = sum(sums);
+  for (; from < end; ++from) total += *from;
+  return total;
+}
+
 // Every token of x: codes, scales, sums of segments, and `arrange(codes as dwords, m)`.
 template <class Arrange>
 auto prepare_codes(const Arguments& a, Activations& x, int8_t* natural, Arrange arrange) {
@@ -331,9 +344,7 @@ auto prepare_codes(const Arguments& a, Activations& x, int8_t* natural, Arrange 
     memset(codes + a.K, 0, x.columns - a.K);
     quantize(a, m, codes, &x.scale[m * x.scales], &x.zero[m]);
     for (int64_t s = 0; s < x.segments; ++s) {
-      int32_t total = 0;
-      for (int64_t k = s * x.segment; k < std::min((s + 1) * x.segment, x.columns); ++k) total += codes[k];
-      x.sums[m * x.segments + s] = total;
+      x.sums[m * x.segments + s] = sum_of(codes + s * x.segment, codes + std::min((s + 1) * x.segment, x.columns));
     }
     arrange(reinterpret_cast<const int32_t*>(codes), m);
   };

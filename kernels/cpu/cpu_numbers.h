@@ -38,11 +38,13 @@ INLINE Float rounded_to(Type type, Float v) {
 }
 
 // The first `count` of 16 numbers; the others are 0.
-inline Float load_floats(const void* p, Type type, int64_t count) {
-  if (count >= LANES) return load_floats(p, type);
+inline Float load_some(const void* p, Type type, int64_t count) {
   char padded[VECTOR_BYTES] = {};
   memcpy(padded, p, count * size_of(type));
   return load_floats(padded, type);
+}
+INLINE Float load_floats(const void* p, Type type, int64_t count) {
+  return count >= LANES ? load_floats(p, type) : load_some(p, type, count);
 }
 
 // The first `count` of 16 bytes as int32; the others are 0.
@@ -63,19 +65,21 @@ INLINE void store_floats(void* p, Type type, Float v) {
     const __m256bh narrow = _mm512_cvtneps_pbh(v);
     memcpy(p, &narrow, sizeof narrow);
 #else
-    uint32_t all[LANES];
-    store(all, float_to_bits(v));
-    for (uint32_t& bits : all) bits = nearest_bf16(bits);
-    narrow_words(p, load(all));
+    const Int bits = float_to_bits(v), high = shift_right<16>(bits), odd = both(high, every(1));
+    const Int nearest = shift_right<16>(plus(plus(bits, odd), every(0x7fff)));
+    const Int is_nan = minus(every(0x7f800000), both(bits, every(0x7fffffff)));  // in the top bit
+    narrow_words(p, float_to_bits(where(is_nan, bits_to_float(either(high, every(0x40))), bits_to_float(nearest))));
 #endif
   }
 }
 
-inline void store_floats(void* p, Type type, Float v, int64_t count) {
-  if (count >= LANES) return store_floats(p, type, v);
+inline void store_some(void* p, Type type, Float v, int64_t count) {
   char padded[VECTOR_BYTES];
   store_floats(padded, type, v);
   memcpy(p, padded, count * size_of(type));
+}
+INLINE void store_floats(void* p, Type type, Float v, int64_t count) {
+  count >= LANES ? store_floats(p, type, v) : store_some(p, type, v, count);
 }
 
 // One number of a type, and one of fp32 as bf16.

@@ -150,21 +150,24 @@ void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
 
 void strip_float_product(const Arguments& a) {
   const int64_t columns = a.row_bytes * 2, group = a.group > 0 ? a.group : columns;
+  if (!a.by_rows)
+    return run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
+      over_chunks<FloatStrips>(works, count, packed, columns, [&](const Work& work, int64_t first, int64_t last) {
+        float_strip_slab(work, group, first, last);
+      });
+    });
   const Memory<int32_t> packed = allocate<int32_t>(a.M * columns);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * columns);
-  const TokenTiles tiles(a.M, a.by_rows ? STRIP_TOKENS : TOKENS);
+  const TokenTiles tiles(a.M, STRIP_TOKENS);
   const auto prepare = [&](int64_t m, int thread) {
     int32_t* own = &natural[thread * columns];
     natural_dwords<FloatStrips>(a, m, columns, own);
-    tiles.arrange(own, packed.get(), m, columns, a.by_rows ? columns : CHUNK);
+    tiles.arrange(own, packed.get(), m, columns, columns);
   };
-  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
-    if (a.by_rows)
-      return over_strips(work, tiles, [&](int64_t m, auto t, int v) {
-        strip_floats<t>(work, &packed[m * columns], columns, group, m, v);
-      });
-    over_chunks<FloatStrips>(work, packed.get(), columns,
-                             [&](int64_t first, int64_t last) { float_strip_slab(work, group, first, last); });
+  run(a, 0, prepare, [&](Work& work) {
+    over_strips(work, tiles, [&](int64_t m, auto t, int v) {
+      strip_floats<t>(work, &packed[m * columns], columns, group, m, v);
+    });
   });
 }
 

@@ -197,12 +197,13 @@ void tile_product(const Arguments& given) {
         store(own_scales + r * padded + g, float_to_bits(scale));
         store(own_zeros + r * padded + g, float_to_bits(zero));
       });
-    float_slabs<D>(work, packed.get(), columns, false, [&](int64_t row, int64_t plane) __attribute__((always_inline)) {
+    const auto decoder_of = [&](const Work&, int64_t row, int64_t plane) __attribute__((always_inline)) {
       const int64_t start = row * padded;
       const int64_t first = start + group_of_half[2 * plane], second = start + group_of_half[2 * plane + 1];
       return typename D::Decoder{
           {own_zeros[first], own_zeros[second]}, {own_scales[first], own_scales[second]}, a.scale_type};
-    });
+    };
+    float_slabs<D>(&work, 1, packed.get(), columns, false, decoder_of);
   });
 }
 

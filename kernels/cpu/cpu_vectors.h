@@ -231,10 +231,10 @@ INLINE Float halves(float x, float y) {
   return {v, v};
 }
 INLINE int32_t sum(Int v) {
-  int32_t all[LANES], total = 0;
-  store(all, v);
-  for (int32_t one : all) total += one;
-  return total;
+  const __m256i eight = _mm256_add_epi32(v.a, v.b);
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
 INLINE Float plus(Float x, Float y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
@@ -250,24 +250,23 @@ INLINE Float rounded(Float v) {
   constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(v.a, NEAREST), _mm256_round_ps(v.b, NEAREST)};
 }
-template <class Combine>
-INLINE float reduce(Float v, Combine combine) {
-  float all[LANES];
-  _mm256_storeu_ps(all, v.a);
-  _mm256_storeu_ps(all + 8, v.b);
-  for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) all[i] = combine(all[i], all[i + width]);
-  return all[0];
+// Halves of the lanes combined, then halves of those: combine(a, b) of eight lanes, and of four.
+template <class Eight, class Four>
+INLINE float reduce(Float v, Eight eight, Four four) {
+  const __m256 of_both = eight(v.a, v.b);
+  const __m128 half = four(_mm256_castps256_ps128(of_both), _mm256_extractf128_ps(of_both, 1));
+  const __m128 quarter = four(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(four(quarter, _mm_movehdup_ps(quarter)));
 }
-INLINE float sum(Float v) {
-  return reduce(v, [](float x, float y) { return x + y; });
-}
-INLINE float least(Float v) {
-  return reduce(v, [](float x, float y) { return x < y ? x : y; });
-}
-INLINE float largest(Float v) {
-  return reduce(v, [](float x, float y) { return x > y ? x : y; });
-}
+#define REDUCE(name, operation)                                                                  \
+  INLINE float name(Float v) {                                                                   \
+    return reduce(v, [](__m256 x, __m256 y) { return _mm256_##operation##_ps(x, y); },           \
+                  [](__m128 x, __m128 y) { return _mm_##operation##_ps(x, y); });                \
+  }
+REDUCE(sum, add)
+REDUCE(least, min)
+REDUCE(largest, max)
+#undef REDUCE
 
 INLINE Float to_float(Int v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
 INLINE Int to_int(Float v) { return {_mm256_cvtps_epi32(v.a), _mm256_cvtps_epi32(v.b)}; }
@@ -277,10 +276,10 @@ INLINE void narrow_words(void* p, Int v) {
   const __m256i packed = _mm256_packus_epi32(v.a, v.b);
   _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
-INLINE void store_bytes(void* p, Int v) {
-  int32_t all[LANES];
-  store(all, v);
-  for (int i = 0; i < LANES; ++i) static_cast<int8_t*>(p)[i] = static_cast<int8_t>(all[i]);
+INLINE void store_bytes(void* p, Int v) {  // of lanes from -128 to 127
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(v.a, v.b), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
 }
 
 INLINE Int lanes() {

@@ -28,9 +28,11 @@ constexpr int ROW_TOKENS = WIDE ? 4 : 2;
 // Rows between those that the row loop works on and those that it fetches.
 constexpr int ROWS_AHEAD = 2 * ROW_TILE;
 // Dwords of each row in a chunk: 16 KiB of AVX-512 slab.
-constexpr int64_t CHUNK = 128;
-// Tokens whose packed copy exists at a time.
-constexpr int64_t TOKEN_BLOCK = 1024;
+constexpr int64_t CHUNK = WIDE ? 128 : 256;
+// Tokens whose packed copy exists at a time; and slabs that meet a chunk of it, one after the other, while it lies in
+// the second-level cache: 128 KiB of AVX2's tokens.
+constexpr int64_t TOKEN_BLOCK = WIDE ? 1024 : 256;
+constexpr int64_t TOGETHER = WIDE ? 1 : 4;
 // Runs of neighbouring slabs per thread: few enough that the next slab is mostly the same thread's, which fetches it
 // ahead, and enough that a thread that is held up does not hold up the others.
 constexpr int RUNS = 8;
@@ -104,6 +106,19 @@ struct TokenTiles {
       int32_t* to = packed + first * all + first_token * here + (m - first_token);
       for (int64_t k = 0; k < here; ++k) to[k * tokens] = natural[first + k];
     }
+  }
+
+  // The same of all tokens of a tile at once, whose dwords are [tokens][dwords]: written front to back.
+  void arrange_tile(const int32_t* natural, int32_t* packed, int64_t tile, int64_t dwords, int64_t chunk) const {
+    const int64_t all = start(count - 1) + size(count - 1);
+    with_constant<TOKENS>(size(tile), [&](auto tokens) {
+      for (int64_t first = 0; first < dwords; first += chunk) {
+        const int64_t here = std::min(chunk, dwords - first);
+        int32_t* to = packed + first * all + start(tile) * here;
+        for (int64_t k = first; k < first + here; ++k, to += tokens)
+          each<tokens>([&](auto t) { to[t] = natural[t * dwords + k]; });
+      }
+    });
   }
 };
 
@@ -215,25 +230,36 @@ struct Work {
   }
 };
 
-// Runs body(work) for every ROWS rows, by the threads that are asked for; prepare(m, thread) before, for every token.
+// Runs body(works, count) for every so many slabs at most, of ROWS rows each, that a thread works on side by side;
+// prepare(i, thread) before, for so many tiles of tokens.
 template <class Prepare, class Body>
-void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
+void run_together(const Arguments& a, int64_t slab_bytes, int64_t most, int64_t tiles, Prepare prepare, Body body) {
   const int64_t slabs = (a.N + ROWS - 1) / ROWS;
-  const int threads = static_cast<int>(std::min<int64_t>(a.threads, std::max(slabs, a.M)));
-  const int64_t run_length = std::max<int64_t>(slabs / (threads * RUNS), 1);
-  std::vector<std::unique_ptr<Work>> works;
-  for (int i = 0; i < threads; ++i) works.push_back(std::make_unique<Work>(a, slab_bytes));
+  const int threads = static_cast<int>(std::min<int64_t>(a.threads, std::max(slabs, tiles)));
+  const int64_t together = std::clamp<int64_t>(slabs / (threads * RUNS), 1, most);
+  const int64_t teams = (slabs + together - 1) / together;
+  const int64_t run_length = std::max<int64_t>(teams / (threads * RUNS), 1);
+  std::vector<Work> works;
+  for (int64_t i = 0; i < threads * together; ++i) works.emplace_back(a, slab_bytes);
 #pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < a.M; ++m) prepare(m, thread);
+    for (int64_t i = 0; i < tiles; ++i) prepare(i, thread);
 #pragma omp for schedule(dynamic, run_length)
-    for (int64_t slab = 0; slab < slabs; ++slab) {
-      works[thread]->begin(slab * ROWS);
-      body(*works[thread]);
+    for (int64_t team = 0; team < teams; ++team) {
+      Work* own = &works[thread * together];
+      const int64_t first = team * together, count = std::min(together, slabs - first);
+      for (int64_t i = 0; i < count; ++i) own[i].begin((first + i) * ROWS);
+      body(own, count);
     }
   }
+}
+
+// Runs body(work) for every ROWS rows, by the threads that are asked for; prepare(m, thread) before, for every token.
+template <class Prepare, class Body>
+void run(const Arguments& a, int64_t slab_bytes, Prepare prepare, Body body) {
+  run_together(a, slab_bytes, 1, a.M, prepare, [&](Work* works, int64_t) { body(*works); });
 }
 
 // Dwords of a token, in the order in which the loop that is to run reads them; so many dwords in

@@ -47,7 +47,8 @@ def test_products(kind, dtype):
     assert out.shape == (2, 3, N)
     x = given[0].reshape(6, K)
     assert error(out.view(6, N), x, values, bias_of(given)) <= 1
-    assert torch.equal(op(given[0].transpose(0, 1), *given[1:]), out.transpose(0, 1))
+    moved = given[0].transpose(0, 1)
+    assert torch.equal(op(moved, *given[1:]), op(moved.contiguous(), *given[1:]))
     assert op(given[0][:0], *given[1:]).shape == (0, 3, N)
 
 
