@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from compress.runtime.adapters import lora
     from compress.runtime.linear import QuantLinear
     from compress.runtime.loading import load, register
+    from compress.runtime.steps import compile_steps
     from compress.sensitivity import measure_sensitivity
     from compress.trials.rows import Sweep
     from compress.trials.sweep import sweep
@@ -100,6 +101,7 @@ _HOMES = {
     "allocate": "compress.budget",
     "but": "compress.passes.where",
     "cache_logits": "compress.caching",
+    "compile_steps": "compress.runtime.steps",
     "evaluate": "compress.evaluation.evaluate",
     "evaluate_classifier": "compress.evaluation.classifiers",
     "evaluate_encoder": "compress.evaluation.encoders",
@@ -161,6 +163,7 @@ __all__ = [
     "allocate",
     "but",
     "cache_logits",
+    "compile_steps",
     "evaluate",
     "evaluate_classifier",
     "evaluate_encoder",

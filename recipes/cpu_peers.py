@@ -16,9 +16,9 @@ M tokens, N outputs, K inputs, groups of G inputs.
 import argparse
 import ctypes
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import pack, reference, strips
+from compress.kernels import ops, pack, reference, strips
 from compress.kernels.measure.provenance import provenance
 from compress.kernels.measure.timing import Call, time_cpu
 
@@ -59,8 +59,6 @@ def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tu
         if laid is not None:
             return lambda x: strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
         own = planar._replace(words=planar.words.clone())
-        from compress.kernels import ops
-
         return lambda x: ops.planar_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
 
     return reference.dequantize(codes, scale.to(dtype)), copy
@@ -211,25 +209,26 @@ class Ggml:
         return y
 
 
+# The dtype of the inputs, and what makes the weight: what it stands for, and what makes a copy of it, a function of x.
 Candidate = tuple[torch.dtype, Callable[[], tuple[Tensor, Callable[[], Any]]]]
 
 
-def candidates(N: int, K: int, ggml: Path | None, with_onnx: bool) -> Iterator[tuple[str, Candidate]]:
-    """Titles, the dtype of the inputs, and what makes the weight."""
+def candidates(N: int, K: int, ggml: Path | None, with_onnx: bool) -> dict[str, Candidate]:
+    """{title: candidate}."""
+    found: dict[str, Candidate] = {}
     for dtype, word in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        yield f"dense {word}", (dtype, lambda dtype=dtype: dense(N, K, dtype))
+        found[f"dense {word}"] = dtype, partial(dense, N, K, dtype)
         for group in (128, 32):
-            yield f"w4a16 g{group} {word}", (dtype, lambda g=group, dtype=dtype: ours(N, K, g, dtype, False))
-            yield f"int8 inputs g{group} {word}", (dtype, lambda g=group, dtype=dtype: ours(N, K, g, dtype, True))
-    yield "torch int4pack g128 bf16", (torch.bfloat16, lambda: int4pack(N, K))
+            found[f"w4a16 g{group} {word}"] = dtype, partial(ours, N, K, group, dtype, False)
+            found[f"int8 inputs g{group} {word}"] = dtype, partial(ours, N, K, group, dtype, True)
+    found["torch int4pack g128 bf16"] = torch.bfloat16, partial(int4pack, N, K)
     if with_onnx:
-        for group in (128, 32):
-            yield f"onnxruntime level 4 g{group}", (torch.float32, lambda g=group: onnx(N, K, g, 4))
-        yield "onnxruntime level 1 g128", (torch.float32, lambda: onnx(N, K, 128, 1))
+        for group, level in ((128, 4), (32, 4), (128, 1)):
+            found[f"onnxruntime level {level} g{group}"] = torch.float32, partial(onnx, N, K, group, level)
     if ggml is not None:
         made = Ggml(ggml)
-        for kind in GGML_TYPES:
-            yield f"llama.cpp {kind}", (torch.float32, lambda kind=kind: made.product(kind, N, K))
+        found |= {f"llama.cpp {kind}": (torch.float32, partial(made.product, kind, N, K)) for kind in GGML_TYPES}
+    return found
 
 
 def measure(N: int, K: int, tokens: list[int], rounds: int, found: dict[str, Candidate]) -> dict[str, dict[int, Any]]:
@@ -248,7 +247,7 @@ def measure(N: int, K: int, tokens: list[int], rounds: int, found: dict[str, Can
             truth = given.double() @ values.double().t()
             off = ((copies[0](given).double() - truth).norm() / truth.norm()).item()
             assert off < WRONG, f"{title}, {M} tokens: relative error {off:.3f}"
-            calls[title] = [lambda c=c, given=given: c(given) for c in copies]
+            calls[title] = [partial(copy, given) for copy in copies]
         for title, times in time_cpu(calls, rounds).items():
             results[title][M] = times["time_ms"]
         print(M, {title: round(ms[M], 3) for title, ms in results.items()}, flush=True)
@@ -268,15 +267,17 @@ def main() -> None:
     torch.set_num_threads(1)
     if asked.onnx is not None:
         sys.path.append(str(asked.onnx))
-    found = dict(candidates(*asked.size, asked.ggml, asked.onnx is not None))
+    N, K = asked.size
+    found = candidates(N, K, asked.ggml, asked.onnx is not None)
     if asked.only:
         found = {title: each for title, each in found.items() if any(part in title for part in asked.only)}
     about = provenance(CPU)
-    times = measure(*asked.size, asked.tokens, asked.rounds, found)
+    times = measure(N, K, asked.tokens, asked.rounds, found)
     del about["command"]  # it names folders of this machine
     if asked.file is not None:
-        sizes = dict(zip("NK", asked.size, strict=True))
-        asked.file.write_text(json.dumps({**sizes, "ms": times, "about": about}, indent=1) + "\n", encoding="utf-8")
+        asked.file.write_text(
+            json.dumps({"N": N, "K": K, "ms": times, "about": about}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

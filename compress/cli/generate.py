@@ -23,6 +23,9 @@ from compress.errors import InputError
 @click.option(
     "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
 )
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Compile the step from token to token first: a minute, then faster."
+)
 @trust_option
 @plugin_option
 @device_option
@@ -35,6 +38,7 @@ def generate(
     seed: int,
     dequantize: bool,
     int8_activations: bool,
+    compiled: bool,
     trust_remote_code: bool,
     device: str | None,
 ) -> None:
@@ -63,6 +67,8 @@ def generate(
         click.echo(f"compress: {visible(note)}", err=True)
     if not hasattr(network, "generate"):
         raise InputError(f"{type(network).__name__} does not generate text")
+    if compiled:
+        compress.compile_steps(network)
     inputs = tokenized(tokenizer, prompt, network, tokens).to(target)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

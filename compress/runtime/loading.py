@@ -36,6 +36,7 @@ from compress.runtime.assembly import (
 )
 from compress.runtime.dequantized import load_dequantized
 from compress.runtime.linear import PackedLinear
+from compress.runtime.steps import attend_here
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
 
@@ -267,6 +268,8 @@ def load_source(
     remarks += quantizer.notes
     if int8_activations:
         _round_inputs(network)
+    if target.type == "cpu":
+        attend_here(network)
     if notes is not None:
         notes += remarks
     return network.to(target)

@@ -33,9 +33,9 @@ from compress.kernels.cache import cache_directory
 NUMBERS = ("numbers", "vectors")
 # What each library includes.
 HEADERS: dict[str, tuple[str, ...]] = {
-    "gemm": ("floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS),
+    "gemm": ("attention", "floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS),
     "columns": NUMBERS,
-    "operators": ("work", *NUMBERS),
+    "operators": ("attention", "work", *NUMBERS),
 }
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction

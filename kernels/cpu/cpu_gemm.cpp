@@ -24,12 +24,13 @@
 // sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
 // sparse24        2:4 weights, rows only: of what is kept, times the columns of x that it belongs to; for more tokens
 //                 `expand24` makes blocks of rows dense and torch multiplies them
+// attend          no product with a weight, but what stands between two of them when one token follows others
 //
 // cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
-// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_strips.h, cpu_sparse.h and cpu_sparse24.h have the
-// loops.
+// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_strips.h, cpu_sparse.h, cpu_sparse24.h and cpu_attention.h have the loops.
 // Columns past K are zeros of x, rows past N repeat the last row and are not stored.
 
+#include "cpu_attention.h"
 #include "cpu_floats.h"
 #include "cpu_ints.h"
 #include "cpu_sparse24.h"
@@ -123,6 +124,15 @@ extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale,
   const int64_t scales = a->input_group > 0 ? (a->K + a->input_group - 1) / a->input_group : 1;
 #pragma omp parallel for num_threads(a->threads)
   for (int64_t m = 0; m < a->M; ++m) quantize(*a, m, codes + m * a->K, scale + m * scales, zero + m);
+}
+
+extern "C" int32_t attend(const Attention* a) {
+  try {
+    attend_all(*a);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
 }
 
 extern "C" const char* instructions() { return BF16_DOT ? "avx512-bf16" : WIDE ? "avx512" : VNNI ? "avx2-vnni" : "avx2"; }

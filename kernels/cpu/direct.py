@@ -1,4 +1,4 @@
-"""`compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips, as an operator of C++.
+"""Operators of C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips.
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
@@ -23,6 +23,7 @@ from compress.kernels.cpu.gemm import Operation
 from compress.kernels.pack_strips import ROWS
 
 STRIPS_DIMENSIONS = 3
+MASK_DIMENSIONS = 4
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
 
@@ -30,7 +31,12 @@ OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_act
 class _Loops(ctypes.Structure):
     """`Loops` of cpu_operators.cpp, field by field."""
 
-    _fields_ = (("exact", ctypes.c_void_p), ("rounded", ctypes.c_void_p), ("by_rows", ctypes.c_int64 * 4))
+    _fields_ = (
+        ("exact", ctypes.c_void_p),
+        ("rounded", ctypes.c_void_p),
+        ("by_rows", ctypes.c_int64 * 4),
+        ("attend", ctypes.c_void_p),
+    )
 
 
 def why_not() -> tuple[str, ...]:
@@ -47,13 +53,15 @@ def why_not() -> tuple[str, ...]:
 def _register() -> None:
     use(build.library())
     torch.library.register_fake("compress::cpu_linear", _like_product)
+    torch.library.register_fake("compress::cpu_attention", _like_attention)
 
 
 def use(library: ctypes.CDLL) -> None:
     """Multiply by the loops of this library from now on."""
     limits = [cpu_gemm.rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
-    exact, rounded = (ctypes.cast(loop, ctypes.c_void_p) for loop in (library.weight_only, library.int8_activation))
-    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits))))
+    loops = (library.weight_only, library.int8_activation, library.attend)
+    exact, rounded, attend = (ctypes.cast(loop, ctypes.c_void_p) for loop in loops)
+    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits), attend)))
 
 
 @cache
@@ -95,6 +103,42 @@ def linear(
     `pack_strips.Strips`; input_group as in `strips.strips_linear`."""
     operator: Any = torch.ops.compress.cpu_linear.default
     return cast(Tensor, operator(x, words, scale, zero, bias, bits, group_size, input_group))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _built() -> bool:
+    return not why_not()
+
+
+def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attention` takes these: one query per sequence on a CPU, without a gradient."""
+    given = (query, key, value)
+    return bool(
+        query.device.type == "cpu"
+        and query.shape[2] == 1
+        and all(each.dtype == query.dtype and each.stride(-1) == 1 for each in given)
+        and query.dtype in cpu_gemm.TYPES
+        and query.shape[0] == key.shape[0]
+        and (mask is None or (mask.dim() == MASK_DIMENSIONS and mask.dtype in (torch.bool, *cpu_gemm.TYPES)))
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        and forward_ad._current_level < 0
+        and _built()
+    )
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """softmax(scale query key^T + mask) value of one token per sequence, in fp32 whatever the dtype, where `attends`
+    says so: [batch, 1, heads, value size].
+
+    query: [batch, heads, 1, size]; key and value: [batch, key heads, keys, size], which as many heads share as there
+    are more heads than key heads; mask: of bools (False: not seen) or added, [batch or 1, heads or 1, 1, keys].
+    """
+    operator: Any = torch.ops.compress.cpu_attention.default
+    return cast(Tensor, operator(query, key, value, mask, scale))
+
+
+def _like_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
 
 
 def _like_product(x: Tensor, words: Tensor, *_: Any) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compress.kernels.cpu import build as cpu
+from compress.kernels.cpu import direct
 
 
 @pytest.fixture(scope="module", params=["native", "avx2"])
@@ -24,3 +25,16 @@ def library(compiled, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda name="gemm": compiled)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: torch.full(shape, torch.nan, dtype=self.dtype))
     return compiled
+
+
+@pytest.fixture
+def looped(compiled):
+    """The operators of C++, on the loops under test."""
+    if direct.why_not():
+        pytest.skip("; ".join(direct.why_not()))
+    operators = cpu.library("operators")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cpu, "library", lambda name="gemm": compiled if name == "gemm" else operators)
+        direct.use(compiled)
+        yield
+    direct.use(cpu.library())

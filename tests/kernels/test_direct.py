@@ -8,7 +8,6 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from compress.errors import InputError
-from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.pack_strips import pack_strips
@@ -22,19 +21,6 @@ NAME = "compress.cpu_linear.default"
 def operator():
     if direct.why_not():
         pytest.skip("; ".join(direct.why_not()))
-
-
-@pytest.fixture
-def looped(compiled):
-    """The operator, on the loops under test."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cpu, "library", lambda name="gemm": compiled if name == "gemm" else OPERATORS)
-        direct.use(compiled)
-        yield
-    direct.use(cpu.library())
-
-
-OPERATORS = None if cpu.why_not() else cpu.library("operators")
 
 
 @every("dtype", DTYPES)
