@@ -59,11 +59,11 @@ def combine(out_PN: Tensor, routing: Routing, weight_MT: Tensor) -> Tensor:
 
 def reference(x_MK: Tensor, weight_ENK: Tensor, token_P: Tensor, start_E: Tensor, bias_EN: Tensor | None) -> Tensor:
     """[P, N] by dense weights in the dtype of x, an expert after the other: the truth of every path."""
-    out_PN = x_MK.new_zeros(len(token_P), weight_ENK.shape[1])
-    for e, pairs in _experts(start_E, len(token_P)):
-        bias = None if bias_EN is None else bias_EN[e]
-        out_PN[pairs] = torch.nn.functional.linear(x_MK[token_P[pairs].long()], weight_ENK[e], bias)
-    return out_PN
+
+    def product(x_MK: Tensor, e: int) -> Tensor:
+        return torch.nn.functional.linear(x_MK, weight_ENK[e], _of(bias_EN, e))
+
+    return _by_expert(x_MK, token_P, start_E, weight_ENK.shape[1], product)
 
 
 def _experts(start_E: Tensor, pairs: int) -> Iterator[tuple[int, slice]]:

@@ -68,7 +68,8 @@ def test_int8(routed, K, symmetric, shape):
 
 
 def test_the_operators_take_this_path(monkeypatch):
-    monkeypatch.setattr(grouped, "_by_expert", lambda *_: pytest.fail("a loop over experts"))
+    for product in ("weight_only_linear", "w8a8_linear"):
+        monkeypatch.setattr(grouped, product, lambda *_: pytest.fail("a loop over experts"))
     expert, experts = routings()["uneven"]
     routing = grouped.sort_by_expert(expert, experts)
     x, weight, values, bias = experts_of(experts, len(expert), 48, 128, 32, 4, True, torch.float16)
