@@ -93,7 +93,7 @@ class Versions:
         """From now on an attention's cache is rounded. The scales are no part of the model's state_dict."""
         if codes.scales is not None:
             hold_scales(attention, codes.scales, persistent=False)
-        self.caches.append(round_cache(attention, codes.scheme))
+        self.caches.append(round_cache(attention, codes.scheme)[0])
 
     def returned(self, layer: Layer, arrival: Arrival | None) -> Tensor:
         """[M, N] what a layer makes, as it is now, of a micro-batch that waits before it, bias included; of a

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from compress.model.attention import cache_argument, hold_scales
-from compress.runtime.caches import RoundCache
+from compress.model.attention import hold_scales
+from compress.runtime.caches import round_cache
 from compress.weights.caches import SCALES, CacheCodes
 
 
@@ -30,10 +30,7 @@ class TrainedCaches:
             if codes.scales is not None:
                 device = next(attention.parameters()).device
                 hold_scales(attention, [scale.to(device) for scale in codes.scales], persistent=False)
-            found = cache_argument(attention)
-            assert found is not None
-            hook = RoundCache(codes.scheme, *found)
-            self.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            self.handles.append(round_cache(attention, codes.scheme)[1])
 
     def off(self) -> None:
         """Attentions are again what they were."""

@@ -7,6 +7,7 @@ rounded all the same, so that a forward over a whole text computes what generati
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compress.errors import CheckpointError
 from compress.model.attention import CacheHook, cache_argument
@@ -41,13 +42,12 @@ class RoundCache(CacheHook):
         return straight_through(keys, k), straight_through(values, v)
 
 
-def round_cache(attention: nn.Module, scheme: CacheScheme) -> RoundCache:
-    """From now on this attention keeps codes, by the scales that it holds."""
+def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, RemovableHandle]:
+    """From now on this attention keeps codes, by the scales that it holds: the hook, and what takes it away."""
     found = cache_argument(attention)
     assert found is not None
     hook = RoundCache(scheme, *found)
-    attention.register_forward_pre_hook(hook, with_kwargs=True)
-    return hook
+    return hook, attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def rounded_cache(module: nn.Module) -> RoundCache | None:
