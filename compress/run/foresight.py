@@ -198,7 +198,7 @@ class Foresight:
             staying = self.p.staying("hidden", width.size)
             narrow(twin, width, torch.arange(staying))
             known = width.configured(staying)
-            unread += [each for name, block in blocks for c in self.couplings[block] for each in unread_of(name, c)]
+            unread += unread_of_all(stacks, self.couplings)
         for together in self.p.parts:
             for name, cut in ((name, c) for name, block in blocks for c in cuts.get(block, ()) if c.part in together):
                 Keep(cut.coupling, torch.arange(cut.staying)).apply(twin.get_submodule(name))
@@ -222,6 +222,12 @@ def hidden_width(model: nn.Module, stacks: Sequence[Stack], couplings: Mapping[n
     blocks = [each for stack in stacks for each in stack.blocks]
     taken = {place for name, block in blocks for c in couplings[block] for place in taken_by(name, block, c)}
     return width_of(model, taken, [name for name, _ in blocks if name])
+
+
+def unread_of_all(stacks: Sequence[Stack], couplings: Mapping[nn.Module, Sequence[Coupling]]) -> list[tuple[str, str]]:
+    """`Coupling.unread` of all blocks."""
+    blocks = (each for stack in stacks for each in stack.blocks)
+    return [each for name, block in blocks for c in couplings[block] for each in unread_of(name, c)]
 
 
 def check_droppable(model: nn.Module, stacks: Sequence[Stack], layers: int) -> None:

@@ -33,7 +33,7 @@ from compress.progress import Reporter
 from compress.run.batches import ChainBrokenError
 from compress.run.capture import capture, output_shape
 from compress.run.cuts import Cut, Removed
-from compress.run.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width
+from compress.run.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width, unread_of_all
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
 from compress.run.matching import Ignored
@@ -193,9 +193,7 @@ class Restructuring:
         work = Narrowing(self.model, width, count, calls, weighed, self.residency, self.comm)
         changes, self.done.record["hidden"] = work.run()
         self.done.changes += changes
-        blocks = [each for stack in stacks for each in stack.blocks]
-        unread = [each for name, block in blocks for c in foreseen.couplings[block] for each in unread_of(name, c)]
-        return width.configured(count), unread
+        return width.configured(count), unread_of_all(stacks, foreseen.couplings)
 
     # --- inside blocks
 
