@@ -16,7 +16,6 @@ embeddings, attention, the cache, and Python.
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import compress
-from compress.kernels.measure.provenance import provenance
 from compress.kernels.measure.timing import elapsed_ms
+from compress.recipes.figures import tell_times
 from compress.runtime.assembly import compressed_layers
 
 CPU = torch.device("cpu")
@@ -231,13 +230,8 @@ def main() -> None:
     for title, run in runs.items():
         if isinstance(run, Ours):
             found[title]["parts"] = parts(run.model)
-    about = provenance(CPU)
-    del about["command"]  # it names folders of this machine
     sizes = {"model": Path(asked.original).name, "prompt": asked.prompt, "steps": asked.new, "rounds": asked.rounds}
-    said = json.dumps({**sizes, "results": found, "about": about}, indent=1)
-    print(said)
-    if asked.file is not None:
-        asked.file.write_text(said + "\n", encoding="utf-8")
+    tell_times({**sizes, "results": found}, asked.file)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import transformers
 import compress
 from compress.evaluation.document import Evaluation
 from compress.evaluation.stored import read_evaluation
+from compress.kernels.measure.provenance import provenance
 
 # Figures of a row, and those of them that are means.
 MEANS = ("perplexity", "reference_perplexity", "log_perplexity_ratio", "kl_mean", "same_top")
@@ -140,6 +141,16 @@ def head() -> str:
     return subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
+
+
+def tell_times(found: dict[str, Any], target: Path | None) -> None:
+    """Print measured times with what they need beside them to be quoted; write them, too, where a file is named."""
+    about = provenance(torch.device("cpu"))
+    del about["command"]  # it names folders of this machine
+    said = json.dumps({**found, "about": about}, indent=1)
+    print(said)
+    if target is not None:
+        target.write_text(said + "\n", encoding="utf-8")
 
 
 def stored(target: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ spread over TEXT. Times are those of the forwards, of one thread, in millisecond
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import compress
-from compress.kernels.measure.provenance import provenance
 from compress.kernels.measure.timing import elapsed_ms
+from compress.recipes.figures import tell_times
 
 CPU = torch.device("cpu")
 KINDS = ("exact", "int8")
@@ -85,12 +84,7 @@ def main() -> None:
     models = {kind: compress.load(asked.out, int8_activations=kind == "int8").eval() for kind in KINDS}
     found = measured(compress.load(asked.original).eval(), models, windows(ids_T, asked.windows, asked.length))
     about = {"model": Path(asked.original).name, "text": asked.text.name, "windows": asked.windows}
-    found = {**about, "length": asked.length, **found, "about": provenance(CPU)}
-    found["about"].pop("command")  # it names folders of this machine
-    said = json.dumps(found, indent=1)
-    print(said)
-    if asked.file is not None:
-        asked.file.write_text(said + "\n", encoding="utf-8")
+    tell_times({**about, "length": asked.length, **found}, asked.file)
 
 
 if __name__ == "__main__":
