@@ -11,7 +11,6 @@ and of the process that verifies is read every 10 ms; the figures are the larges
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compress.evaluation.speed.memory import anonymous_bytes
 from compress.recipes.figures import asked, made_by
 
 VOCABULARY, HEAD_WIDTH, KEY_VALUE_HEADS = 32000, 64, 8
@@ -53,15 +53,6 @@ def write_model(folder: Path, layers: int, hidden: int, intermediate: int) -> in
     return (folder / "model.safetensors").stat().st_size
 
 
-def anonymous_mb(pid: int) -> float:
-    """10^6 bytes of a process; 0 of one that is gone."""
-    try:
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0.0
-    return int(found[1]) * 1024 / 1e6 if found else 0.0
-
-
 def children(pid: int) -> list[int]:
     """Processes that a process started."""
     try:
@@ -79,15 +70,15 @@ def measured(folder: Path, method: str, scheme: str) -> dict[str, int]:
         words += ["--calibration", str(folder / "tokens.pt")]
     before = os.times()
     run = subprocess.Popen(words)
-    own = verifying = 0.0
+    own = verifying = 0
     while run.poll() is None:
-        own = max(own, anonymous_mb(run.pid))
-        verifying = max([verifying, *map(anonymous_mb, children(run.pid))])
+        own = max(own, anonymous_bytes(run.pid) or 0)
+        verifying = max([verifying, *(anonymous_bytes(pid) or 0 for pid in children(run.pid))])
         time.sleep(INTERVAL_S)
     if run.returncode:
         raise SystemExit(f"the command ended with {run.returncode}")
     cpu = os.times().children_user + os.times().children_system - before.children_user - before.children_system
-    return {"run_mb": round(own), "verification_mb": round(verifying), "cpu_seconds": round(cpu)}
+    return {"run_mb": round(own / 1e6), "verification_mb": round(verifying / 1e6), "cpu_seconds": round(cpu)}
 
 
 def main() -> None:

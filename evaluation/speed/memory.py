@@ -16,7 +16,6 @@ from torch import nn
 
 from compress.heap import give_back
 
-STATUS = Path("/proc/self/status")
 PAUSE_S = 0.005
 
 
@@ -33,11 +32,12 @@ def read_bytes(model: nn.Module) -> int:
     return held_bytes(model) - sum(t.nbytes() for t in tables if t.data_ptr() not in heads)
 
 
-def anonymous_bytes() -> int | None:
-    """Anonymous memory of this process; None where the system does not say."""
-    if not STATUS.exists():
+def anonymous_bytes(process: int | None = None) -> int | None:
+    """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
+    try:
+        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text().splitlines()
+    except OSError:
         return None
-    lines = STATUS.read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
 
 

@@ -417,7 +417,7 @@ def test_bytes_are_counted_once() -> None:
     assert memory.held_bytes(both) == memory.read_bytes(both) == 100 * 8 * 4
 
 
-@pytest.mark.skipif(not memory.STATUS.exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_peak_is_seen_after_it_is_gone() -> None:
     base = memory.settled_bytes(CPU)
     with memory.watched_memory(CPU, base) as peak:
