@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from compress.kernels.triton.grouped_gemm import pairs_of_tile, store_zeros
-from compress.kernels.triton.int8_gemm import int8_sums, rescale
-from compress.kernels.triton.split import arrives_last, collect, tile_partials
+from compress.kernels.triton.int8_gemm import finish_int8, int8_sums
+from compress.kernels.triton.split import tile_partials
 from compress.kernels.tuning.choose import W8A8_BLOCK_K, device_of, fused_w8a8, grouped, most_tiles
 from compress.kernels.tuning.table import Shape
 
@@ -69,44 +69,28 @@ def grouped_int8_kernel(
         row_sum_ptr += wide * N
     if HAS_BIAS:
         bias_ptr += wide * N
-    if SPLIT_K > 1:
-        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
-            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
-            rescale(
-                acc,
-                m,
-                m_read,
-                n,
-                x_scale_ptr,
-                x_zero_ptr,
-                weight_scale_ptr,
-                row_sum_ptr,
-                bias_ptr,
-                out_ptr,
-                end,
-                N,
-                stride_sm,
-                HAS_ZERO,
-                HAS_BIAS,
-            )
-    else:
-        rescale(
-            acc,
-            m,
-            m_read,
-            n,
-            x_scale_ptr,
-            x_zero_ptr,
-            weight_scale_ptr,
-            row_sum_ptr,
-            bias_ptr,
-            out_ptr,
-            end,
-            N,
-            stride_sm,
-            HAS_ZERO,
-            HAS_BIAS,
-        )
+    finish_int8(
+        acc,
+        m,
+        m_read,
+        n,
+        x_scale_ptr,
+        x_zero_ptr,
+        weight_scale_ptr,
+        row_sum_ptr,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        counter_ptr,
+        end,
+        N,
+        stride_sm,
+        BLOCK_M,
+        BLOCK_N,
+        SPLIT_K,
+        HAS_ZERO,
+        HAS_BIAS,
+    )
 
 
 def _shape(pairs: int, weight_ENK: Tensor) -> Shape:

@@ -101,7 +101,7 @@ def int8_sums(
 
 
 @triton.jit
-def rescale(
+def finish_int8(
     acc,
     m,
     m_read,
@@ -112,13 +112,23 @@ def rescale(
     row_sum_ptr,
     bias_ptr,
     out_ptr,
+    partial_ptr,
+    counter_ptr,
     M,
     N,
     stride_sm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Scale the sums acc [n, m] and store them to out [M, N]. m_read: of x, which token each m is."""
+    """Scale the sums acc [n, m] and store them to out [M, N]: of SPLIT_K programs the last to arrive does, for all.
+    m_read: of x, which token each m is."""
+    if SPLIT_K > 1:
+        if not arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
+            return
+        acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
     if HAS_ZERO:
         row_sum = tl.load(row_sum_ptr + n, mask=n < N, other=0)
         acc -= row_sum[:, None] * tl.load(x_zero_ptr + m_read * stride_sm)[None, :]
@@ -170,44 +180,28 @@ def w8a8_kernel(
     weight_ptrs = weight_ptr + n_read[:, None] * stride_wn + (first + k)[None, :]
     last = min(first + steps_per_split * BLOCK_K, K)
     acc = int8_sums(x_ptrs, weight_ptrs, K, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K)
-    if SPLIT_K > 1:
-        if arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
-            acc = collect(partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
-            rescale(
-                acc,
-                m,
-                m_read,
-                n,
-                x_scale_ptr,
-                x_zero_ptr,
-                weight_scale_ptr,
-                row_sum_ptr,
-                bias_ptr,
-                out_ptr,
-                M,
-                N,
-                stride_sm,
-                HAS_ZERO,
-                HAS_BIAS,
-            )
-    else:
-        rescale(
-            acc,
-            m,
-            m_read,
-            n,
-            x_scale_ptr,
-            x_zero_ptr,
-            weight_scale_ptr,
-            row_sum_ptr,
-            bias_ptr,
-            out_ptr,
-            M,
-            N,
-            stride_sm,
-            HAS_ZERO,
-            HAS_BIAS,
-        )
+    finish_int8(
+        acc,
+        m,
+        m_read,
+        n,
+        x_scale_ptr,
+        x_zero_ptr,
+        weight_scale_ptr,
+        row_sum_ptr,
+        bias_ptr,
+        out_ptr,
+        partial_ptr,
+        counter_ptr,
+        M,
+        N,
+        stride_sm,
+        BLOCK_M,
+        BLOCK_N,
+        SPLIT_K,
+        HAS_ZERO,
+        HAS_BIAS,
+    )
 
 
 def w8a8_gemm(
