@@ -16,15 +16,16 @@ embeddings, attention, the cache, and Python.
 
 import argparse
 import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import compress
 from compress.kernels.measure.timing import elapsed_ms
@@ -55,7 +56,7 @@ class Ours:
     """A transformers model, dense or compressed."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.cache = model.eval(), None
+        self.model, self.cache = model.eval(), cast(Any, None)
 
     def start(self) -> None:
         """An empty cache."""
@@ -66,6 +67,32 @@ class Ours:
         """The likeliest token after these."""
         given = torch.tensor([ids])
         out = self.model(given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return int(out.logits[0, -1].argmax())
+
+
+class Compiled(Ours):
+    """The same with a cache of fixed size, whose steps are compiled (as `compress.compile_steps` has `generate` do)."""
+
+    def __init__(self, model: Any, room: int) -> None:
+        super().__init__(model)
+        self.room, self.step = room, torch.compile(model.forward, dynamic=False)
+        self.start()
+        began = time.process_time()
+        for _ in range(2):  # at a first step and at a first step of what was compiled
+            self.read([0])
+        self.compile_s = time.process_time() - began
+
+    def start(self) -> None:
+        """An empty cache, in the same place: what was compiled knows it."""
+        if self.cache is None:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.room)
+        self.cache.reset()
+
+    @torch.no_grad()
+    def read(self, ids: list[int]) -> int:
+        """The likeliest token after these."""
+        forward = self.step if len(ids) == 1 else self.model
+        out = forward(torch.tensor([ids]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
 
@@ -150,13 +177,19 @@ def with_small_head(model: Any, int8_input: bool) -> Any:
     return model
 
 
-def variants(original: str, out: str, llama: Path | None, files: list[Path], room: int) -> dict[str, Runs]:
+def variants(
+    original: str, out: str, llama: Path | None, files: list[Path], room: int, compiled: bool
+) -> dict[str, Runs]:
     """{title: what runs it}."""
-    found: dict[str, Runs] = {"dense bfloat16": Ours(compress.load(original, dtype=torch.bfloat16))}
+    found: dict[str, Runs] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        found[f"dense {str(dtype).removeprefix('torch.')}"] = Ours(compress.load(original, dtype=dtype))
     found["w4a16"] = Ours(with_small_head(compress.load(out), False))
     for fuse in (False, True):
         loaded = with_small_head(compress.load(out, int8_activations=True, fuse=fuse), True)
         found["w4a16, int8 inputs" + ", fused" * fuse] = Ours(loaded)
+    if compiled:  # one alone: what is compiled of several models is looked through at every step
+        found["w4a16, int8 inputs, fused, compiled"] = Compiled(loaded, room)
     library = None if llama is None else opened(llama)
     return found | {f"llama.cpp {file.stem}": Llama(library, file, room) for file in files if library is not None}
 
@@ -216,13 +249,16 @@ def main() -> None:
     told.add_argument("out", metavar="OUT")
     told.add_argument("--llama", type=Path, metavar="LIBRARY")
     told.add_argument("--gguf", type=Path, action="append", default=[])
+    told.add_argument("--compile", action="store_true", help="compiled steps, too")
     told.add_argument("--prompt", type=int, default=512, help="tokens")
     told.add_argument("--new", type=int, default=64, help="steps")
     told.add_argument("--rounds", type=int, default=2)
     told.add_argument("--json", type=Path, dest="file")
     asked = told.parse_args()
     torch.set_num_threads(1)
-    runs = variants(asked.original, asked.out, asked.llama, asked.gguf, asked.prompt + asked.new + 1)
+    runs = variants(asked.original, asked.out, asked.llama, asked.gguf, asked.prompt + asked.new + 1, asked.compile)
+    gc.collect()
+    gc.freeze()  # the collector is not to walk through several models where a person has one
     ours = [run.model for run in runs.values() if isinstance(run, Ours)]
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(ours[0].config.vocab_size, (asked.prompt,), generator=generator).tolist()
