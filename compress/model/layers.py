@@ -76,8 +76,9 @@ class Layer:
         return (second, first) if self.transposed else (first, second)
 
     def stored(self, weight_NK: Tensor) -> Tensor:
-        """An [N, K] tensor in the orientation in which the module stores its weight."""
-        return weight_NK.t().contiguous() if self.transposed else weight_NK.reshape(self.parameter.shape)
+        """An [N, K] tensor in the orientation in which the module stores its weight, and laid out as a file has it:
+        a product with another layout may differ in its last place, between ranks or before and after a file."""
+        return (weight_NK.t() if self.transposed else weight_NK.reshape(self.parameter.shape)).contiguous()
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def test_compressed_weights_lie_on_their_grid(kind, method):
     for stack in find_stacks(model):
         for name, block in stack.blocks:
             for layer in layers_of(block, name):
+                assert layer.parameter.is_contiguous(), layer.name
                 groups = layer.weight.unflatten(-1, (-1, 16))
                 distinct = [len(torch.unique(group)) for row in groups for group in row]
                 assert max(distinct) <= 16, layer.name
