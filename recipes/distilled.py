@@ -1,18 +1,20 @@
-"""Students with half the layers of their teacher: as they are cut, trained without it, and trained on it.
+"""Students with half the layers of their teacher, or a narrower hidden state: as they are cut, trained without it, and
+trained on it.
 
     python recipes/distilled.py --llama MODEL --calibration TOKENS --text TOKENS --encoder MODEL \
         --pairs FOLDER --json OUT.json
 
-A decoder is measured by perplexity and divergence from the teacher on held-out windows. An encoder (which predicts no
-token that it could learn from alone) is trained on the sentences of FOLDER/dev.jsonl, and measured on pairs of
-FOLDER/test.jsonl: Spearman's correlation with people's scores, and the cosine to the teacher's embeddings.
+A decoder is measured by perplexity and divergence from the teacher on held-out windows; `--cut` names what it loses.
+An encoder (which predicts no token that it could learn from alone) is trained on the sentences of FOLDER/dev.jsonl, and
+measured on pairs of FOLDER/test.jsonl: Spearman's correlation with people's scores, and the cosine to the teacher's
+embeddings.
 
 DistilBERT (Sanh et al. 2019, arXiv 1910.01108) has 40 % fewer parameters than BERT and 97 % of its quality (GLUE).
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ DECODER: dict[str, Any] = {"steps": 60, "rows": 8, "learning_rate": 1e-3, "held_
 ENCODER: dict[str, Any] = {"steps": 60, "rows": 16, "learning_rate": 3e-4, "held_out": 0.0}
 INSIDE: dict[str, Any] = {"logits": 0.0, "features": 1.0, "relations": 0.1, "contrastive": 0.1}
 TOKENS = 32  # of a sentence, at most
+NARROWER = (
+    7 / 16
+)  # of the channels of ts-llama's hidden state, with which as many parameters go as with half its layers
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,25 @@ def half_of(folder: str) -> Pass:
     return compress.Structure(layers=AutoConfig.from_pretrained(folder).num_hidden_layers // 2)
 
 
-def decoders(folder: str, calibration: Tensor, text: Tensor) -> list[Student]:
-    """Half of a decoder's layers: cut, trained on the next token alone, trained on its teacher alone."""
+def narrower(folder: str) -> Pass:
+    """Channels of the hidden state go, from all layers: those that norms return least of."""
+    return compress.Structure(hidden=NARROWER)
+
+
+# What a decoder loses: the kind of rows that come of it.
+CUTS: dict[str, tuple[str, Callable[[str], Pass]]] = {
+    "layers": ("decoder", half_of),
+    "hidden": ("narrow decoder", narrower),
+}
+
+
+def decoders(folder: str, calibration: Tensor, text: Tensor, cut: Pass) -> list[Student]:
+    """A part of a decoder: cut, trained on the next token alone, trained on its teacher alone."""
     teacher = compress.load(folder)
-    half = half_of(folder)
     ways: dict[str, list[Pass]] = {
-        "cut": [half],
-        "trained alone": [half, Train(**DECODER, teacher="none", logits=0.0, task=1.0)],
-        "taught": [half, Train(**DECODER)],
+        "cut": [cut],
+        "trained alone": [cut, Train(**DECODER, teacher="none", logits=0.0, task=1.0)],
+        "taught": [cut, Train(**DECODER)],
     }
     rows = []
     for title, passes in ways.items():
@@ -118,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--llama", "--calibration", "--text", "--encoder", "--pairs"):
         parser.add_argument(name, help="rows of what is left out stay as the file has them")
+    parser.add_argument("--cut", nargs="+", choices=tuple(CUTS), default=[*CUTS], help="of the decoder")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     target: Path = arguments.json
@@ -125,9 +142,11 @@ def main() -> None:
     made: dict[str, Any] = {"command": asked("distilled.py"), **made_by()}
     if arguments.llama is not None:
         calibration, text = (torch.load(p, weights_only=True) for p in (arguments.calibration, arguments.text))
-        rows = decoders(arguments.llama, calibration, text)
-        said(rows)
-        kinds["decoder"] = {**made, "training": DECODER, "rows": [asdict(row) for row in rows]}
+        for cut in arguments.cut:
+            kind, of = CUTS[cut]
+            rows = decoders(arguments.llama, calibration, text, of(arguments.llama))
+            said(rows)
+            kinds[kind] = {**made, "training": DECODER, "rows": [asdict(row) for row in rows]}
     if arguments.encoder is not None:
         rows = encoders(arguments.encoder, Path(arguments.pairs))
         said(rows)

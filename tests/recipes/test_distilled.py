@@ -10,16 +10,18 @@ from compress.recipes import distilled
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_half_the_layers_of_a_decoder_learn_more_from_it_than_from_text(real_data):
+@pytest.mark.parametrize("cut", sorted(distilled.CUTS))
+def test_a_part_of_a_decoder_learns_more_from_it_than_from_text(real_data, cut):
     name = "ts-llama-3.7m"
     calibration, text = (
         torch.load(real_data / "tokens" / f"{name}.{part}.pt", weights_only=True) for part in ("calib", "eval")
     )
-    rows = distilled.decoders(str(real_data / "models" / name), calibration, text[:16])
+    folder = str(real_data / "models" / name)
+    rows = distilled.decoders(folder, calibration, text[:16], distilled.CUTS[cut][1](folder))
     distilled.said(rows)  # what -s shows
-    cut, alone, taught = rows
-    assert taught.quality < alone.quality < cut.quality
-    assert taught.like < alone.like < cut.like
+    before, alone, taught = rows
+    assert taught.quality < alone.quality < before.quality
+    assert taught.like < alone.like < before.like
 
 
 @pytest.mark.slow
