@@ -98,9 +98,10 @@ def test_training_goes_on_from_a_state_dict(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # those of dynamo
 @every("kind", ["llama", "gpt2"])
 def test_blocks_compile_without_graph_breaks(tmp_path_factory, kind):
-    model = build(kind)
-    scheme = "w4a8" if kind == "llama" else "w4a16"
-    prepared = compress.prepare_qat(model, compress.RTN(scheme=scheme, group_size=16), **DATA)
+    """Of a Llama inputs, the embedding and keys and values are rounded, too."""
+    model, codes = build(kind), compress.RTN(scheme="w4a8" if kind == "llama" else "w4a16", group_size=16)
+    more = [compress.Embeddings(scheme="w4a16", group_size=16), compress.KVCache(granularity="head")]
+    prepared = compress.prepare_qat(model, [codes, *(more if kind == "llama" else ())], **DATA)
     plain = logits(model)
     blocks = model.model.layers if kind == "llama" else model.transformer.h
     for block in blocks[:1]:

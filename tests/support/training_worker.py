@@ -31,6 +31,13 @@ PASSES = [
     # The output head is the root's, and not whole outside of its forward; negatives are those of all ranks.
     Train(**OPTIONS, **ZEROS, features=0.1, task=0.1, relations=0.1, contrastive=0.1),
 ]
+# What is no layer of a block: the embedding, which is the root's, with its head, and keys and values.
+TABLES = [
+    compress.Embeddings(scheme="w4a16", group_size=16),
+    compress.RTN(scheme="w4a16", group_size=16),
+    Train(steps=2, rows=4, learning_rate=1e-3, scale_rate=1e-2, held_out=0.0, task=0.1),
+    compress.KVCache(granularity="head"),
+]
 # Nothing runs before it: FSDP has not seen the layers yet when they begin to prune.
 FIRST = [Train(steps=2, rows=4, sparsity=0.5)]
 DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
@@ -78,6 +85,8 @@ def run(rank: int, world: int, folder: Path) -> None:
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
         compress.quantize(model, FIRST, output=folder / "first-2", **common)
+        result = compress.quantize(folder / "tied", TABLES, output=folder / "tables-2", **common)
+        (folder / "losses-tables.json").write_text(json.dumps(result.record.training))
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)
         for when in ("before", "after"):
             own_loop(folder / "model", folder / f"own-{when}", when)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import strong
+import transformers
+from models import GATED, strong
 from places import SUPPORT
-from training_worker import DATA, FIRST, OPTIONS, PASSES, own_loop
+from training_worker import DATA, FIRST, OPTIONS, PASSES, TABLES, own_loop
 
 import compress
 from compress.checkpoint.source import find_source
@@ -32,6 +33,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     for name, dtype in (("model", torch.float64), ("narrow", torch.bfloat16)):
         strong(dtype=dtype).save_pretrained(folder / name)
+    tied = transformers.LlamaConfig(**{**GATED, "tie_word_embeddings": True, "initializer_range": 0.1})
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(tied).double().save_pretrained(folder / "tied")
     result = compress.quantize(folder / "model", PASSES, output=folder / "out-1", **DATA)
     (folder / "losses-1.json").write_text(json.dumps(result.record.training))
     own_loop(folder / "model", folder / "own-never")
@@ -91,6 +95,20 @@ def test_two_ranks_prune_what_one_process_prunes_before_anything_ran(folder, tmp
     for name, value in one.items():
         close(value, two[name], name)
         assert "proj" not in name or (value == 0).double().mean() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_two_ranks_train_a_tied_embedding_and_caches_of_codes_as_one_process(folder, tmp_path):
+    found = compress.quantize(folder / "tied", TABLES, output=tmp_path / "tables-1", **DATA).record.training
+    for key in ("loss", "gradient", "scale_gradient"):
+        one, two = ([line[key] for line in of[0]["steps"]] for of in (found, histories(folder, "tables")))
+        assert one == pytest.approx(two, rel=SAME), key
+    compress.quantize(folder / "tied", [TABLES[0], TABLES[1]], output=tmp_path / "before", **DATA)
+    one, two, before = (weights(at) for at in (tmp_path / "tables-1", folder / "tables-2", tmp_path / "before"))
+    assert one.keys() == two.keys()
+    assert any("k_scale" in name for name in one)
+    for name, value in one.items():
+        close(value, two[name], name)
+    assert not torch.equal(one["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
 def test_a_model_of_16_bits_is_one_after_sharded_training(folder):
