@@ -1,7 +1,6 @@
 """The low-bit linears as torch operators: schema, shapes for tracing, input gradient, and which path runs.
 
     weight_only_linear       w4a16, w8a16: x times a weight in planar words (`pack.Planar`); its gradient is one, too
-    int8_activation_linear   w4a8: the same weight, x rounded to int8 per token or per token and block of columns
     w8a8_linear              x rounded to int8 per token (or by a static scale), int8 products, scales in the epilogue
 
 Shapes: x [..., K] in any leading shape, M tokens once flattened, N outputs, G groups. Weights are frozen: only x gets a
@@ -30,7 +29,7 @@ from compress.kernels import reference
 from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
-from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words, unpack_planar
+from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words
 from compress.kernels.tuning.choose import choose, device_of, kind_of
 from compress.kernels.tuning.table import Shape
 
@@ -243,88 +242,6 @@ def _int_mm_is_exact() -> bool:
     codes = torch.full((32, 64), -128, dtype=torch.int8)
     codes[::2] = 127
     return torch.equal(torch.ops.aten._int_mm(codes, codes.t()), reference.int8_matmul(codes, codes))
-
-
-def why_not_input_group(input_group: int) -> list[str]:
-    """Reasons why activations cannot be fitted to blocks of so many columns; empty when they can."""
-    step = cpu_gemm.INPUT_GROUP_STEP
-    if input_group == -1 or (input_group > 0 and input_group % step == 0):
-        return []
-    return [f"input group {input_group}; allowed: multiples of {step}, -1 (one scale per token)"]
-
-
-@operator("compress::int8_activation_linear")
-def int8_activation_linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    input_group: int,
-) -> Tensor:
-    """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`.
-
-    x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
-    """
-    _check_words(x, words, bits)
-    reasons = why_not_input_group(input_group)
-    if reasons:
-        raise InputError(reasons[0])
-    weight = Planar(words, scale, zero, group_size, bits)
-    x_MK = _rows(x)
-    if not cpu_gemm.why_not("int8_activation", x, scale, group_size):
-        out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group)
-    else:
-        out_MN = x_MK.new_empty(len(x_MK), len(words))
-        for rows, part in _parts(weight, x_MK.shape[1]):
-            middle = torch.full_like(part.scale, 2 ** (bits - 1)) if part.zero is None else part.zero
-            codes_NK = unpack_planar(part.words, bits, x_MK.shape[1])
-            added = None if bias is None else bias[rows]
-            out_MN[:, rows] = reference.int8_activation(x_MK, codes_NK, part.scale, middle, added, input_group)
-    return _shaped(out_MN, x)
-
-
-@int8_activation_linear.register_fake
-def _(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    input_group: int,
-) -> Tensor:
-    return _like_product(x, words, bits)
-
-
-def _save_int8_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _save_weight_only(ctx, inputs[:-1], output)
-
-
-def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_weight_only_gradient(ctx, grad), None
-
-
-int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
-
-
-def planar_linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    group_size: int,
-    input_group: int | None,
-) -> Tensor:
-    """[..., N] = x weight^T + bias by the operator for such inputs: as they are (None), or rounded to int8, per token
-    (-1) or per token and so many columns."""
-    weight = (words, scale, zero, bias, bits, group_size)
-    return weight_only_linear(x, *weight) if input_group is None else int8_activation_linear(x, *weight, input_group)
 
 
 @operator("compress::w8a8_linear")

@@ -1,7 +1,7 @@
 """The linear of 4-bit codes in strips (`pack_strips.Strips`) as a torch operator: what a CPU multiplies by in place of
 planar words, where it is faster so (`lay_in_strips`).
 
-The numbers are those of `ops.weight_only_linear` and `ops.int8_activation_linear` on the same codes, up to the order of
+The numbers are those of `ops.weight_only_linear` and `int8_activation_linear` on the same codes, up to the order of
 the sums, and with values of the weight in fp32 that those round to the type of the scales. Where no loop of `cpu_gemm`
 takes a call, the codes are laid out in planar words again for it, and those operators have it.
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels import ops
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.int8_activation import planar_linear, why_not_input_group
 from compress.kernels.operators import operator
 from compress.kernels.pack import Planar
 from compress.kernels.pack_strips import BLOCK, LINE, ROWS, Strips, pack_strips, unpack_strips, why_not_strips
@@ -51,7 +52,7 @@ def strips_linear(
     token and block of `input_group` columns.
     """
     _check_lines(x, words)
-    reasons = [] if input_group is None else ops.why_not_input_group(input_group)
+    reasons = [] if input_group is None else why_not_input_group(input_group)
     if reasons:
         raise InputError(reasons[0])
     weight = Strips(words, scale, zero, group_size)
@@ -60,7 +61,7 @@ def strips_linear(
         out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group)
         return out_MN.view(*x.shape[:-1], len(words) * ROWS)
     planar = unpack_strips(weight, x.shape[-1])
-    return ops.planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group)
+    return planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group)
 
 
 def _check_lines(x: Tensor, words: Tensor) -> None:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, reference, strips
+from compress.kernels import reference, strips
 from compress.kernels.cpu import direct
 from compress.kernels.entries import Entries
+from compress.kernels.int8_activation import planar_linear
 from compress.kernels.pack import (
     Planar,
     pack_planar,
@@ -107,7 +108,7 @@ class PackedLinear(WordLinear):
         x = self._rounded(self._own(x))
         if self.in_strips:
             return strips.strips_linear(x, *weight, self.group_size, self.input_group)
-        return ops.planar_linear(x, *weight, self.container, self.group_size, self.input_group)
+        return planar_linear(x, *weight, self.container, self.group_size, self.input_group)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x, rounded where no kernel does that."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compress.kernels import ops, pack, reference, strips
 from compress.kernels.entries import Entries
+from compress.kernels.int8_activation import planar_linear
 from compress.kernels.measure.halved import HALVED, halve
 from compress.kernels.measure.roofline import (
     HALVED_KINDS,
@@ -82,7 +83,7 @@ class Operands:
         laid = self.strips[input_group is not None]
         if laid is not None:
             return strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
-        return ops.planar_linear(x, *self.int4[:3], None, self.int4.bits, self.int4.group_size, input_group)
+        return planar_linear(x, *self.int4[:3], None, self.int4.bits, self.int4.group_size, input_group)
 
     def values(self, kind: str) -> Tensor:
         """[N, K] what the weight of a product stands for, in fp64."""

@@ -15,6 +15,7 @@ from compress.errors import InputError
 from compress.kernels import blocks, ops, pack, reference
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.int8_activation import int8_activation_linear
 
 TOKENS = (1, 2, 7, 17, 63, 130)
 OUTPUTS = (1, 15, 48, 100)
@@ -114,20 +115,20 @@ def op_arguments(dtype=torch.bfloat16, bits=4, group=64, bias=True, gradient=Fal
 
 @pytest.mark.parametrize(("bias", "gradient"), [(True, True), (False, False)])
 def test_contract(bias, gradient):
-    torch.library.opcheck(ops.int8_activation_linear.registered, op_arguments(bias=bias, gradient=gradient))
+    torch.library.opcheck(int8_activation_linear.registered, op_arguments(bias=bias, gradient=gradient))
 
 
 def test_gradient_is_straight_through():
     arguments = op_arguments(torch.float32, gradient=True)
     grad = torch.randn(2, 3, 48, generator=torch.Generator().manual_seed(3))
-    ops.int8_activation_linear(*arguments).backward(grad)
+    int8_activation_linear(*arguments).backward(grad)
     x, words, scale, zero, *_ = arguments
     torch.testing.assert_close(x.grad, grad @ pack.planar_weight(pack.Planar(words, scale, zero, 64, 4), 256))
 
 
 def test_compiles_into_one_graph():
     def layer(*arguments):
-        return torch.nn.functional.silu(ops.int8_activation_linear(*arguments)).sum(-1)
+        return torch.nn.functional.silu(int8_activation_linear(*arguments)).sum(-1)
 
     arguments = op_arguments(torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -136,11 +137,11 @@ def test_compiles_into_one_graph():
 
 def test_any_leading_shape_and_stride():
     x, *weight = op_arguments(torch.float32)
-    empty = ops.int8_activation_linear(x[:0], *weight)
+    empty = int8_activation_linear(x[:0], *weight)
     assert empty.shape == (0, 3, 48)
     assert ops.weight_only_linear(x[:, :0], *weight[:-1]).shape == (2, 0, 48)
     turned = x.transpose(0, 1)
-    for op, arguments in ((ops.int8_activation_linear, weight), (ops.weight_only_linear, weight[:-1])):
+    for op, arguments in ((int8_activation_linear, weight), (ops.weight_only_linear, weight[:-1])):
         expected = op(turned.contiguous(), *arguments)
         assert torch.equal(op(turned, *arguments), expected)
         wide = torch.cat([turned, turned], -1)[..., :256]
@@ -150,9 +151,9 @@ def test_any_leading_shape_and_stride():
 def test_wrong_inputs_are_refused():
     x, *weight = op_arguments()
     with pytest.raises(InputError, match="x has 100 columns"):
-        ops.int8_activation_linear(x[..., :100], *weight)
+        int8_activation_linear(x[..., :100], *weight)
     with pytest.raises(InputError, match="input group 64; allowed: multiples of 128, -1"):
-        ops.int8_activation_linear(x, *weight[:-1], 64)
+        int8_activation_linear(x, *weight[:-1], 64)
 
 
 def test_reasons_name_what_was_given_and_what_is_allowed():
@@ -177,8 +178,8 @@ def results():
     eight, scale = torch.arange(96).view(3, 32).to(torch.int8), torch.ones(3)
     return [
         ops.weight_only_linear(x, *weight[:-1]),
-        ops.int8_activation_linear(x, *weight),
-        ops.int8_activation_linear(x, *weight[:-1], 128),
+        int8_activation_linear(x, *weight),
+        int8_activation_linear(x, *weight[:-1], 128),
         ops.w8a8_linear(x[0, :, :32], eight, scale, reference.row_sums(eight), None, None, None, False),
     ]
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress.errors import InputError
 from compress.kernels import ops, sparse
+from compress.kernels.int8_activation import int8_activation_linear
 from compress.kernels.operators import needs_dispatch
 
 
@@ -51,7 +52,7 @@ def test_eager_calls_without_gradient_are_the_same_bit_for_bit(dispatched):
     given, entries = arguments(), entries_of(48, 256, 0.1, torch.bfloat16)[0]
     for op, words in (
         (ops.weight_only_linear, given),
-        (ops.int8_activation_linear, (*given, -1)),
+        (int8_activation_linear, (*given, -1)),
         (sparse.sparse_linear, (given[0], *entries, None, 256)),
         (sparse.weight_only_sparse_linear, (*given, *entries)),
     ):

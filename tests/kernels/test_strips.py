@@ -9,6 +9,7 @@ from compress.errors import InputError
 from compress.kernels import ops, pack, reference, strips
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.int8_activation import int8_activation_linear
 from compress.kernels.pack_strips import Strips, pack_strips, unpack_strips, why_not_strips
 
 TOKENS = (1, 2, 3, 4, 7, 17, 63)
@@ -164,7 +165,7 @@ def test_without_kernels_codes_are_laid_out_in_planar_words(input_group, monkeyp
     planar = unpack_strips(Strips(words, scale, zero, group), 256)
     monkeypatch.setattr(cpu, "why_not", lambda: ("none",))
     more = () if input_group is None else (input_group,)
-    op = ops.weight_only_linear if input_group is None else ops.int8_activation_linear
+    op = ops.weight_only_linear if input_group is None else int8_activation_linear
     assert torch.equal(strips.strips_linear(*given), op(x, *planar[:3], bias, 4, group, *more))
 
 
