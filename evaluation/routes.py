@@ -15,13 +15,15 @@ TOKENS = (1, 16, 512)
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A layer: shape (N, K), {tokens: kernel}, and why none of them is a faster one (empty: it is the fastest)."""
+    """A layer: shape (N, K), {tokens: kernel}, why none of them is a faster one (empty: it is the fastest), and why
+    `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
 
     name: str
     shape: tuple[int, int]
     scheme: str
     kernels: dict[int, str]
     why_not: tuple[str, ...]
+    why_not_batch_invariant: tuple[str, ...] = ()
 
 
 def kernel_rows(
@@ -45,9 +47,10 @@ def kernel_rows(
         if name in embeddings:
             rows.append(KernelRow(name, (N, K), str(scheme), dict.fromkeys(tokens, "rows looked up"), ()))
             continue
-        routes = {}
-        for M in tokens:
-            routes[M] = run_of(scheme).route(scheme, M, stored.shape, found, device)
+        layer = run_of(scheme)
+        routes = {M: layer.route(scheme, M, stored.shape, found, device) for M in tokens}
         reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
-        rows.append(KernelRow(name, (N, K), str(scheme), {M: r.kernel for M, r in routes.items()}, tuple(reasons)))
+        varying = layer.why_not_batch_invariant(scheme, K, found, device)
+        kernels = {M: route.kernel for M, route in routes.items()}
+        rows.append(KernelRow(name, (N, K), str(scheme), kernels, tuple(reasons), tuple(varying)))
     return rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.kernels import reference
+from compress.kernels import ops, reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
 from compress.kernels.ops import (
@@ -19,7 +19,6 @@ from compress.kernels.ops import (
     _save_weight_only,
     _shaped,
     _weight_only_gradient,
-    weight_only_linear,
 )
 from compress.kernels.pack import Planar, unpack_planar
 
@@ -42,10 +41,13 @@ def int8_activation_linear(
     bits: int,
     group_size: int,
     input_group: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`.
 
     x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
+    batch_invariant: as in `ops`; the reference, whose integers are exact and whose scales are multiplied one by one, is
+    that anyway.
     """
     _check_words(x, words, bits)
     reasons = why_not_input_group(input_group)
@@ -54,7 +56,7 @@ def int8_activation_linear(
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
     if not cpu_gemm.why_not("int8_activation", x, scale, group_size):
-        out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group)
+        out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group, batch_invariant)
     else:
         out_MN = x_MK.new_empty(len(x_MK), len(words))
         for rows, part in _parts(weight, x_MK.shape[1]):
@@ -75,12 +77,13 @@ def _(
     bits: int,
     group_size: int,
     input_group: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     return _like_product(x, words, bits)
 
 
 def _save_int8_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _save_weight_only(ctx, inputs[:-1], output)
+    _save_weight_only(ctx, inputs, output)
 
 
 def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,8 +102,11 @@ def planar_linear(
     bits: int,
     group_size: int,
     input_group: int | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[..., N] = x weight^T + bias by the operator for such inputs: as they are (None), or rounded to int8, per token
     (-1) or per token and so many columns."""
     weight = (words, scale, zero, bias, bits, group_size)
-    return weight_only_linear(x, *weight) if input_group is None else int8_activation_linear(x, *weight, input_group)
+    if input_group is None:
+        return ops.weight_only_linear(x, *weight, batch_invariant)
+    return int8_activation_linear(x, *weight, input_group, batch_invariant)

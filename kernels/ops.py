@@ -14,6 +14,11 @@ Four paths, the same numbers up to the order of the sums:
     cpu          `cpu_gemm`, compiled on first use; where it cannot be (`cpu.why_not`), torch's own products, the
                  weight unpacked a block of rows at a time
     reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly (fp64, no Triton)
+
+batch_invariant: what a token gets then does not depend, to the last bit, on how many tokens are multiplied with it. One
+configuration for all (`tuning.choose.invariant`), or the one loop of a CPU that adds up every token alike; what cannot
+promise that is refused. Of the forward product: gradients have no such mode. w8a8 needs none: its integer sums are
+exact, in any order.
 """
 
 from collections.abc import Iterator
@@ -30,7 +35,7 @@ from compress.kernels.blocks import product_of_blocks, row_blocks
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_weight, planar_words
-from compress.kernels.tuning.choose import choose, device_of, kind_of
+from compress.kernels.tuning.choose import choose, device_of, invariant, kind_of
 from compress.kernels.tuning.table import Shape
 
 Path = Literal["triton", "dequantize", "cpu", "reference"]
@@ -71,6 +76,19 @@ def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
     return reasons
 
 
+def why_not_batch_invariant(x: Tensor, weight: Planar) -> list[str]:
+    """Reasons why the product of x with this weight has no batch-invariant path; empty when it has one."""
+    if path_of(x.device, [*_why_not_triton(x.device)]) == "cpu":
+        return cpu_gemm.why_not("weight_only", x, weight.scale, weight.group_size)
+    return why_not_weight_only(x, weight)
+
+
+def refuse(what: str, reasons: list[str]) -> None:
+    """Raises InputError where there are reasons against what was asked for."""
+    if reasons:
+        raise InputError(f"{what}: {'; '.join(reasons)}")
+
+
 def why_not_dequantize(x: Tensor, weight: Planar) -> list[str]:
     """Reasons why the weight cannot be dequantized by Triton and multiplied by x; empty when it can."""
     reasons = [*_why_not_triton(x.device)]
@@ -97,15 +115,20 @@ def path_of(device: torch.device, reasons: list[str]) -> Path:
     return "cpu" if device.type == "cpu" else "reference"
 
 
-def weight_only_path(x_MK: Tensor, weight: Planar) -> tuple[Path, Shape | None]:
+def weight_only_path(x_MK: Tensor, weight: Planar, batch_invariant: bool = False) -> tuple[Path, Shape | None]:
     """The path of a weight-only product, and the configuration of the fused kernel where that is the path."""
+    if batch_invariant:
+        refuse("batch_invariant", why_not_batch_invariant(x_MK, weight))
     dequantized = why_not_dequantize(x_MK, weight)
     if dequantized:
         return path_of(x_MK.device, dequantized), None
     if why_not_weight_only(x_MK, weight):
         return "dequantize", None
     kind = kind_of("weight_only", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
-    chosen = choose(kind, len(x_MK), len(weight.words), x_MK.shape[1], device_of(x_MK.device))
+    sizes = (len(weight.words), x_MK.shape[1], device_of(x_MK.device))
+    if batch_invariant:
+        return "triton", invariant(kind, *sizes)
+    chosen = choose(kind, len(x_MK), *sizes)
     return ("triton", chosen) if isinstance(chosen, Shape) else ("dequantize", None)
 
 
@@ -153,12 +176,13 @@ def weight_only_linear(
     bias: Tensor | None,
     bits: int,
     group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`."""
     _check_words(x, words, bits)
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
-    path, shape = weight_only_path(x_MK, weight)
+    path, shape = weight_only_path(x_MK, weight, batch_invariant)
     if path == "triton":
         from compress.kernels.triton.planar_gemm import planar_gemm
 
@@ -168,7 +192,7 @@ def weight_only_linear(
 
         out_MN = dequantize_gemm(x_MK, weight, bias)
     elif path == "cpu" and not cpu_gemm.why_not("weight_only", x, scale, group_size):
-        out_MN = cpu_gemm.weight_only(x_MK, weight, bias)
+        out_MN = cpu_gemm.weight_only(x_MK, weight, bias, batch_invariant=batch_invariant)
     else:
         out_MN = _unpacked_product(x_MK, weight, bias)
     return _shaped(out_MN, x)
@@ -176,19 +200,26 @@ def weight_only_linear(
 
 @weight_only_linear.register_fake
 def _(
-    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, bits: int, group_size: int
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     return _like_product(x, words, bits)
 
 
 def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, words, scale, zero, _, bits, group_size = inputs
+    x, words, scale, zero, _, bits, group_size, *_ = inputs
     ctx.save_for_backward(words, scale, zero)
     ctx.layout = (bits, group_size, x.shape[-1])
 
 
 def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), None, None, None, None, None, None
+    return weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), *(None,) * 7
 
 
 weight_only_linear.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)

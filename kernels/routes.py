@@ -70,6 +70,17 @@ def planar_route(
     return Route(path, () if path == "triton" else fused)
 
 
+def why_not_batch_invariant(
+    K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device, int8_input: bool = False
+) -> list[str]:
+    """Reasons why a weight in planar words has no product that is batch-invariant (`ops`); empty when it has one. Int8
+    inputs always have: exact sums, whose scales are multiplied one by one."""
+    if int8_input:
+        return []
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return ops.why_not_batch_invariant(_tokens(1, K, dtype, device), Planar(nothing, nothing, None, group_size, bits))
+
+
 def experts_route(
     P: int, E: int, N: int, K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
 ) -> Route:

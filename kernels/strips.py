@@ -45,11 +45,12 @@ def strips_linear(
     bias: Tensor | None,
     group_size: int,
     input_group: int | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[..., N] = x weight^T + bias, in the dtype of x. The weight is the parts of a `Strips`.
 
     x is multiplied as it is (input_group None), or becomes int8, symmetric, fitted to every token (-1), or to every
-    token and block of `input_group` columns.
+    token and block of `input_group` columns. batch_invariant: as in `ops`.
     """
     _check_lines(x, words)
     reasons = [] if input_group is None else why_not_input_group(input_group)
@@ -58,10 +59,10 @@ def strips_linear(
     weight = Strips(words, scale, zero, group_size)
     operation = cpu_gemm.strips_operation(input_group is not None)
     if not cpu_gemm.why_not(operation, x, scale, group_size):
-        out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group)
+        out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group, batch_invariant)
         return out_MN.view(*x.shape[:-1], len(words) * ROWS)
     planar = unpack_strips(weight, x.shape[-1])
-    return planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group)
+    return planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group, batch_invariant)
 
 
 def _check_lines(x: Tensor, words: Tensor) -> None:
@@ -78,18 +79,19 @@ def _(
     bias: Tensor | None,
     group_size: int,
     input_group: int | None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], words.shape[0] * ROWS)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, words, scale, zero, _, group_size, _ = inputs
+    x, words, scale, zero, _, group_size, *_ = inputs
     ctx.save_for_backward(words, scale, zero)
     ctx.layout = (group_size, x.shape[-1])
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return strips_gradient(grad, *ctx.saved_tensors, *ctx.layout), *(None,) * 6
+    return strips_gradient(grad, *ctx.saved_tensors, *ctx.layout), *(None,) * 7
 
 
 strips_linear.register_autograd(_gradient, setup_context=_save)

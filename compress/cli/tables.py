@@ -204,6 +204,12 @@ def kernels(rows: Sequence[KernelRow], device: str) -> None:
         shape = " x ".join(map(str, row.shape))
         table.add_row(row.name, shape, row.scheme, *row.kernels.values(), "; ".join(row.why_not))
     console().print(table)
+    refused = [row for row in rows if row.why_not_batch_invariant]
+    said = "every layer can be batch-invariant (compress.load(..., batch_invariant=True))"
+    if refused:
+        why = "; ".join(refused[0].why_not_batch_invariant)
+        said = f"{len(refused)} of {len(rows)} layers cannot be batch-invariant: {refused[0].name}, {why}"
+    console().print(said)
 
 
 def calibration(ranges: Sequence[RangeRecord]) -> None:

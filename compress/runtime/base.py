@@ -43,6 +43,8 @@ class QuantLinear(nn.Module):
         self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
         # Set where another module speaks for this one's tensors (`FusedLinear`, `SumLinear`).
         self.spoken_for = False
+        # Whether what a token gets must not depend on how many tokens are multiplied with it (`kernels.ops`).
+        self.batch_invariant = False
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
@@ -128,6 +130,12 @@ class QuantLinear(nn.Module):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""
         raise NotImplementedError
+
+    @classmethod
+    def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+        """Reasons why such a layer cannot be `batch_invariant`; empty when it can."""
+        kinds = " + ".join(term.kind for term in scheme.terms)
+        return [f"{kinds} has no kernel that sums every token alike"]
 
     def rounding(self, side: Side) -> ActivationCodes | None:
         """How the layer rounds its input or its output; None where it does not."""

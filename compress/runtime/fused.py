@@ -126,6 +126,8 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
             reasons.append(f"inputs differ: {first.in_features}, {layer.in_features}")
         if (layer.bias is None) != (first.bias is None):
             reasons.append("only some have a bias")
+        if layer.batch_invariant != first.batch_invariant:
+            reasons.append("only some are batch-invariant")
         if layer.dtype != first.dtype:
             reasons.append(f"dtypes differ: {first.dtype}, {layer.dtype}")
         if isinstance(layer, RowLinear) and isinstance(first, RowLinear) and layer.input_scale is not None:
@@ -153,7 +155,7 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
     if first.bias is not None:
         bias = torch.cat([cast(Tensor, layer.bias).detach() for layer in layers])
     stacked = type(first)(first.scheme, first.in_features, rows, bias)
-    stacked.spoken_for = True
+    stacked.spoken_for, stacked.batch_invariant = True, first.batch_invariant
     for name, buffer in first.named_buffers(recurse=False):
         across = [getattr(layer, name) for layer in layers]
         along = {"scale": 1, "zero": 1}.get(name, 0)

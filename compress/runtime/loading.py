@@ -35,7 +35,7 @@ from compress.runtime.assembly import (
     weights_on_codes,
 )
 from compress.runtime.dequantized import load_dequantized
-from compress.runtime.linear import PackedLinear
+from compress.runtime.linear import PackedLinear, QuantLinear
 from compress.runtime.steps import attend_here
 from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
@@ -212,6 +212,7 @@ def load(
     dequantize: bool = False,
     fuse: bool | None = None,
     int8_activations: bool = False,
+    batch_invariant: bool = False,
     trust_remote_code: bool = False,
     notes: list[str] | None = None,
 ) -> nn.Module:
@@ -220,14 +221,17 @@ def load(
     model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
     unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
     one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
-    scale per token and 128 inputs; faster on a CPU, with a small error. trust_remote_code: run Python code that comes
-    with the model, if any does. notes: takes what the person should know.
+    scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: what a compressed layer
+    returns for a token is the same, to the last bit, however many tokens are multiplied with it; slower. Norms,
+    attention and dense layers are torch's, which promises no such thing: a note counts them. trust_remote_code: run
+    Python code that comes with the model, if any does. notes: takes what the person should know.
 
     Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
     weights are read; InputError for options that a checkpoint cannot have.
     """
     options: dict[str, Any] = {"dequantize": dequantize, "fuse": fuse, "int8_activations": int8_activations}
-    return load_source(find_source(str(model), trust_remote_code), dtype, torch.device(device), notes=notes, **options)
+    options |= {"batch_invariant": batch_invariant, "notes": notes}
+    return load_source(find_source(str(model), trust_remote_code), dtype, torch.device(device), **options)
 
 
 def load_source(
@@ -238,18 +242,20 @@ def load_source(
     dequantize: bool = False,
     fuse: bool | None = None,
     int8_activations: bool = False,
+    batch_invariant: bool = False,
     notes: list[str] | None = None,
     unready: bool = False,
 ) -> nn.Module:
     """`load`, of a checkpoint that is open. unready: as in `finish`."""
+    beside = "fuse, int8_activations and batch_invariant do not apply"
     if source.quantization is None:
         stored_in(source)
-        if fuse or int8_activations:
-            raise InputError(f"{source.name} is not compressed: fuse and int8_activations do not apply")
+        if fuse or int8_activations or batch_invariant:
+            raise InputError(f"{source.name} is not compressed: {beside}")
         return load_dense(source, dtype, notes).to(target)
     if dequantize:
-        if fuse or int8_activations:
-            raise InputError("a dequantized model is dense: fuse and int8_activations do not apply")
+        if fuse or int8_activations or batch_invariant:
+            raise InputError(f"a dequantized model is dense: {beside}")
         return load_dequantized(source, dtype).to(target)
     _make_known()
     config = read_config(source)
@@ -270,9 +276,12 @@ def load_source(
         _round_inputs(network)
     if target.type == "cpu":
         attend_here(network)
+    network = network.to(target)
+    if batch_invariant:
+        remarks.append(_make_batch_invariant(network))
     if notes is not None:
         notes += remarks
-    return network.to(target)
+    return network
 
 
 def _round_inputs(network: nn.Module) -> None:
@@ -286,3 +295,20 @@ def _round_inputs(network: nn.Module) -> None:
             # The last group of a row may be shorter.
             layer.input_group = INPUT_GROUP if layer.in_features > INPUT_GROUP else -1
             layer.lay_in_strips()
+
+
+def _make_batch_invariant(network: nn.Module) -> str:
+    """Have every compressed layer sum every token alike. Returns what stays as it is; InputError where one cannot."""
+    layers = dict(compressed_layers(network))
+    for name, layer in layers.items():
+        reasons = layer.why_not_batch_invariant(layer.scheme, layer.in_features, layer.dtype, layer.device)
+        if reasons:
+            raise InputError(f"batch_invariant: {name} ({layer.scheme}) cannot be: {'; '.join(reasons)}")
+    for module in network.modules():
+        if isinstance(module, QuantLinear):
+            module.batch_invariant = True
+    dense = sum(isinstance(module, nn.Linear) for module in network.modules())
+    return (
+        f"batch-invariant: {len(layers)} compressed layers; norms, attention and {dense} dense layers are torch's, "
+        "which promises nothing of the kind"
+    )

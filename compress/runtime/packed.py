@@ -26,7 +26,7 @@ from compress.kernels.pack import (
     unpack_rows,
 )
 from compress.kernels.pack_strips import Strips, unpack_strips
-from compress.kernels.routes import Route, planar_route, strips_route
+from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
 from compress.kernels.sparse import weight_only_sparse_linear
 from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
@@ -103,12 +103,12 @@ class PackedLinear(WordLinear):
         words, scale, zero = self.held
         sizes = (self.in_features, self.group_size, self.input_group is not None)
         weight = (words, scale, zero, self._parameters["bias"])
-        if direct.serves(x, scale, *sizes):
+        if not self.batch_invariant and direct.serves(x, scale, *sizes):
             return direct.linear(self._rounded(x), *weight, self.container, self.group_size, self.input_group)
-        x = self._rounded(self._own(x))
+        x, how = self._rounded(self._own(x)), (self.group_size, self.input_group, self.batch_invariant)
         if self.in_strips:
-            return strips.strips_linear(x, *weight, self.group_size, self.input_group)
-        return planar_linear(x, *weight, self.container, self.group_size, self.input_group)
+            return strips.strips_linear(x, *weight, *how)
+        return planar_linear(x, *weight, self.container, *how)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x, rounded where no kernel does that."""
@@ -137,6 +137,10 @@ class PackedLinear(WordLinear):
     ) -> Route:
         """The same of a layer that stays in planar words: a summand, a head on the codes of an embedding."""
         return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme), not scheme.weights.symmetric)
+
+    @classmethod
+    def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+        return why_not_batch_invariant(K, *_layout(scheme), dtype, device, _integers(scheme))
 
     def dequantize(self) -> Tensor:
         return planar_weight(self.planar, self.in_features)

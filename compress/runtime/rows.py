@@ -119,6 +119,10 @@ class Int8Linear(RowLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         return w8a8_route(M, *shape, dtype, device)
 
+    @classmethod
+    def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+        return []  # sums of integers are exact
+
     def product(self, x: Tensor) -> Tensor:
         inputs = self.scheme.inputs
         assert inputs is not None

@@ -175,6 +175,14 @@ class SumLinear(QuantLinear):
                 reasons += one.why_not
         return Route(" + ".join(kernels), tuple(reasons))
 
+    @classmethod
+    def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+        reasons = []
+        for term in scheme.terms:
+            alone = Scheme(terms=(term,))
+            reasons += (kernel_of(term) or QuantLinear).why_not_batch_invariant(alone, K, dtype, device)
+        return reasons
+
 
 def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
     """Which terms are one call: codes, and the entries that are added to them."""

@@ -134,7 +134,14 @@ def by_rows(operation: Operation, M: int) -> bool:
     return rows_up_to(operation, cpu.library()) >= M
 
 
-def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Arguments:
+def _filled(
+    operation: Operation,
+    x_MK: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    batch_invariant: bool = False,
+) -> Arguments:
     M, K = x_MK.shape
     filled = Arguments(x=x_MK.data_ptr(), weight=weight.data_ptr(), scale=scale.data_ptr(), M=M, N=len(weight), K=K)
     filled.row_bytes = weight.shape[1] * weight.element_size()
@@ -143,7 +150,8 @@ def _filled(operation: Operation, x_MK: Tensor, weight: Tensor, scale: Tensor, b
         filled.bias, filled.bias_type = bias.data_ptr(), TYPES[bias.dtype]
     filled.G = scale.shape[0] if scale.dim() == 2 else 1
     filled.group = filled.input_group = -1
-    filled.by_rows = by_rows(operation, M)
+    # Over a slab every token is summed alike, whatever tile it is in.
+    filled.by_rows = by_rows(operation, M) and not batch_invariant
     filled.threads = torch.get_num_threads()
     return filled
 
@@ -186,12 +194,13 @@ def _planar(
     bias: Tensor | None,
     input_group: int,
     entries: Entries | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     # What is made contiguous here must live until the call returns.
     x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
-    filled = _filled(operation, x_MK, words, scale, bias)
+    filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
     filled.zero = None if zero is None else zero.data_ptr()
     filled.bits, filled.group, filled.input_group = weight.bits, weight.group_size, input_group
     filled.planar = filled.symmetric = True
@@ -199,23 +208,42 @@ def _planar(
     return call("weight_only" if operation == "weight_only" else "int8_activation", filled, x_MK)
 
 
-def weight_only(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
-    """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
-    return _planar("weight_only", x_MK, weight, bias, -1, entries)
+def weight_only(
+    x_MK: Tensor,
+    weight: Planar,
+    bias: Tensor | None = None,
+    entries: Entries | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x. batch_invariant: by the slower loop for few tokens."""
+    return _planar("weight_only", x_MK, weight, bias, -1, entries, batch_invariant)
 
 
-def int8_activation(x_MK: Tensor, weight: Planar, bias: Tensor | None = None, input_group: int = -1) -> Tensor:
+def int8_activation(
+    x_MK: Tensor,
+    weight: Planar,
+    bias: Tensor | None = None,
+    input_group: int = -1,
+    batch_invariant: bool = False,
+) -> Tensor:
     """[M, N] with x rounded to int8, symmetric, per token or per token and `input_group` columns."""
-    return _planar("int8_activation", x_MK, weight, bias, input_group)
+    return _planar("int8_activation", x_MK, weight, bias, input_group, None, batch_invariant)
 
 
-def strips(x_MK: Tensor, weight: Strips, bias: Tensor | None = None, input_group: int | None = None) -> Tensor:
+def strips(
+    x_MK: Tensor,
+    weight: Strips,
+    bias: Tensor | None = None,
+    input_group: int | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """[M, N] = x weight^T + bias, in the dtype of x, which is multiplied as it is (None) or rounded to int8, symmetric,
     per token (-1) or per token and `input_group` columns."""
     x_MK, bias = x_MK.contiguous(), bias_of(bias)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
-    filled = _filled(strips_operation(input_group is not None), x_MK, words, scale, bias)
+    operation = strips_operation(input_group is not None)
+    filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
     filled.N, filled.G, filled.row_bytes = len(words) * ROWS, scale.shape[1], words.shape[1] * words.shape[2] // ROWS
     filled.zero = None if zero is None else zero.data_ptr()
     filled.bits, filled.group, filled.strips, filled.symmetric = BITS, weight.group_size, True, True

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_gemm import power8, unpack8
-from compress.kernels.triton.split import arrives_last, collect, partials
+from compress.kernels.triton.split import arrives_last, collect, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4
 from compress.kernels.tuning.choose import device_of, fused
 from compress.kernels.tuning.table import Shape
@@ -252,7 +252,7 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
     x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype. What is refused, and why, is
-    `ops.why_not_planar`'s; here it is asserted.
+    `ops.why_not_weight_only`'s; here it is asserted.
     """
     (M, K), N = x_MK.shape, weight.words.shape[0]
     assert x_MK.stride(-1) == 1
@@ -264,6 +264,13 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
         return out_MN
     if shape is None:
         shape = fused(M, N, K, weight.bits, weight.group_size, device_of(x_MK.device))
+    for tokens in pieces(M, N, shape):
+        _launch(x_MK[tokens], weight, bias_N, out_MN[tokens], shape)
+    return out_MN
+
+
+def _launch(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, out_MN: Tensor, shape: Shape) -> None:
+    (M, K), N = x_MK.shape, out_MN.shape[1]
     grid = (triton.cdiv(N, shape.block_n), triton.cdiv(M, shape.block_m), shape.split_k)
     partial, counters = partials(out_MN, shape)
     block = planar_block(weight.bits)
@@ -298,4 +305,3 @@ def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shap
         num_stages=shape.num_stages,
         enable_fp_fusion=True,
     )
-    return out_MN

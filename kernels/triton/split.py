@@ -43,6 +43,13 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
     return acc
 
 
+def pieces(M: int, N: int, shape: Shape) -> list[slice]:
+    """M tokens in whole tiles of a configuration, so many at a time that there are counters for all that are split."""
+    tiles = max(1, workspace.SLICE // triton.cdiv(N, shape.block_n))
+    most = M if shape.split_k == 1 else tiles * shape.block_m
+    return [slice(first, min(first + most, M)) for first in range(0, M, most)]
+
+
 def partials(out_MN: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """What it takes to split K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
     tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)

@@ -37,7 +37,7 @@ from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.tuning import table
-from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8, grouped
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8, grouped, invariant
 from compress.kernels.tuning.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
 
 # Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
@@ -71,12 +71,16 @@ class Report:
 
 
 def weight_only(
-    arch: int, bits: int, group: int, zero: bool, dtype: str, M: int, N: int, K: int = 4096, experts: int = 0
+    arch: int, bits: int, group: int, zero: bool, dtype: str, M: int | None, N: int, K: int = 4096, experts: int = 0
 ) -> Report:
-    """Compile the weight-only kernel as it would run for these sizes; experts: that of so many, for M pairs of each."""
+    """Compile the weight-only kernel as it would run for these sizes; M None: batch-invariant; experts: that of so
+    many, for M pairs of each."""
     device = Device(capability=arch)
-    shape = fused(M, N, K, bits, group, device)
-    if experts:
+    if M is None:
+        shape = invariant(table.Kind("weight_only", bits, group, zero, dtype), N, K, device)
+    else:
+        shape = fused(M, N, K, bits, group, device)
+    if experts and M is not None:
         shape = grouped(shape, M * experts, experts, N, -(-K // planar_block(bits)), device)
     types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32") | EXPERT_TYPES
     types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
@@ -106,6 +110,7 @@ def weight_only(
     kind = f"{dtype} group {group}{' zero points' if zero else ''}"
     whose = f"{experts} experts " if experts else ""
     name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    name += " batch-invariant" if M is None else ""
     return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
 
 
@@ -294,6 +299,8 @@ def selection() -> Iterator[Report]:
     yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
     for arch, M in itertools.product((AMPERE, ADA, BLACKWELL, GEFORCE), (1, 32, 64, 128)):
         yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
+    for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield weight_only(arch, 4, 128, True, "bf16", None, 4096)
     for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
         yield w8a8(arch, M)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
@@ -325,6 +332,7 @@ def quick() -> Iterator[Report]:
     yield weight_only(HOPPER, 4, 128, False, "fp16", 1, 4096)
     yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
     yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
+    yield weight_only(HOPPER, 4, 128, True, "bf16", None, 4096)
     yield weight_only(AMPERE, 4, 128, True, "bf16", 64, 4096)
     yield weight_only(ADA, 4, 128, True, "bf16", 1, 4096)
     yield weight_only(BLACKWELL, 4, 128, True, "bf16", 1, 4096)

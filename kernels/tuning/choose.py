@@ -13,6 +13,11 @@ From DEQUANTIZE_TOKENS tokens on, a weight is dequantized block by block and mul
 it costs 4.5 bytes per 4-bit weight whatever M is, 413 / M of the time of the product at 4.3 TB/s and 790 TFLOP/s
 (assumed of an H200): a fifth at 2048 tokens, a loss that is known, against a fused kernel whose share of cuBLAS's
 speed is not. Below, the fused kernel has to reach less than that to be the better one.
+
+Batch-invariant products (`invariant`) have one configuration for any number of tokens: the order of the sums of a
+token, and so its result to the last bit, then does not depend on which others are multiplied with it. It is the one
+derived for INVARIANT_TOKENS, whose loop keeps up with memory when there is one token and with the matrix products when
+there are many; K is split for one wave of programs, not for two, because the parts are written for all tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +38,8 @@ BLOCKS_PER_SPLIT = 4
 # Columns of one step of the int8 product.
 W8A8_BLOCK_K = 128
 DEQUANTIZE_TOKENS = 2048
+# The largest tile of few tokens.
+INVARIANT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,11 @@ def choose_shape(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
     chosen = choose(kind, M, N, K, device)
     assert isinstance(chosen, Shape)
     return chosen
+
+
+def invariant(kind: Kind, N: int, K: int, device: Device) -> Shape:
+    """The configuration of a batch-invariant product: the same for all numbers of tokens."""
+    return derived(kind, INVARIANT_TOKENS, N, K, replace(device, processors=device.processors // 2))
 
 
 def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:

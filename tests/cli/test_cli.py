@@ -532,6 +532,7 @@ def test_inspect_says_which_kernel_each_layer_gets(
     monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda: ("no C++ compiler",))
     without = command("inspect", llama_w4, "--kernels", "--device", "cpu")
     assert "torch" in without.out
+    assert "12 of 12 layers cannot be batch-invariant: model.layers.0." in without.out
     assert "no C++" in without.out
     dense = command("inspect", llama, "--kernels")
     assert dense.code == 2

@@ -64,7 +64,7 @@ SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
 PRINTED = {
     "evaluations": (lambda: show.evaluations([(NASTY, evaluation())], NASTY), 3),
     "tasks": (lambda: answered([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
-    "kernels": (lambda: show.kernels([KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,))], NASTY), 5),
+    "kernels": (lambda: show.kernels([KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,), (NASTY,))], NASTY), 7),
     "calibration": (lambda: show.calibration(ranges()), 4),
     "inspection": (lambda: show.inspection([Row(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
     "bench": (lambda: [console().print(part) for part in tables(bench())], 6),

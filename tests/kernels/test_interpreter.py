@@ -1,5 +1,4 @@
-"""Runs `interpreter_cases.py` and its neighbours of sums and of experts under Triton's interpreter, in one process of
-their own: Triton decides at import."""
+"""Runs `interpreter_cases.py` and its neighbours under the interpreter, in one process: Triton decides at import."""
 
 import os
 import subprocess
@@ -10,7 +9,7 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped")]
+CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped", "invariance")]
 
 
 def test_kernels_under_the_interpreter():

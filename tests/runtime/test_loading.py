@@ -25,6 +25,7 @@ import compress
 from compress.checkpoint.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
+from compress.kernels.cpu import build as cpu
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.fused import FusedLinear
 from compress.runtime.linear import PackedLinear, QuantLinear
@@ -385,6 +386,34 @@ def test_int8_activations_are_for_weight_only_layers(llama_w4, llama):
     ):
         with pytest.raises(InputError):
             compress.load(model, **options)
+
+
+def test_batch_invariant_layers_give_a_token_the_same_in_any_company(llama_w4, llama, tmp_path):
+    if cpu.why_not():
+        pytest.skip("; ".join(cpu.why_not()))
+    notes = []
+    model = compress.load(llama_w4, torch.float32, batch_invariant=True, notes=notes)
+    assert notes[-1].startswith(
+        "batch-invariant: 12 compressed layers; norms, attention and 3 dense layers are torch's"
+    )
+    usual = dict(compressed_layers(compress.load(llama_w4, torch.float32)))
+    with torch.no_grad():
+        for name, layer in compressed_layers(model):
+            x = torch.randn(70, layer.in_features, generator=torch.Generator().manual_seed(0))
+            whole = layer(x)
+            torch.testing.assert_close(whole, usual[name](x))
+            assert all(torch.equal(layer(x[:M]), whole[:M]) for M in (1, 5))
+    for refused, options, why in (
+        (llama, {}, "is not compressed"),
+        (llama_w4, {"dequantize": True}, "a dequantized model is dense"),
+        (
+            LLMCOMPRESSOR / "fp8_dynamic",
+            {},
+            r"^batch_invariant: model\..* \(fp8 .*\) cannot be: float-quantized has no kernel",
+        ),
+    ):
+        with pytest.raises(InputError, match=why):
+            compress.load(refused, batch_invariant=True, **options)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

@@ -37,6 +37,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Products with exact inputs are off by a factor, whatever layout the weight is in."""
     planar, laid, operator = ops.weight_only_linear, strips.strips_linear, direct.linear
     monkeypatch.setattr(ops, "weight_only_linear", lambda *a: planar(*a) * factor)
-    # The last argument is the group of inputs that are rounded.
-    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[-1] is None else 1))
-    monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[-1] is None else 1))
+    # The group of inputs that are rounded.
+    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[6] is None else 1))
+    monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[7] is None else 1))
