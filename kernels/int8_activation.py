@@ -1,5 +1,9 @@
 """Weights in planar words times inputs that are rounded to int8, as a torch operator (w4a8), and beside inputs as they
-are (`planar_linear`). Shapes, gradients and paths are those of `ops`.
+are (`planar_linear`). Shapes and gradients are those of `ops`, and three of its paths, none of which dequantizes:
+
+    triton       `triton.int8_planar_gemm`, where `why_not_int8` has nothing against it
+    cpu          `cpu_gemm`, where it is compiled and takes the sizes
+    reference    plain torch: exact sums of integers in fp64, scaled one by one
 """
 
 from typing import Any
@@ -12,6 +16,8 @@ from compress.kernels import ops, reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
 from compress.kernels.ops import (
+    HALF,
+    MAX_INT8_COLUMNS,
     _check_words,
     _like_product,
     _parts,
@@ -19,8 +25,13 @@ from compress.kernels.ops import (
     _save_weight_only,
     _shaped,
     _weight_only_gradient,
+    _why_not_triton,
+    path_of,
+    why_not_groups,
 )
-from compress.kernels.pack import Planar, unpack_planar
+from compress.kernels.pack import Planar, planar_block, unpack_planar
+from compress.kernels.tuning.choose import choose_shape, device_of, invariant, kind_of
+from compress.kernels.tuning.table import Shape
 
 
 def why_not_input_group(input_group: int) -> list[str]:
@@ -29,6 +40,25 @@ def why_not_input_group(input_group: int) -> list[str]:
     if input_group == -1 or (input_group > 0 and input_group % step == 0):
         return []
     return [f"input group {input_group}; allowed: multiples of {step}, -1 (one scale per token)"]
+
+
+def why_not_int8(x: Tensor, weight: Planar) -> list[str]:
+    """Reasons why the Triton kernel cannot multiply x, rounded to int8, by this weight; empty when it can."""
+    reasons = [*_why_not_triton(x.device)]
+    for what, dtype in (("x is", x.dtype), ("scales are", weight.scale.dtype)):
+        if dtype not in (*HALF, torch.float32):
+            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
+    if weight.zero is not None and planar_block(weight.bits) != planar_block(4):
+        reasons.append("codes of 8 bits less a zero point do not fit int8")
+    if x.shape[-1] >= MAX_INT8_COLUMNS:
+        reasons.append(f"{x.shape[-1]} columns; int32 sums are exact below {MAX_INT8_COLUMNS}")
+    return reasons + why_not_groups(weight)
+
+
+def _configuration(x_MK: Tensor, weight: Planar, batch_invariant: bool) -> Shape:
+    kind = kind_of("int8_activation", weight.bits, weight.group_size, weight.zero is not None, x_MK.dtype)
+    sizes = (len(weight.words), x_MK.shape[1], device_of(x_MK.device))
+    return invariant(kind, *sizes) if batch_invariant else choose_shape(kind, len(x_MK), *sizes)
 
 
 @operator("compress::int8_activation_linear")
@@ -46,8 +76,7 @@ def int8_activation_linear(
     """[..., N] = quantize(x) weight^T + bias, in the dtype of x. The weight is the parts of a `pack.Planar`.
 
     x becomes int8, symmetric, fitted to every token, or to every token and block of `input_group` columns.
-    batch_invariant: as in `ops`; the reference, whose integers are exact and whose scales are multiplied one by one, is
-    that anyway.
+    batch_invariant: as in `ops`, by every path.
     """
     _check_words(x, words, bits)
     reasons = why_not_input_group(input_group)
@@ -55,7 +84,12 @@ def int8_activation_linear(
         raise InputError(reasons[0])
     weight = Planar(words, scale, zero, group_size, bits)
     x_MK = _rows(x)
-    if not cpu_gemm.why_not("int8_activation", x, scale, group_size):
+    path = path_of(x.device, why_not_int8(x, weight))
+    if path == "triton":
+        from compress.kernels.triton.int8_planar_gemm import int8_planar_gemm
+
+        out_MN = int8_planar_gemm(x_MK, weight, bias, input_group, _configuration(x_MK, weight, batch_invariant))
+    elif path == "cpu" and not cpu_gemm.why_not("int8_activation", x, scale, group_size):
         out_MN = cpu_gemm.int8_activation(x_MK, weight, bias, input_group, batch_invariant)
     else:
         out_MN = x_MK.new_empty(len(x_MK), len(words))

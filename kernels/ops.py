@@ -65,15 +65,19 @@ def _why_not_triton(device: torch.device) -> tuple[str, ...]:
 def why_not_weight_only(x: Tensor, weight: Planar) -> list[str]:
     """Reasons why the Triton kernel cannot multiply x by this weight; empty when it can."""
     reasons = [*_why_not_triton(x.device)]
-    block = planar_block(weight.bits)
-    group = weight.group_size
     if x.dtype not in HALF:
         reasons.append(f"x is {x.dtype}; allowed: float16, bfloat16")
     if weight.scale.dtype != x.dtype:
         reasons.append(f"scales are {weight.scale.dtype}, x is {x.dtype}; lay the weight out for the dtype of x")
+    return reasons + why_not_groups(weight)
+
+
+def why_not_groups(weight: Planar) -> list[str]:
+    """Reasons why a loop over blocks of words cannot scale groups of such a weight; empty when it can."""
+    group, block = weight.group_size, planar_block(weight.bits)
     if group != -1 and (group % PLANE or (group % block and block % group)):
-        reasons.append(f"group size {group}; allowed: 32, 64, multiples of {block}, -1 (one scale per channel)")
-    return reasons
+        return [f"group size {group}; allowed: 32, 64, multiples of {block}, -1 (one scale per channel)"]
+    return []
 
 
 def why_not_batch_invariant(x: Tensor, weight: Planar) -> list[str]:

@@ -18,6 +18,7 @@ from compress.kernels import fp8, ops, sparse, sparse24, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
+from compress.kernels.int8_activation import why_not_int8
 from compress.kernels.pack import Planar
 from compress.kernels.pack24 import Sparse24
 from compress.kernels.pack_tiles import TileWords
@@ -52,8 +53,6 @@ def planar_route(
     """Of a weight in planar words of 4 or 8 bits; int8_input: x is rounded to int8; zero: there are zero points."""
     if device.type == "cpu":
         return _cpu_route("int8_activation" if int8_input else "weight_only", M, N, K, group_size, dtype)
-    if int8_input:
-        return Route("reference", ("int8 inputs with packed weights have no GPU kernel: use w8a8 or w4a16 there",))
     meta = torch.device("meta")
     weight = Planar(
         torch.empty(N, 0, dtype=torch.int16, device=meta),
@@ -63,6 +62,9 @@ def planar_route(
         bits,
     )
     x_MK = _tokens(M, K, dtype, device)
+    if int8_input:
+        reasons = why_not_int8(x_MK, weight)
+        return Route(ops.path_of(device, reasons), tuple(reasons))
     path, _ = ops.weight_only_path(x_MK, weight)
     fused = tuple(ops.why_not_weight_only(x_MK, weight))
     if path == "dequantize" and not fused:

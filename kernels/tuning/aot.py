@@ -23,6 +23,7 @@ from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS
 from compress.kernels.triton.grouped_gemm import grouped_kernel
 from compress.kernels.triton.grouped_int8 import grouped_int8_kernel
 from compress.kernels.triton.int8_gemm import w8a8_kernel
+from compress.kernels.triton.int8_planar_gemm import int8_planar_kernel
 from compress.kernels.triton.int8_quantize import (
     ROW_BLOCK,
     ROW_WARPS,
@@ -37,7 +38,7 @@ from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.tuning import table
-from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, fused, fused24, fused_w8a8, grouped, invariant
+from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, fused, fused24, fused_w8a8, grouped, invariant
 from compress.kernels.tuning.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
 
 # Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
@@ -112,6 +113,42 @@ def weight_only(
     name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
     name += " batch-invariant" if M is None else ""
     return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+
+
+def int8_activation(
+    arch: int, bits: int, group: int, zero: bool, M: int | None, N: int = 4096, K: int = 4096, x_group: int = -1
+) -> Report:
+    """Compile the product of planar words with int8 tokens as it would run for these sizes; M None: batch-invariant;
+    x_group: columns of a token that share a scale."""
+    device = Device(capability=arch)
+    kind = table.Kind("int8_activation", bits, group, zero, "bf16")
+    shape = invariant(kind, N, K, device) if M is None else derived(kind, M, N, K, device)
+    sizes = ("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "blocks_per_split")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    types |= {"x_ptr": "*i8", "words_ptr": "*i16", "zero_ptr": "*u8", "x_scale_ptr": "*fp32"}
+    types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "X_GROUP": x_group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "EVEN_K": True,
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(int8_planar_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    name = (
+        f"int8 inputs{'' if x_group == -1 else f' by {x_group}'} w{bits} group {group}{' zero points' if zero else ''}"
+    )
+    name += f" tile {shape.block_m}x{shape.block_n} split {shape.split_k}{' batch-invariant' if M is None else ''}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
 
 
 def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
@@ -301,6 +338,12 @@ def selection() -> Iterator[Report]:
         yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
     for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
         yield weight_only(arch, 4, 128, True, "bf16", None, 4096)
+        for M, group, zero in ((1, 128, True), (1, 32, True), (64, 128, False), (128, 128, True)):
+            yield int8_activation(arch, 4, group, zero, M)
+        yield int8_activation(arch, 4, 128, True, None)
+    for M, x_group in ((1, 128), (1, -1), (64, 128)):
+        yield int8_activation(HOPPER, 4, -1, M == 1, M, x_group=x_group)
+        yield int8_activation(HOPPER, 8, 128, False, M, x_group=x_group)
     for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
         yield w8a8(arch, M)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
@@ -333,6 +376,8 @@ def quick() -> Iterator[Report]:
     yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
     yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
     yield weight_only(HOPPER, 4, 128, True, "bf16", None, 4096)
+    for arch, M in ((HOPPER, 1), (HOPPER, 128), (BLACKWELL, 64)):
+        yield int8_activation(arch, 4, 128, True, M)
     yield weight_only(AMPERE, 4, 128, True, "bf16", 64, 4096)
     yield weight_only(ADA, 4, 128, True, "bf16", 1, 4096)
     yield weight_only(BLACKWELL, 4, 128, True, "bf16", 1, 4096)

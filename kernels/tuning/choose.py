@@ -93,6 +93,8 @@ def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
     """The configuration of the fused kernel where nothing was measured."""
     if kind.op == "w8a8":
         return fused_w8a8(M, N, K, device)
+    if kind.op == "int8_activation":
+        return fused_int8(M, N, K, kind.bits, kind.group_size, device)
     if kind.op == "sparse24":
         return fused24(M, N, _cdiv(K, BLOCK), device)
     return fused(M, N, K, kind.bits, kind.group_size, device)
@@ -112,6 +114,16 @@ def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) ->
     rows, warps = (64, 2) if device.tensor_memory else (128, 4)
     split = splits(_cdiv(N, rows), _cdiv(K, planar_block(bits)), device.processors)
     return Shape(max(16, table.bucket(M)), rows, split, warps)
+
+
+def fused_int8(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:
+    """The derived configuration of the kernel of planar words and int8 tokens, which by tcgen05 spills."""
+    if M <= 32 or (M <= 64 and device.hopper):
+        return fused(M, N, K, bits, group_size, device)
+    if M <= 64 or device.tensor_memory:
+        split = splits(_cdiv(N, 64), _cdiv(K, planar_block(bits)), device.processors) if M <= 64 else 1
+        return Shape(64, 64, split, num_warps=2)
+    return Shape(128 if device.hopper else 64, 128 if device.hopper else 256, num_warps=8, num_stages=3)
 
 
 def grouped(shape: Shape, pairs: int, experts: int, N: int, steps: int, device: Device) -> Shape:

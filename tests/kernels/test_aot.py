@@ -41,7 +41,7 @@ def test_shared_memory_fits(reports):
 
 
 def test_products_use_the_matrix_instruction(reports):
-    kinds = ("w", "sparse24", "persistent", "tiles", "128 experts")
+    kinds = ("w", "int8 inputs", "sparse24", "persistent", "tiles", "128 experts")
     for r in (report for kind in kinds for report in pick(reports, kind)):
         used = {name for name in ("wgmma", "mma", "tcgen05") if r["cost"][name]}
         assert used in INSTRUCTIONS[r["arch"]], (r["arch"], r["name"])
@@ -69,6 +69,21 @@ def test_the_products_of_experts_have_the_loops_of_the_others(reports):
     """Finding the expert of a tile comes before the loop, and takes nothing in it."""
     for r in pick(reports, "128 experts", arch=90):
         assert r["per_weight"] <= (1 if "w8a8" in r["name"] else W4_BUDGET), r["name"]
+
+
+def test_int8_tokens_fit_between_the_bytes(reports):
+    """4-bit weights become bytes at half an instruction, or at one with zero points. From 128 tokens on the loop is
+    held against the matrix products: 512 cycles of a tile of 128 x 128 on sm_90a, of which these take 680."""
+    for r in pick(reports, "int8 inputs"):
+        limit = 5.4 if "tile 128x" in r["name"] else r["budget"]
+        assert 1 < r["per_weight"] <= limit, (r["arch"], r["name"])
+
+
+def test_weights_go_from_words_to_int8_products_in_registers(reports):
+    """On sm_90a: no way back through shared memory, and one matrix instruction of 32 columns per plane and 64 rows."""
+    opcodes = pick(reports, "int8 inputs w4 group 128 zero points tile 16x128", arch=90)[0]["cost"]["loop_opcodes"]
+    assert opcodes["IGMMA"] == 8
+    assert opcodes.get("STS", 0) <= 4  # the scales and zero points
 
 
 def test_w8_fits_between_the_bytes(reports):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compress.kernels import fp8, grouped, ops, pack, pack24, reference, semi_structured, sparse24
+from compress.kernels.int8_activation import int8_activation_linear, planar_linear, why_not_int8
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table, tune
@@ -242,6 +243,37 @@ def test_quantize_tokens_bit_for_bit(symmetric, dtype):
         int8_quantize.quantize_tokens(x, symmetric), reference.quantize_tokens(x, symmetric), strict=True
     ):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group", "zero"), [(4, 32, True), (4, 128, True), (4, 128, False), (8, 128, False)])
+@pytest.mark.parametrize("input_group", [-1, 128])
+@pytest.mark.parametrize("M", [1, 17, 63, 130, 2050])
+def test_int8_tokens(M, input_group, bits, group, zero, dtype):
+    x, planar, bias = operands(M, 1100, 1024, bits, group, zero, dtype)
+    assert why_not_int8(x, planar) == []
+    out = int8_activation_linear(x, *planar[:3], bias, bits, group, input_group)
+    codes, scale = reference.quantize_token_blocks(x, input_group)
+    given = codes.double() * scale.double().repeat_interleave(1024 // scale.shape[1], 1)
+    wide = [part.t().double().repeat_interleave(group, 1) for part in (planar.scale, planar.zero) if part is not None]
+    centre = wide[1] if zero else 2 ** (bits - 1)
+    weight = (pack.unpack_planar(planar.words, bits, 1024).double() - centre) * wide[0]
+    truth = given @ weight.t() + bias.double()
+    assert ((out.double() - truth).abs() <= reference.tolerance(given, weight, truth, dtype)).all()
+
+
+@pytest.mark.parametrize("input_group", [None, -1, 128])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (4, -1), (8, 128)])
+def test_batch_invariant(bits, group, input_group):
+    """Alone, in small and in large company, at any place."""
+    x, planar, bias = operands(2050, 1100, 4096, bits, group, bits == 4, torch.bfloat16)
+
+    def product(x):
+        return planar_linear(x, *planar[:3], bias, bits, group, input_group, True)
+
+    whole = product(x)
+    for first, last in ((0, 1), (7, 8), (0, 5), (3, 73), (64, 564), (2049, 2050)):
+        assert torch.equal(product(x[first:last]), whole[first:last])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

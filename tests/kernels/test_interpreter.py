@@ -9,7 +9,7 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped", "invariance")]
+CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped", "invariance", "int8_words")]
 
 
 def test_kernels_under_the_interpreter():

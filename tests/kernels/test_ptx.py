@@ -11,6 +11,7 @@ import triton.language as tl
 
 from compress.kernels.pack24 import TOP_BIT
 from compress.kernels.triton.int8_gemm import PRMT_BF16, PRMT_FP16, power8
+from compress.kernels.triton.int8_planar_gemm import BYTES_4, BYTES_4_ZERO, BYTES_8, RAISED
 from compress.kernels.triton.sparse24_gemm import expand_ptx
 from compress.kernels.triton.unpack import LOP3_BF16, LOP3_FP16, power4
 
@@ -43,6 +44,8 @@ OPERATIONS = {
     "shr.u32": lambda a, count: a >> count,
     "shl.b32": lambda a, count: a << count,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "sub.u32": lambda a, b: a - b,
     "mov.b32": lambda a: a,
     "add.f32": lambda a, b: (a.view(np.float32) + b.view(np.float32)).view(np.uint32),
 }
@@ -105,6 +108,23 @@ def test_subtracting_power_and_zero_point_is_exact(bits, dtype):
         stored = (codes + power).to(dtype)
         zero = codes.to(dtype) + torch.tensor(power, dtype=dtype)
         assert torch.equal((stored[:, None] - zero[None, :]).double(), (codes[:, None] - codes[None, :]).double())
+
+
+@pytest.mark.parametrize(("ptx", "bits", "zero"), [(BYTES_4, 4, False), (BYTES_4_ZERO, 4, True), (BYTES_8, 8, False)])
+def test_words_become_bytes_of_planes(ptx, bits, zero):
+    """Four words that follow each other, in two registers, give four bytes of every plane: every word in every place,
+    with every zero point."""
+    rng, planes = np.random.default_rng(0), 16 // bits
+    words = np.stack([rng.permutation(2**16).astype(np.uint32) for _ in range(4)])
+    zeros = rng.integers(0, 16, (planes, 2**16), dtype=np.uint32)
+    given = [words[0] | words[1] << np.uint32(16), words[2] | words[3] << np.uint32(16)]
+    given += [z * np.uint32(0x01010101) for z in zeros] if zero else []
+    for plane, register in enumerate(emulate(ptx, planes, *given)):
+        for place, word in enumerate(words):
+            byte = (register >> np.uint32(8 * place) & np.uint32(255)).astype(np.uint8).view(np.int8)
+            code = (word >> np.uint32(bits * plane) & np.uint32(2**bits - 1)).astype(np.int64)
+            centred = code - zeros[plane] if zero else (code - 2 ** (bits - 1)) * (RAISED if bits == 4 else 1)
+            assert np.array_equal(byte, centred)
 
 
 @pytest.mark.parametrize("quarter", range(4))

@@ -48,6 +48,17 @@ def test_where_the_scale_goes(block_m, group, bits, sums):
     assert not table.Shape(block_m, 128).scales_sums(-1)
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_choices_of_planar_words_and_int8_tokens_are_legal(capability):
+    for M, N, K in itertools.product(SIZES, SIZES, SIZES):
+        shape = shapes.fused_int8(M, N, K, 4, 128, shapes.Device(capability=capability))
+        assert min(M, 64) <= shape.block_m <= (128 if capability == 90 else 64)
+        tiles = -(-M // shape.block_m) * -(-N // shape.block_n)
+        assert shape.split_k == 1 or (M <= 64 and tiles * shape.split_k <= 2 * shapes.PROCESSORS)
+        # A warp of 16 rows and 64 tokens more has sums and fp32 sums in all its registers.
+        assert shape.block_m * shape.block_n <= 2048 * shape.num_warps
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_int8_choices_are_legal(capability):
     for M, N, K in itertools.product(SIZES, SIZES, SIZES):
