@@ -82,8 +82,8 @@ class Problem:
         elif self.op == "sparse24":
             step = shape.block_n * pack.PLANE * 6 + shape.block_m * pack24.BLOCK * self.dtype.itemsize
         else:
-            columns = pack.planar_block(self.bits)
-            step = shape.block_n * pack.PLANE * 2 + shape.block_m * columns * self.dtype.itemsize
+            columns, width = pack.planar_block(self.bits), 1 if self.op == "int8_activation" else self.dtype.itemsize
+            step = shape.block_n * pack.PLANE * 2 + shape.block_m * columns * width
         return step * (shape.num_stages - 1)
 
 
@@ -113,7 +113,9 @@ def why_not(problem: Problem, shape: Shape, device: Device, shared: int) -> list
         reasons.append(f"{shape.block_n} rows per tile for {problem.N} outputs")
     if problem.shared(shape) > shared:
         reasons.append(f"{problem.shared(shape)} bytes of shared memory; {shared} are there")
-    if shape.block_m * shape.block_n > SUMS_PER_THREAD * 32 * shape.num_warps:
+    # int32 sums of a group beside the fp32 sums of all.
+    most = SUMS_PER_THREAD // (2 if problem.op == "int8_activation" else 1)
+    if shape.block_m * shape.block_n > most * 32 * shape.num_warps:
         reasons.append(f"a tile of {shape.block_m}x{shape.block_n} spills with {shape.num_warps} warps")
     if shape.split_k > 1:
         tiles = -(-problem.M // shape.block_m) * -(-problem.N // shape.block_n)
@@ -159,6 +161,9 @@ class Operands:
             planar = pack.to_planar(codes, scale, zero if problem.zero else None, problem.bits, problem.dtype)
             self.planar = [planar._replace(words=planar.words.clone()) for _ in range(self.copies)]
             x_true, values = self.x.double(), pack.planar_weight(planar, K).double()
+            if problem.op == "int8_activation":
+                rounded, step, _ = reference.quantize_tokens(self.x)
+                x_true = rounded.double() * step.double()[:, None]
         self.truth = x_true @ values.t()
         self.allowed = reference.tolerance(x_true, values, self.truth, problem.dtype)
         # Weights may be rounded to the dtype of x, or not: half a unit in the last place.
@@ -172,6 +177,7 @@ class Operands:
         """The product by one configuration, once per copy."""
         from compress.kernels.triton.dequantize_gemm import dequantize_gemm
         from compress.kernels.triton.int8_gemm import w8a8_gemm
+        from compress.kernels.triton.int8_planar_gemm import int8_planar_gemm
         from compress.kernels.triton.planar_gemm import planar_gemm
         from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
@@ -179,6 +185,9 @@ class Operands:
             return [partial(dequantize_gemm, self.x, w) for w in self.planar]
         if self.problem.op == "weight_only":
             return [partial(planar_gemm, self.x, w, None, choice) for w in self.planar]
+        if self.problem.op == "int8_activation":
+            assert isinstance(choice, Shape)
+            return [partial(int8_planar_gemm, self.x, w, None, -1, choice) for w in self.planar]
         if self.problem.op == "sparse24":
             return [partial(sparse24_gemm, self.x, self.problem.K, w, None, choice) for w in self.sparse]
         x, scales, dtype = (self.x, self.x_scale, self.x_zero), (self.scale, self.row_sum), self.problem.dtype

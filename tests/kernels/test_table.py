@@ -116,7 +116,7 @@ MALFORMED = {
     "not JSON": "{",
     "not a table of format 2": "[]",
     "no list of entries": '{"format": 2}',
-    "op 'gemm'; allowed: weight_only, w8a8, sparse24": changed(op="gemm"),
+    "op 'gemm'; allowed: weight_only, int8_activation, w8a8, sparse24": changed(op="gemm"),
     "M 17 is not a power of two": changed(M=17),
     "N '64' is not a size": changed(N="64"),
     "group_size -2 is not a size": changed(group_size=-2),

@@ -63,6 +63,7 @@ def timer_of(times, default=2.0):
     [
         DECODE,
         replace(DECODE, M=4096),
+        Problem("int8_activation", 16, 4096, 4096),
         Problem("w8a8", 64, 300, 512, 8, -1),
         Problem("w8a8", 512, 512, 512, 8, -1),
         Problem("sparse24", 16, 512, 8192),

@@ -468,6 +468,7 @@ def test_sparse24_layers_take_it_too(bits, symmetric, dtype, monkeypatch):
     "problem",
     [
         tune.Problem("weight_only", 2, 64, 512, 4, 128, zero=True, dtype=torch.float16),
+        tune.Problem("int8_activation", 2, 32, 256, 4, 128, zero=True, dtype=torch.float16),
         tune.Problem("w8a8", 3, 40, 256, 8, -1, zero=True, dtype=torch.float32),
         tune.Problem("sparse24", 2, 40, 1024, 4, 128, zero=True, dtype=torch.float16),
     ],
