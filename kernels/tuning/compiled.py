@@ -32,6 +32,7 @@ class Cost:
     wgmma: int
     mma: int
     tcgen05: int
+    float_adds: int
     loop_instructions: int
     loop_opcodes: dict[str, int]
 
@@ -114,6 +115,7 @@ def cost(compiled: CompiledKernel) -> Cost:
         wgmma=ptx.count("wgmma.mma_async"),
         mma=ptx.count("mma.sync"),
         tcgen05=ptx.count("tcgen05.mma"),
+        float_adds=len(re.findall(r"\badd(\.rn)?\.f32\b", ptx)),
         loop_instructions=len(loop),
         loop_opcodes=dict(Counter(name.split(".")[0] for name in loop).most_common()),
     )

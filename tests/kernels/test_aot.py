@@ -137,6 +137,13 @@ def test_the_persistent_product_loads_by_descriptor(reports):
         assert "LDGSTS" not in opcodes
 
 
+def test_int8_outputs_are_rounded_alike_by_every_configuration(reports):
+    """Their sums are exact, and the bias is added by the multiply-add of the scale wherever there is one: what a token
+    gets does not depend on the configuration, nor so on how many tokens there are."""
+    for r in [*pick(reports, "w8a8"), *pick(reports, "persistent w8a8")]:
+        assert r["cost"]["float_adds"] == 0, (r["arch"], r["name"])
+
+
 def test_every_shape_of_the_small_product_was_seen(reports):
     names = " ".join(r["name"] for r in pick(reports, "w4a16", arch=90))
     for tile in ("16x128 split 8", "16x128 split 1", "32x128", "64x128", "128x128", "128x256"):

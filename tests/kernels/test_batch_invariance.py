@@ -11,7 +11,7 @@ from compress.kernels import ops, strips
 from compress.kernels.cpu import build as cpu
 from compress.kernels.int8_activation import planar_linear
 from compress.kernels.pack_strips import pack_strips
-from compress.kernels.routes import why_not_batch_invariant
+from compress.kernels.routes import planar_route, why_not_batch_invariant
 from compress.kernels.triton import workspace
 from compress.kernels.triton.split import pieces
 from compress.kernels.tuning.choose import Device, invariant, kind_of
@@ -72,6 +72,15 @@ def test_gradients_go_through_it(compiled):
         (back,) = torch.autograd.grad(out, x, torch.ones_like(out))
         torch.testing.assert_close(back, dense.float().sum(0).expand_as(back), rtol=1e-4, atol=1e-4)
     torch.library.opcheck(ops.weight_only_linear.registered, (x.detach(), *weight[:3], None, 4, 32, True))
+
+
+def test_routes_of_int8_tokens_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("compress.kernels.int8_activation._why_not_triton", lambda device: ())
+    meta = torch.device("meta")
+    for M in (1, 4096):
+        assert planar_route(M, N, K, 4, 32, torch.bfloat16, meta, int8_input=True, zero=True) == ("triton", ())
+    kept = planar_route(1, N, K, 8, 64, torch.bfloat16, meta, int8_input=True, zero=True)
+    assert kept == ("reference", ("codes of 8 bits less a zero point do not fit int8",))
 
 
 def test_one_configuration_for_any_number_of_tokens():
