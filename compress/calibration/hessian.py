@@ -12,8 +12,9 @@ from compress.errors import InputError
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
 # statistics entirely does better than rounding on other text; with a quarter of that it may not.
 FEW = 2
-# Columns of a block of a symmetric sum, at least: of the blocks on both sides of the diagonal one is computed.
-BLOCK, BLOCKS = 256, 4
+# Columns of a block of a symmetric matrix, at least, and blocks, at most: of those on both sides of the diagonal one is
+# computed.
+BLOCK, BLOCKS = 256, 8
 Precision = Literal["float32", "float64"]
 
 
@@ -139,20 +140,21 @@ class Hessian:
         return replace(whole, few=True, halves=tuple(halves))
 
 
-def _blocks(columns: int) -> list[slice]:
+def symmetric_blocks(columns: int) -> list[slice]:
+    """Runs of columns in which a symmetric matrix is walked on one side of its diagonal."""
     size = max(BLOCK, -(-columns // BLOCKS))
     return [slice(first, min(first + size, columns)) for first in range(0, columns, size)]
 
 
 def _add_products(sum_KK: Tensor, x_MK: Tensor) -> None:
     """Add x^T x to a sum, but for the blocks below its diagonal."""
-    for part in _blocks(len(sum_KK)):
+    for part in symmetric_blocks(len(sum_KK)):
         sum_KK[part, part.start :].addmm_(x_MK[:, part].t(), x_MK[:, part.start :])
 
 
 def _mirror(sum_KK: Tensor) -> None:
     """Give a symmetric sum its blocks below the diagonal."""
-    for part in _blocks(len(sum_KK)):
+    for part in symmetric_blocks(len(sum_KK)):
         sum_KK[part.stop :, part] = sum_KK[part, part.stop :].t()
 
 

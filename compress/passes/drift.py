@@ -5,6 +5,10 @@ H = X_q^T X_q, M = (X - X_q)^T X_q, means over tokens. |X W^T - X_q Q^T|^2 is le
 D = M (H + damp)^-1 is a ridge regression; Z is the same of the contrast, which has the noise of M and nothing else.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -14,7 +18,36 @@ from compress.errors import InputError
 from compress.passes.solve import quadratic
 from compress.passes.sweep import damped
 
-Correction = tuple[Tensor, Tensor | None]
+
+@dataclass(frozen=True)
+class Correction:
+    """M [K, K] and the contrast (None: the noise is not known); stiff: H + damp, lower: its Cholesky factor, or None
+    where rounding left it none."""
+
+    drift: Tensor
+    contrast: Tensor | None
+    stiff: Tensor
+    lower: Tensor | None
+
+    @cached_property
+    def matrices(self) -> tuple[Tensor, Tensor | None]:
+        """D and Z, each [K, K]."""
+        return self._divided(self.drift), None if self.contrast is None else self._divided(self.contrast)
+
+    def of(self, weight_NK: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+        """W D and W Z, each [N, K]. rows: of all weights that this is asked of; few are cheaper divided themselves."""
+        if rows > len(self.stiff):
+            drift, contrast = self.matrices
+            return weight_NK @ drift, None if contrast is None else weight_NK @ contrast
+        step_NK = self._divided(weight_NK @ self.drift)
+        return step_NK, None if self.contrast is None else self._divided(weight_NK @ self.contrast)
+
+    def _divided(self, x_NK: Tensor) -> Tensor:
+        """x (H + damp)^-1."""
+        # The inverse is symmetric: transposed, products on the right are solutions of one system.
+        if self.lower is None:
+            return torch.linalg.solve(self.stiff, x_NK.t()).t()
+        return torch.cholesky_solve(x_NK.t(), self.lower).t()
 
 
 def check_drift(drift: float) -> None:
@@ -23,20 +56,12 @@ def check_drift(drift: float) -> None:
 
 
 def drift_correction(statistics: HessianResult, damp: float) -> Correction | None:
-    """(D, Z), each [K, K]: W + W D is the ridge-regression weight; Z is D of noise alone (None: not known).
-
-    None where nothing is compressed before this layer.
-    """
+    """What W + W D needs, the ridge-regression weight; None where nothing is compressed before this layer."""
     assert statistics.drift is not None
     if not bool(statistics.drift.any()):
         return None
-    known = [m for m in (statistics.drift, statistics.contrast) if m is not None]
-    # The inverse is symmetric: transposed, the products on the right are solutions of one system.
     lower, failed = torch.linalg.cholesky_ex(stiff := damped(statistics.hessian, damp))
-    wanted = torch.cat(known).t()
-    solved = (torch.linalg.solve(stiff, wanted) if int(failed) else torch.cholesky_solve(wanted, lower)).t()
-    found = solved.split(len(statistics.hessian))
-    return found[0], found[1] if len(found) > 1 else None
+    return Correction(statistics.drift, statistics.contrast, stiff, None if int(failed) else lower)
 
 
 def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK: Tensor) -> float:
@@ -48,11 +73,18 @@ def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK
 
 
 def aimed(
-    comm: Comm, weight_NK: Tensor, correction: Correction, hessian_KK: Tensor, most: float, measured: bool
-) -> tuple[Tensor, float]:
-    """(W + a W D, a): what codes should aim at. a is `most`, of what the noise leaves where it is `measured`."""
-    matrix, contrast = correction
-    step_NK = weight_NK @ matrix
-    noise_NK = None if contrast is None else weight_NK @ contrast
-    share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
-    return weight_NK + share * step_NK, share
+    comm: Comm,
+    weights: Mapping[str, Tensor],
+    correction: Correction,
+    hessian_KK: Tensor,
+    most: float,
+    measured: bool,
+) -> dict[str, tuple[Tensor, float]]:
+    """{layer: (W + a W D, a)}: what codes should aim at. a is `most`, of what the noise leaves where it is
+    `measured`."""
+    rows, aims = sum(map(len, weights.values())), {}
+    for name, weight_NK in weights.items():
+        step_NK, noise_NK = correction.of(weight_NK, rows)
+        share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
+        aims[name] = weight_NK + share * step_NK, share
+    return aims

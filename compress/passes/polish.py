@@ -188,9 +188,12 @@ class Polish(Generic[R]):
 
     def rounds(self, refit: Callable[[], None], refits: int, sweeps: int) -> Tensor:
         """So many rounds of a refit and of descent, in turns; returns the loss."""
-        for step in range(max(refits, sweeps)):
+        last = max(refits, sweeps) - 1
+        for step in range(last + 1):
             if step < refits:
                 refit()
+            if step == last < sweeps:
+                return self.descend_last()
             if step < sweeps:
                 self.descend()
         return self.loss()
@@ -221,15 +224,33 @@ class Polish(Generic[R]):
     def descend(self) -> None:
         """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum, a weight
         that is no code to the optimum itself."""
+        for part in self.blocks():
+            self.move(part, self.descended(part))
+
+    def descend_last(self) -> Tensor:
+        """`descend` after which nothing else moves, so that columns need their gradient no longer than until they have
+        been moved. Returns the loss."""
+        loss = self.loss()
+        for part in self.blocks():
+            change = self.descended(part)
+            loss -= (change * (2 * self.gradient[:, part] - change @ self.hessian[part, part])).sum(1)
+            self.values[:, part] += change
+            self.gradient[:, part.stop :].addmm_(change, self.hessian[part, part.stop :], alpha=-1)
+        return loss
+
+    def blocks(self) -> list[slice]:
+        """Columns that descend together."""
         columns = self.weight.shape[1]
-        for first in range(0, columns, BLOCK):
-            part = slice(first, min(first + BLOCK, columns))
-            own = self.hessian[part, part].contiguous()
-            # Copies, also of one row, which would be contiguous as it is.
-            gradient, values = (
-                x[:, part].t().clone(memory_format=torch.contiguous_format) for x in (self.gradient, self.values)
-            )
-            change = torch.empty_like(values)
-            block = Block(first, gradient, values, change, own, own.diagonal().contiguous())
-            self.rule.descend(block)
-            self.move(part, change.t())
+        return [slice(first, min(first + BLOCK, columns)) for first in range(0, columns, BLOCK)]
+
+    def descended(self, part: slice) -> Tensor:
+        """[N, B] what the values of a block's columns change by in descent."""
+        own = self.hessian[part, part].contiguous()
+        # Copies, also of one row, which would be contiguous as it is.
+        gradient, values = (
+            x[:, part].t().clone(memory_format=torch.contiguous_format) for x in (self.gradient, self.values)
+        )
+        change = torch.empty_like(values)
+        block = Block(part.start, gradient, values, change, own, own.diagonal().contiguous())
+        self.rule.descend(block)
+        return change.t()

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from compress.calibration.hessian import symmetric_blocks
 from compress.comm import Comm
 from compress.kernels.pack import some_rows
 from compress.passes.sites import Site
@@ -23,9 +24,15 @@ Solve = Callable[..., Summand | Weight]
 
 
 def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
-    """tr(E H E^T), each rank computing its share of the rows."""
+    """tr(E H E^T) of a symmetric H, each rank computing its share of the rows."""
     mine = error_NK[comm.rows_of(len(error_NK))]
-    return float(comm.all_reduce(((mine @ hessian_KK) * mine).sum()))
+    total = mine.new_zeros(())
+    for part in symmetric_blocks(len(hessian_KK)):
+        own, rest = mine[:, part], mine[:, part.stop :]
+        # What lies beyond the block counts for both sides of the diagonal.
+        product = torch.addmm(own @ hessian_KK[part, part], rest, hessian_KK[part.stop :, part], alpha=2)
+        total += (product * own).sum()
+    return float(comm.all_reduce(total))
 
 
 def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:

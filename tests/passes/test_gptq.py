@@ -196,14 +196,14 @@ def drifting(columns: int, tokens: int, seed: int, rows: int = 8) -> tuple[Tenso
 def test_without_drift_there_is_nothing_to_correct():
     _, x = realistic_layer(1, 96, seed=5)
     assert drift_correction(seen(x, x.clone()), DAMP) is None
-    step, noise = drift_correction(seen(x, x * (1 + 1e-12)), DAMP)
+    step, noise = drift_correction(seen(x, x * (1 + 1e-12)), DAMP).matrices
     assert torch.allclose(step, torch.zeros(96, 96, dtype=torch.float64), rtol=0, atol=1e-10)
     assert torch.allclose(noise, torch.zeros(96, 96, dtype=torch.float64), rtol=0, atol=1e-10)
 
 
 def test_full_drift_correction_is_the_least_squares_weight():
     weight, x, drifted = drifting(48, 400, seed=6)
-    target = weight + weight @ drift_correction(seen(drifted, x), 1e-13)[0]
+    target = weight + weight @ drift_correction(seen(drifted, x), 1e-13).matrices[0]
     best = torch.linalg.lstsq(drifted, x @ weight.t()).solution.t()
     assert torch.allclose(target, best, rtol=1e-6, atol=1e-8 * best.abs().max().item())
     wanted = x @ weight.t()
@@ -215,9 +215,21 @@ def test_full_drift_correction_is_the_least_squares_weight():
 def test_drift_correction_keeps_the_weights_of_dead_channels():
     _, x, drifted = drifting(32, 300, seed=8)
     drifted[:, [4, 20]] = 0
-    for matrix in drift_correction(seen(drifted, x), DAMP):
+    for matrix in drift_correction(seen(drifted, x), DAMP).matrices:
         assert torch.isfinite(matrix).all()
         assert torch.all(matrix[:, [4, 20]] == 0)
+
+
+@pytest.mark.parametrize("rows", [1, 48, 49])
+def test_a_correction_is_the_same_of_few_rows_and_of_many(rows):
+    weight, x, drifted = drifting(48, 400, seed=9, rows=rows)
+    statistics = seen(drifted, x)
+    inverse = torch.linalg.inv(damped(statistics.hessian, DAMP))
+    for moment, found in zip(
+        (statistics.drift, statistics.contrast), drift_correction(statistics, DAMP).of(weight, rows), strict=True
+    ):
+        wanted = weight @ moment @ inverse
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-10 * wanted.abs().max().item())
 
 
 # --- few tokens -----------------------------------------------------------------------------------------------------
@@ -229,7 +241,7 @@ def test_a_correction_that_is_noise_alone_is_left_out_and_one_that_is_none_is_ke
     shares = {}
     for kind, reference in {"noise": x + 0.1 * noise, "both": 0.99 * x + 0.1 * noise, "linear": 0.9 * x}.items():
         statistics = seen(x, reference)
-        step, other = (weight @ matrix for matrix in drift_correction(statistics, DAMP))
+        step, other = (weight @ matrix for matrix in drift_correction(statistics, DAMP).matrices)
         shares[kind] = reliability(Comm(), step, other, statistics.hessian)
     # Two squares of 64 x 64 elements are compared, each good to about 1 / 64.
     assert shares["noise"] < 0.1
@@ -240,7 +252,7 @@ def test_a_correction_that_is_noise_alone_is_left_out_and_one_that_is_none_is_ke
 def test_the_share_of_a_correction_is_the_best_one_of_new_tokens():
     weight, x, drifted = drifting(96, 6000, seed=11, rows=64)
     statistics = seen(drifted[:1000], x[:1000])
-    step, noise = (weight @ matrix for matrix in drift_correction(statistics, DAMP))
+    step, noise = (weight @ matrix for matrix in drift_correction(statistics, DAMP).matrices)
     share = reliability(Comm(), step, noise, statistics.hessian)
     wanted, move = (x - drifted)[1000:] @ weight.t(), drifted[1000:] @ step.t()
     best = ((wanted * move).sum() / move.square().sum()).item()
@@ -464,7 +476,8 @@ def test_figures_are_those_of_the_decision(drift, shrink):
         weight, figures, share = weights[name].double(), decision.figures, 0.0
         target = weight
         if drift:
-            step, noise = (weight @ matrix for matrix in drift_correction(statistics, 0.02 + 128 / 500 * shrink))
+            correction = drift_correction(statistics, 0.02 + 128 / 500 * shrink)
+            step, noise = (weight @ matrix for matrix in correction.matrices)
             share = drift * (reliability(Comm(), step, noise, statistics.hessian) if shrink else 1)
             target = weight + share * step
         nearest = quantize(weight, one.weight_grid().with_range("minmax"), torch.bfloat16)
