@@ -157,6 +157,7 @@ def solve_ordered(
         if polishes:
             state = Polish(weight, values, rule, polished_KK)
             loss = state.rounds(state.refit_scales, refit, sweeps)
+            values = state.values.t()
         return rule, values, loss
 
     rule, values, loss = rounded(weight)

@@ -170,21 +170,23 @@ R = TypeVar("R", bound=Settled)
 class Polish(Generic[R]):
     """Refit and coordinate descent on what a finished sweep decided, in sweep order. Updates the rule's tensors.
 
-    gradient [N, K]: E H, kept up to date by whatever changes values.
+    weight, values [N, K] as a sweep has them; kept as [K, N], outputs side by side, as the rule's tensors are.
+    gradient [K, N]: (E H)^T, kept up to date by whatever changes values.
     """
 
-    def __init__(self, weight: Tensor, values: Tensor, rule: R, hessian: Tensor) -> None:
-        self.weight, self.values, self.rule, self.hessian = weight, values, rule, hessian
-        self.gradient = (weight - values) @ hessian
+    def __init__(self, weight_NK: Tensor, values_NK: Tensor, rule: R, hessian: Tensor) -> None:
+        self.weight, self.values = (x.t().contiguous() for x in (weight_NK, values_NK))
+        self.rule, self.hessian = rule, hessian
+        self.gradient = hessian.t() @ (self.weight - self.values)
         rule.settled = True
 
     def loss(self) -> Tensor:
-        return (self.gradient * (self.weight - self.values)).sum(1)
+        return (self.gradient * (self.weight - self.values)).sum(0)
 
     def move(self, columns: Tensor | slice, change: Tensor) -> None:
-        """Change the values of some columns by [N, g]."""
-        self.values[:, columns] += change
-        self.gradient.addmm_(change, self.hessian[columns], alpha=-1)
+        """Change the values of some columns by [g, N]."""
+        self.values[columns] += change
+        self.gradient.addmm_(self.hessian[columns].t(), change, alpha=-1)
 
     def rounds(self, refit: Callable[[], None], refits: int, sweeps: int) -> Tensor:
         """So many rounds of a refit and of descent, in turns; returns the loss."""
@@ -202,22 +204,21 @@ class Polish(Generic[R]):
         """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
         rule = self.rule
         for group, columns in enumerate(members(rule)):
-            steps = (rule.codes[columns] - rule.zero_point[group]).t()
+            steps = rule.codes[columns] - rule.zero_point[group]
             own = self.hessian[columns][:, columns]
-            gradient = self.gradient[:, columns]
-            curvature = ((steps @ own) * steps).sum(1)
-            slope = (gradient * steps).sum(1)
+            gradient = self.gradient[columns]
+            curvature = ((own @ steps) * steps).sum(0)
+            slope = (gradient * steps).sum(0)
             old = rule.scale[group]
             moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
             valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
             new = torch.where(valid, round_scale(moved, rule.scale_dtype), old)
-            values = decode(steps, new.unsqueeze(1), torch.zeros_like(new).unsqueeze(1), rule.scale_dtype)
-            change = values - self.values[:, columns]
+            change = decode(steps, new, torch.zeros_like(new), rule.scale_dtype) - self.values[columns]
             if rule.exact is not None:
-                change = change.masked_fill(rule.exact[columns].t(), 0.0)
+                change = change.masked_fill(rule.exact[columns], 0.0)
             # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = (change * (2 * gradient - change @ own)).sum(1)
-            change = torch.where((gain > 0).unsqueeze(1), change, torch.zeros_like(change))
+            gain = (change * (2 * gradient - own @ change)).sum(0)
+            change = torch.where(gain > 0, change, torch.zeros_like(change))
             rule.scale[group] = torch.where(gain > 0, new, old)
             self.move(columns, change)
 
@@ -233,24 +234,20 @@ class Polish(Generic[R]):
         loss = self.loss()
         for part in self.blocks():
             change = self.descended(part)
-            loss -= (change * (2 * self.gradient[:, part] - change @ self.hessian[part, part])).sum(1)
-            self.values[:, part] += change
-            self.gradient[:, part.stop :].addmm_(change, self.hessian[part, part.stop :], alpha=-1)
+            loss -= (change * (2 * self.gradient[part] - self.hessian[part, part] @ change)).sum(0)
+            self.values[part] += change
+            self.gradient[part.stop :].addmm_(self.hessian[part, part.stop :].t(), change, alpha=-1)
         return loss
 
     def blocks(self) -> list[slice]:
         """Columns that descend together."""
-        columns = self.weight.shape[1]
+        columns = len(self.weight)
         return [slice(first, min(first + BLOCK, columns)) for first in range(0, columns, BLOCK)]
 
     def descended(self, part: slice) -> Tensor:
-        """[N, B] what the values of a block's columns change by in descent."""
+        """[B, N] what the values of a block's columns change by in descent."""
         own = self.hessian[part, part].contiguous()
-        # Copies, also of one row, which would be contiguous as it is.
-        gradient, values = (
-            x[:, part].t().clone(memory_format=torch.contiguous_format) for x in (self.gradient, self.values)
-        )
+        gradient, values = self.gradient[part].clone(), self.values[part].clone()
         change = torch.empty_like(values)
-        block = Block(part.start, gradient, values, change, own, own.diagonal().contiguous())
-        self.rule.descend(block)
-        return change.t()
+        self.rule.descend(Block(part.start, gradient, values, change, own, own.diagonal().contiguous()))
+        return change

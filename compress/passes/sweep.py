@@ -93,18 +93,19 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
     upper, group = factor.upper, rule.group
     inside = 0 < group < columns
     block = group * max(1, BLOCK // group) if inside else BLOCK
-    values = torch.empty_like(weight_NK)
-    error = torch.zeros_like(weight_NK)
+    # Outputs side by side: every column is contiguous.
+    weight_KN = weight_NK.t().contiguous()
+    value_KN, error_KN = torch.empty_like(weight_KN), torch.empty_like(weight_KN)
     loss = weight_NK.new_zeros(rows)
     if group >= columns:
-        rule.begin(0, weight_NK.t())
+        rule.begin(0, weight_KN)
     for first in range(0, columns, block):
         last = min(first + block, columns)
         feedback = upper[first:last, first:last].contiguous()
-        # Column-major inside the block: every column is contiguous.
-        weight_BN = weight_NK[:, first:last].t().contiguous()
-        target_BN = weight_BN + (error[:, :first] @ upper[:first, first:last]).t() if first else weight_BN.clone()
-        value_BN, error_BN = torch.empty_like(target_BN), torch.empty_like(target_BN)
+        weight_BN, value_BN, error_BN = (x[first:last] for x in (weight_KN, value_KN, error_KN))
+        target_BN = weight_BN.clone()
+        if first:
+            target_BN.addmm_(upper[:first, first:last].t(), error_KN[:first])
         diagonal = factor.diagonal[first:last].contiguous()
         here = SweptBlock(first, target_BN, value_BN, error_BN, feedback, diagonal, weight_BN, loss)
         step = group if inside else last - first
@@ -120,6 +121,4 @@ def sweep(weight_NK: Tensor, factor: Factor, rule: ColumnRule) -> tuple[Tensor, 
             rule.run(here, j, end)
             if end < last - first:
                 target_BN[end:].addmm_(feedback[j:end, end:].t(), error_BN[j:end])
-        values[:, first:last] = value_BN.t()
-        error[:, first:last] = error_BN.t()
-    return values, loss
+    return value_KN.t(), loss

@@ -250,26 +250,25 @@ def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
     """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it has,
     that lower the loss the most; group after group."""
     for group, columns in enumerate(members(rule)):
-        block, codes = state.hessian[columns][:, columns], rule.codes[columns].t()
-        exact, ranges, old = rule.exact[columns].t(), rule.ranges[group], state.values[:, columns]
+        block, codes = state.hessian[columns][:, columns], rule.codes[columns]
+        exact, ranges, old = rule.exact[columns], rule.ranges[group], state.values[columns]
         best = torch.zeros_like(rule.scale[group])
-        change, gradient = torch.zeros_like(old), state.gradient[:, columns]
+        change, gradient = torch.zeros_like(old), state.gradient[columns]
         chosen = rule.scale_codes[group], rule.zero_codes[group]
         for tried in neighbours(*chosen, rule.format):
-            scale, zero = (t.unsqueeze(1) for t in scales_and_zeros(*tried, ranges))
-            values = rule._values(codes, scale, zero)
+            values = rule._values(codes, *scales_and_zeros(*tried, ranges))
             values = torch.where(exact, rule.completed(old, values)[0], values)
             moved = values - old
-            gain = (moved * (2 * gradient - moved @ block)).sum(1)
+            gain = (moved * (2 * gradient - block @ moved)).sum(0)
             better = gain > best
             best = torch.where(better, gain, best)
-            change = torch.where(better.unsqueeze(1), moved, change)
+            change = torch.where(better, moved, change)
             chosen = chosen_where(better, tried, chosen)
         rule.scale_codes[group], rule.zero_codes[group] = chosen
         rule.scale[group], rule.zero[group] = scales_and_zeros(*chosen, ranges)
-        base = rule._values(codes, rule.scale[group].unsqueeze(1), rule.zero[group].unsqueeze(1))
+        base = rule._values(codes, rule.scale[group], rule.zero[group])
         extra = rule.completed(old, base)[1]
-        rule.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra)).t()
+        rule.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
         state.move(columns, change)
 
 
