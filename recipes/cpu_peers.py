@@ -15,7 +15,6 @@ M tokens, N outputs, K inputs, groups of G inputs.
 
 import argparse
 import ctypes
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, pack, reference, strips
-from compress.kernels.measure.provenance import provenance
+from compress.kernels import pack, reference, strips
+from compress.kernels.int8_activation import planar_linear
+from compress.kernels.measure.benchmark import CACHE_BYTES, MAX_COPIES
 from compress.kernels.measure.timing import Call, time_cpu
+from compress.recipes.figures import tell_times
 
-CPU = torch.device("cpu")
 TOKENS = (1, 8, 64, 512)
-CACHE_BYTES = 128 * 2**20
 # Relative error of a product whose inputs are rounded to int8, and its sums to bfloat16, stays below this; a wrong
 # layout is at 1 or above.
 WRONG = 0.03
@@ -59,7 +58,7 @@ def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tu
         if laid is not None:
             return lambda x: strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
         own = planar._replace(words=planar.words.clone())
-        return lambda x: ops.planar_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
+        return lambda x: planar_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
 
     return reference.dequantize(codes, scale.to(dtype)), copy
 
@@ -233,11 +232,11 @@ def candidates(N: int, K: int, ggml: Path | None, with_onnx: bool) -> dict[str, 
 
 def measure(N: int, K: int, tokens: list[int], rounds: int, found: dict[str, Candidate]) -> dict[str, dict[int, Any]]:
     """{title: {M: CPU milliseconds of a product}}."""
-    count = max(2, -(-CACHE_BYTES // (N * K // 2)))
+    count = min(MAX_COPIES, max(2, -(-CACHE_BYTES // (N * K // 2))))
     made = {}
     for title, (dtype, build) in found.items():
         values, copy = build()
-        made[title] = dtype, values, [copy() for _ in range(count if not title.startswith("dense") else count // 4)]
+        made[title] = dtype, values, [copy() for _ in range(max(2, count // 4) if title.startswith("dense") else count)]
     results: dict[str, dict[int, Any]] = {title: {} for title in made}
     for M in tokens:
         x = torch.randn(M, K, generator=torch.Generator().manual_seed(M))
@@ -271,13 +270,7 @@ def main() -> None:
     found = candidates(N, K, asked.ggml, asked.onnx is not None)
     if asked.only:
         found = {title: each for title, each in found.items() if any(part in title for part in asked.only)}
-    about = provenance(CPU)
-    times = measure(N, K, asked.tokens, asked.rounds, found)
-    del about["command"]  # it names folders of this machine
-    if asked.file is not None:
-        asked.file.write_text(
-            json.dumps({"N": N, "K": K, "ms": times, "about": about}, indent=1) + "\n", encoding="utf-8"
-        )
+    tell_times({"N": N, "K": K, "ms": measure(N, K, asked.tokens, asked.rounds, found)}, asked.file)
 
 
 if __name__ == "__main__":
