@@ -4,6 +4,8 @@ M tokens, N outputs, K inputs. Blocks are (rows, their values [rows, K]).
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +25,23 @@ def row_blocks(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
+@cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether torch has a product of its own of these numbers on this CPU; where it has none it takes several times as
+    long as in fp32."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    asked: Any = torch.ops.mkldnn
+    return bool(asked._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else asked._is_mkldnn_fp16_supported())
+
+
 def product_of_blocks(x_MK: Tensor, blocks: Blocks, N: int, bias: Tensor | None) -> Tensor:
-    """[M, N] x weight^T + bias: torch's own product of each block where dtypes allow it on a CPU, else the
-    reference's."""
+    """[M, N] x weight^T + bias: torch's own product of each block where dtypes and the CPU allow it, else the
+    reference's, in fp32."""
     out_MN = x_MK.new_empty(len(x_MK), N)
     for rows, dense_NK in blocks:
         added = None if bias is None else bias[rows]
-        if x_MK.device.type == "cpu" and dense_NK.dtype == x_MK.dtype:
+        if x_MK.device.type == "cpu" and dense_NK.dtype == x_MK.dtype and _multiplies(x_MK.dtype):
             added = None if added is None else added.to(x_MK.dtype)
             out_MN[:, rows] = torch.nn.functional.linear(x_MK, dense_NK, added)
         else:
