@@ -7,7 +7,7 @@ MODEL is read in float32, of its blocks the first `--blocks`; `--random` is a Ll
 and tokens. Every library quantizes it to symmetric 4-bit codes in a process of its own (`solver_worker.py`) with so
 many threads, as its defaults are; compress once more as the paper has it, without what it adds by default. What counts
 are seconds of user and system after the imports: reading, quantizing, writing. `compress evaluate` then holds each
-result against the float32 model on held-out tokens.
+result of a MODEL against the float32 one on held-out tokens; what random weights predict says nothing.
 
 GPTQModel and llm-compressor want environments of their own, with the versions of torch and transformers from here;
 `--gptqmodel-python` and `--llmcompressor-python` are their interpreters, without which they are left out:
@@ -169,7 +169,7 @@ def rows_of(
             if "spent" in found:
                 row.setdefault("spent", []).append({name: round(s, 2) for name, s in found["spent"].items()})
             keep(rows)
-            if "kl_mean" not in row:
+            if arguments.random is None and "kl_mean" not in row:
                 row |= figures(folder)
                 keep(rows)
             print(json.dumps(row), flush=True)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from compress.recipes import solver_time, solver_worker
 
 
-def asked(**others):
-    return SimpleNamespace(gptqmodel_python="theirs", llmcompressor_python=None, turns=2, group_size=32, **others)
+def asked(random):
+    return SimpleNamespace(gptqmodel_python="theirs", llmcompressor_python=None, turns=2, random=random)
 
 
 def test_libraries_take_turns_and_one_that_fails_is_left_with_its_reason(monkeypatch, tmp_path):
@@ -25,7 +25,7 @@ def test_libraries_take_turns_and_one_that_fails_is_left_with_its_reason(monkeyp
 
     monkeypatch.setattr(solver_time, "quantized", quantized)
     monkeypatch.setattr(solver_time, "figures", lambda folder: {"kl_mean": 0.1})
-    default, plain, theirs = solver_time.rows_of(asked(), tmp_path, kept.append)
+    default, plain, theirs = solver_time.rows_of(asked(random=None), tmp_path, kept.append)
     ours = [("compress", title, sys.executable) for title in ("defaults", "as the paper has it")]
     assert runs == [*ours, ("gptqmodel", "defaults", "theirs"), *ours]
     assert default["work"] == [1.0, 4.0]
@@ -34,6 +34,8 @@ def test_libraries_take_turns_and_one_that_fails_is_left_with_its_reason(monkeyp
     assert theirs["error"] == "no such thing"
     assert theirs["work"] == []
     assert all(rows[2] is theirs for rows in kept)
+    assert default["kl_mean"] == plain["kl_mean"] == 0.1
+    assert all("kl_mean" not in row for row in solver_time.rows_of(asked(random=128), tmp_path, kept.append))
 
 
 def test_a_worker_whose_library_is_missing_says_so(monkeypatch, tmp_path):
