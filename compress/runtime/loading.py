@@ -309,6 +309,6 @@ def _make_batch_invariant(network: nn.Module) -> str:
             module.batch_invariant = True
     dense = sum(isinstance(module, nn.Linear) for module in network.modules())
     return (
-        f"batch-invariant: {len(layers)} compressed layers; norms, attention and {dense} dense layers are torch's, "
-        "which promises nothing of the kind"
+        f"batch-invariant: {len(layers)} compressed layers; norms, attention and dense layers (of these {dense}) are "
+        "torch's, which promises nothing of the kind"
     )

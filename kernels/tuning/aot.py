@@ -338,12 +338,11 @@ def selection() -> Iterator[Report]:
         yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
     for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
         yield weight_only(arch, 4, 128, True, "bf16", None, 4096)
-        for M, group, zero in ((1, 128, True), (1, 32, True), (64, 128, False), (128, 128, True)):
-            yield int8_activation(arch, 4, group, zero, M)
-        yield int8_activation(arch, 4, 128, True, None)
-    for M, x_group in ((1, 128), (1, -1), (64, 128)):
-        yield int8_activation(HOPPER, 4, -1, M == 1, M, x_group=x_group)
-        yield int8_activation(HOPPER, 8, 128, False, M, x_group=x_group)
+        for few_or_many in (1, 128, None):
+            yield int8_activation(arch, 4, 128, True, few_or_many)
+    for M, group, x_group in ((1, 32, -1), (1, -1, 128), (64, 128, 128)):
+        yield int8_activation(HOPPER, 4, group, M == 1, M, x_group=x_group)
+    yield int8_activation(HOPPER, 8, 128, False, 1)
     for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
         yield w8a8(arch, M)
     yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
