@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from compress.errors import InputError, first_line
 from compress.model.changes import Applied, change, changing
@@ -52,12 +53,14 @@ def configure(
     pairs: Collection[Pair] = (),
     kept: Sequence[int] | None = None,
     known: Fields = (),
+    like: nn.Module | None = None,
 ) -> Applied:
     """Make a model's configuration say what the model is now. Nothing happens for a model without one.
 
     unread: (module, attribute) of copies of the configuration's numbers that may be out of date (`unread_of`).
     pairs: numbers (before, after) that no shape shows, of blocks. kept: which blocks of how many (pairs) are left;
     lists of the configuration with an element for each are cut. known: numbers that are to be so, whatever others are.
+    like: a model that was edited in the same way; what its configuration says is tried before anything else.
     Raises InputError where no configuration was found.
     """
     config = getattr(model, "config", None)
@@ -66,6 +69,8 @@ def configure(
     search = _Search(model, frozenset(unread))
     lists = () if kept is None else tuple(f for before, _ in pairs for f in _lists(config, before, kept))
     start = (*known, *lists)
+    if like is not None and search.differing(likely := (*start, *_between(config, like.config, start))) == {}:
+        return search.written(likely)
     states = {start: search.differing(start)}
     for _ in range(MOST_FIELDS):
         fields, differing = next(iter(states.items()))
@@ -112,7 +117,7 @@ class _Search:
 
     def made(self, fields: Fields) -> nn.Module:
         """The model of the configuration with these numbers, without weights."""
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             return type(self.model)(self.configuration(fields))
 
     def configuration(self, fields: Fields) -> PretrainedConfig:
@@ -191,6 +196,17 @@ def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
         for path, owner in configs_of(config)
         for name, value in vars(owner).items()
         if isinstance(value, list) and len(value) == count and "token" not in name and name != "architectures"
+    )
+
+
+def _between(config: Any, other: Any, taken: Fields) -> Fields:
+    """The numbers of another configuration that this one has not, beside those that are taken."""
+    owners, places = dict(configs_of(config)), {(field.path, field.name) for field in taken}
+    return tuple(
+        Field(path, name, value)
+        for path, owner in configs_of(other)
+        for name, value in vars(owner).items()
+        if type(value) is int and (path, name) not in places and value != getattr(owners[path], name, None)
     )
 
 

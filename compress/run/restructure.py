@@ -125,7 +125,8 @@ class Restructuring:
             unread += [each for stack in stacks for each in self.cut_stack(stack, foreseen.cuts)]
         if known or self.p.shares:
             counts = {(c.coupling.groups, c.staying) for each in foreseen.cuts.values() for c in each}
-            self.done.changes.append(configure(self.model, unread, counts if known else (), known=known))
+            changed = configure(self.model, unread, counts if known else (), known=known, like=foreseen.model)
+            self.done.changes.append(changed)
         found = Size(*size_of(self.model))
         if found != foreseen.after:
             raise CompressError(f"what is left is {found}; foreseen was {foreseen.after}")

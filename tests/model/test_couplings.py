@@ -264,6 +264,21 @@ def test_blocks_that_are_cut_differently_are_refused():
         configure(model, unread_of(name, coupling))
 
 
+def test_what_a_model_that_was_edited_alike_says_is_tried_first_and_where_it_is_wrong_the_search_goes_on(monkeypatch):
+    made = []
+    monkeypatch.setattr(LlamaForCausalLM, "post_init", lambda model: made.append(model.config.intermediate_size))
+    alike = LlamaForCausalLM(LlamaConfig(**{**GATED, "intermediate_size": 32}))
+    wrong = LlamaForCausalLM(LlamaConfig(**{**GATED, "intermediate_size": 48}))
+    for like, tried in ((alike, [32, 32]), (wrong, [48, 64])):
+        model, batch = livelier(build("llama")), inputs("llama")
+        unread, _ = cut(model, batch, 64)
+        made.clear()
+        configure(model, unread, like=like)
+        assert model.config.intermediate_size == 32
+        assert made[:2] == tried
+        assert (len(made) == 2) == (like is alike)  # one to try, one to write
+
+
 def test_a_model_without_a_configuration_needs_none():
     assert configure(Net(nn.ReLU())).changes == ()
 
