@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module, metadata
 from itertools import pairwise
 from pathlib import Path
@@ -146,7 +147,11 @@ STOREYS = (
     ("cli", "recipes"),
 )
 
-GRAPH = {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for path in modules()}
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """{module: what it imports}. Not read where these tests are only collected."""
+    return {name_of(path): set(imports_of(path.read_text(encoding="utf-8"))) for path in modules()}
 
 
 def folder_of(name: str) -> str:
@@ -155,7 +160,7 @@ def folder_of(name: str) -> str:
 
 
 def inside(name: str) -> set[str]:
-    return {target for target in GRAPH[name] if target.split(".")[0] == "compress"}
+    return {target for target in graph()[name] if target.split(".")[0] == "compress"}
 
 
 def test_the_sources_are_found() -> None:
@@ -192,7 +197,7 @@ def test_what_is_declared_is_imported() -> None:
     assert set(extras) == {"hf", "report", "eval", "dev"}
     lines = [*project["dependencies"], *extras["report"], *extras["eval"]]
     declared = {re.split(r"[><=;\s]", line)[0].replace("-", "_") for line in lines}
-    imported = {target.split(".")[0] for targets in GRAPH.values() for target in targets}
+    imported = {target.split(".")[0] for targets in graph().values() for target in targets}
     late = re.findall(r'import_module\("(\w+)', "".join(path.read_text(encoding="utf-8") for path in modules()))
     assert {{"pyyaml": "yaml"}.get(name, name) for name in declared} <= imported | set(late)
 
@@ -212,7 +217,7 @@ def test_no_two_modules_import_each_other() -> None:
 
 
 def test_only_main_imports_the_command_line() -> None:
-    assert {name for name in NAMES if "compress.cli.main" in GRAPH[name]} == {"compress.__main__"}
+    assert {name for name in NAMES if "compress.cli.main" in graph()[name]} == {"compress.__main__"}
 
 
 def test_passes_know_neither_pipeline_nor_files() -> None:
@@ -220,7 +225,7 @@ def test_passes_know_neither_pipeline_nor_files() -> None:
     for name in NAMES:
         if name.startswith("compress.passes"):
             assert not {t for t in inside(name) if t.split(".")[1:2] and t.split(".")[1] in forbidden | {""}}, name
-            assert "compress" not in GRAPH[name]  # nor the public API, which imports them
+            assert "compress" not in graph()[name]  # nor the public API, which imports them
 
 
 def test_kernels_import_nothing_of_compress_but_kernels_and_errors() -> None:
@@ -232,15 +237,15 @@ def test_kernels_import_nothing_of_compress_but_kernels_and_errors() -> None:
 def test_evaluation_and_pipeline_do_not_know_each_other() -> None:
     for name in NAMES - {"compress"}:
         if not name.startswith(("compress.evaluation", "compress.trials", "compress.recipes", "compress.cli")):
-            assert not {t for t in GRAPH[name] if t.startswith("compress.evaluation")}, name
+            assert not {t for t in graph()[name] if t.startswith("compress.evaluation")}, name
     for name in NAMES:
         if name.startswith("compress.evaluation"):
-            assert not {t for t in GRAPH[name] if t.startswith("compress.run.")}, name
+            assert not {t for t in graph()[name] if t.startswith("compress.run.")}, name
 
 
 def test_nothing_imports_the_linked_folders_by_their_bare_names() -> None:
     for name in NAMES:
-        assert not {t for t in GRAPH[name] if t.split(".")[0] in LINKED}, name
+        assert not {t for t in graph()[name] if t.split(".")[0] in LINKED}, name
     for path in sorted((ROOT / "tests").rglob("*.py")):
         assert not {t for t in imports_of(path.read_text(encoding="utf-8")) if t.split(".")[0] in LINKED}, path
 
