@@ -209,17 +209,9 @@ class QuantLinear(nn.Module):
         if missing:
             return
         parts = {name: given[name] for name in wanted if name in given}
-        try:
-            check_parts(
-                prefix.removesuffix("."), {k: (tuple(v.shape), v.dtype) for k, v in parts.items()}, self.scheme, shape
-            )
-        except CheckpointError as error:
-            error_msgs.append(str(error))
-            return
-        try:
-            self.scheme.check(parts, *shape)
-        except CheckpointError as error:
-            error_msgs.append(f"{prefix}{error}")
+        problem = _problem(prefix, parts, self.scheme, shape)
+        if problem is not None:
+            error_msgs.append(problem)
             return
         self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
         if self.bias is not None:
@@ -228,6 +220,20 @@ class QuantLinear(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.buffers()).device
+
+
+def _problem(prefix: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    """What is wrong with the tensors of some rows, by the name of the layer; None where nothing is."""
+    headers = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+    try:
+        check_parts(prefix.removesuffix("."), headers, scheme, shape)
+    except CheckpointError as error:
+        return str(error)
+    try:
+        scheme.check(parts, *shape)
+    except CheckpointError as error:
+        return f"{prefix}{error}"
+    return None
 
 
 # Which layer computes on a term of which format: filled by `runtime.linear`.
