@@ -223,7 +223,7 @@ def load(
     one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
     scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: what a compressed layer
     returns for a token is the same, to the last bit, however many tokens are multiplied with it; slower. Norms,
-    attention and dense layers are torch's, which promises no such thing: a note counts them. trust_remote_code: run
+    attention and dense layers are not held to it: a note counts them. trust_remote_code: run
     Python code that comes with the model, if any does. notes: takes what the person should know.
 
     Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
@@ -310,5 +310,5 @@ def _make_batch_invariant(network: nn.Module) -> str:
     dense = sum(isinstance(module, nn.Linear) for module in network.modules())
     return (
         f"batch-invariant: {len(layers)} compressed layers; norms, attention and dense layers (of these {dense}) are "
-        "torch's, which promises nothing of the kind"
+        "not held to it"
     )
