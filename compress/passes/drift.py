@@ -34,9 +34,10 @@ class Correction:
         """D and Z, each [K, K]."""
         return self._divided(self.drift), None if self.contrast is None else self._divided(self.contrast)
 
-    def of(self, weight_NK: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-        """W D and W Z, each [N, K]. rows: of all weights that this is asked of; few are cheaper divided themselves."""
-        if rows > len(self.stiff):
+    def of(self, weight_NK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W D and W Z, each [N, K]. Few rows are cheaper divided themselves; how many are few is the layer's alone, so
+        that it is corrected alike whichever layers a pass treats with it."""
+        if 2 * len(weight_NK) > len(self.stiff):
             drift, contrast = self.matrices
             return weight_NK @ drift, None if contrast is None else weight_NK @ contrast
         step_NK = self._divided(weight_NK @ self.drift)
@@ -82,9 +83,9 @@ def aimed(
 ) -> dict[str, tuple[Tensor, float]]:
     """{layer: (W + a W D, a)}: what codes should aim at. a is `most`, of what the noise leaves where it is
     `measured`."""
-    rows, aims = sum(map(len, weights.values())), {}
+    aims = {}
     for name, weight_NK in weights.items():
-        step_NK, noise_NK = correction.of(weight_NK, rows)
+        step_NK, noise_NK = correction.of(weight_NK)
         share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
         aims[name] = weight_NK + share * step_NK, share
     return aims

@@ -8,6 +8,7 @@ takes steps of the modules of such models, and passes everything else on to the 
 
 from collections.abc import Callable
 from functools import cache
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ SDPA = "sdpa"
 MARK = "compress_attends"
 # What some models ask beside a mask, which the loop knows nothing of.
 BESIDE = ("position_bias", "softcap", "cache", "s_aux", "output_attentions")
+# What a call of `generate` says that wants a cache of its own.
+OWN_CACHE = ("past_key_values", "cache_implementation", "use_cache", "assistant_model", "prompt_lookup_num_tokens")
 Attends = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -29,18 +32,26 @@ def compile_steps(network: nn.Module) -> None:
     """From now on `generate` compiles the step of this model, with a cache of fixed size, when it first takes one:
     about a minute for 30 layers, which longer answers, or many, win back. Prompts are read as before.
 
-    A compiled step is one of a batch size and of a cache size; others compile anew. Raises InputError for what does not
-    generate, and on a CPU without a C++ compiler.
+    A compiled step is one of a batch size and of a cache size; others compile anew. A call of `generate` that brings or
+    names a cache, or is assisted, goes as it would have gone. Raises InputError for what does not generate, and on a
+    CPU without a C++ compiler.
     """
     own: Any = network
     if getattr(own, "generation_config", None) is None:
         raise InputError(f"{type(network).__name__} does not generate text: there are no steps to compile")
     if own.device.type == "cpu" and not compilers():
         raise InputError("there is no C++ compiler to compile steps with: install g++ or clang++, or set CXX")
-    asked = CompileConfig(mode="default", dynamic=False)
-    asked._compile_all_devices = True  # else transformers compiles on a GPU only
-    own.generation_config.cache_implementation = "static"
-    own.generation_config.compile_config = asked
+    # On the instance, and not in its configuration, which is saved with a model.
+    own.generate = MethodType(generate, own)
+
+
+def generate(network: Any, *given: Any, **asked: Any) -> Any:
+    """`generate` of a model, its steps compiled unless what is asked for speaks against it."""
+    if not any(asked.get(name) is not None for name in OWN_CACHE):
+        compiled = CompileConfig(mode="default", dynamic=False)
+        compiled._compile_all_devices = True  # else transformers compiles on a GPU only
+        asked |= {"cache_implementation": "static", "compile_config": compiled}
+    return type(network).generate(network, *given, **asked)
 
 
 def attend_here(network: nn.Module) -> None:

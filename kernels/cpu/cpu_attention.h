@@ -142,6 +142,7 @@ void attend_heads(const Attention& a, const Scratch& own, int64_t b, int64_t h) 
 void attend_all(const Attention& a) {
   const int64_t share = a.heads / a.key_heads, most = std::min<int64_t>(share, HEADS_SIDE_BY_SIDE);
   const int64_t tiles = (share + most - 1) / most, work = a.batch * a.key_heads * tiles;
+  if (work == 0) return;
   const int threads = static_cast<int>(std::min<int64_t>(a.threads, work));
   std::vector<Scratch> scratch;
   for (int i = 0; i < threads; ++i)

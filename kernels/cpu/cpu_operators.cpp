@@ -102,7 +102,7 @@ Tensor cpu_attention(const Tensor& query, const Tensor& key, const Tensor& value
   a.batch = query.size(0), a.heads = query.size(1), a.size = query.size(3);
   a.key_heads = key.size(1), a.keys = key.size(2), a.value_size = value.size(3);
   check(key.size(0) == a.batch && value.size(0) == a.batch && key.size(3) == a.size && value.size(1) == a.key_heads &&
-            value.size(2) == a.keys && a.key_heads > 0 && a.heads % a.key_heads == 0,
+            value.size(2) == a.keys && a.key_heads > 0 && a.heads > 0 && a.heads % a.key_heads == 0,
         "keys and values do not fit the query");
   check(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "numbers of a head do not lie together");
   a.type = type_of(query);

@@ -23,7 +23,7 @@ from compress.kernels.cpu.gemm import Operation
 from compress.kernels.pack_strips import ROWS
 
 STRIPS_DIMENSIONS = 3
-MASK_DIMENSIONS = 4
+DIMENSIONS = 4  # of what attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
 
@@ -115,14 +115,29 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> b
     given = (query, key, value)
     return bool(
         query.device.type == "cpu"
-        and query.shape[2] == 1
-        and all(each.dtype == query.dtype and each.stride(-1) == 1 for each in given)
         and query.dtype in cpu_gemm.TYPES
-        and query.shape[0] == key.shape[0]
-        and (mask is None or (mask.dim() == MASK_DIMENSIONS and mask.dtype in (torch.bool, *cpu_gemm.TYPES)))
+        and all(each.dim() == DIMENSIONS and each.dtype == query.dtype and each.stride(-1) == 1 for each in given)
+        and query.shape[2] == 1
+        and key.shape[:3] == value.shape[:3]
+        and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
+        and key.shape[1] > 0
+        and query.shape[1] >= key.shape[1]
+        and query.shape[1] % key.shape[1] == 0
+        and (mask is None or _masks(mask, query, key))
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
         and forward_ad._current_level < 0
         and _built()
+    )
+
+
+def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
+    """Whether a mask is one that `attention` takes."""
+    return (
+        mask.dim() == DIMENSIONS
+        and mask.dtype in (torch.bool, *cpu_gemm.TYPES)
+        and mask.shape[0] in (1, query.shape[0])
+        and mask.shape[1] in (1, query.shape[1])
+        and mask.shape[2:] == (1, key.shape[2])
     )
 
 

@@ -85,6 +85,9 @@ def test_contract():
     ):
         with pytest.raises(RuntimeError, match=words):
             direct.attention(*wrong, scale)
+        assert not direct.attends(*wrong)
+    assert not direct.attends(query[:, :0], key, value, None)
+    assert direct.attention(query[:0], key[:0], value[:0], None, scale).shape == (0, 1, 9, 64)
     assert not direct.attends(query.requires_grad_(), key, value, mask)
     assert not direct.attends(query.detach().repeat(1, 1, 2, 1), key, value, mask)
     assert not direct.attends(query.detach(), key.double(), value.double(), mask)

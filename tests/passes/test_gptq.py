@@ -220,13 +220,13 @@ def test_drift_correction_keeps_the_weights_of_dead_channels():
         assert torch.all(matrix[:, [4, 20]] == 0)
 
 
-@pytest.mark.parametrize("rows", [1, 48, 49])
+@pytest.mark.parametrize("rows", [1, 24, 25])
 def test_a_correction_is_the_same_of_few_rows_and_of_many(rows):
     weight, x, drifted = drifting(48, 400, seed=9, rows=rows)
     statistics = seen(drifted, x)
     inverse = torch.linalg.inv(damped(statistics.hessian, DAMP))
     for moment, found in zip(
-        (statistics.drift, statistics.contrast), drift_correction(statistics, DAMP).of(weight, rows), strict=True
+        (statistics.drift, statistics.contrast), drift_correction(statistics, DAMP).of(weight), strict=True
     ):
         wanted = weight @ moment @ inverse
         assert torch.allclose(found, wanted, rtol=0, atol=1e-10 * wanted.abs().max().item())

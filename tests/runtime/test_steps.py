@@ -1,5 +1,7 @@
 """Steps of generating on a CPU: which attention takes them, whose models, and what compiled ones say."""
 
+import copy
+
 import pytest
 import torch
 from models import build, tokens
@@ -78,6 +80,22 @@ def test_compiled_steps_say_the_same(tmp_path):
     assert torch.equal(said, expected)
     torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+def test_compiling_stays_with_the_object(tmp_path, monkeypatch):
+    """It is not saved, a copy compiles its own steps, and who brings a cache keeps it."""
+    model = compress.load(write(tmp_path)).eval()
+    seen = []
+    compress.compile_steps(model)
+    monkeypatch.setattr(type(model), "generate", lambda self, ids, **asked: seen.append((self, asked)))
+    other = copy.deepcopy(model)
+    other.generate(tokens(1, 3))
+    model.generate(tokens(1, 3), prompt_lookup_num_tokens=2)
+    assert [each[0] for each in seen] == [other, model]
+    assert seen[0][1]["cache_implementation"] == "static"
+    assert seen[1][1] == {"prompt_lookup_num_tokens": 2}
+    model.save_pretrained(tmp_path / "saved")
+    assert compress.load(tmp_path / "saved").generation_config.cache_implementation is None
 
 
 def test_what_cannot_be_compiled(tmp_path, monkeypatch):
