@@ -5,7 +5,6 @@ H = X_q^T X_q, M = (X - X_q)^T X_q, means over tokens. |X W^T - X_q Q^T|^2 is le
 D = M (H + damp)^-1 is a ridge regression; Z is the same of the contrast, which has the noise of M and nothing else.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,18 +73,9 @@ def reliability(comm: Comm, step_NK: Tensor, noise_NK: Tensor | None, hessian_KK
 
 
 def aimed(
-    comm: Comm,
-    weights: Mapping[str, Tensor],
-    correction: Correction,
-    hessian_KK: Tensor,
-    most: float,
-    measured: bool,
-) -> dict[str, tuple[Tensor, float]]:
-    """{layer: (W + a W D, a)}: what codes should aim at. a is `most`, of what the noise leaves where it is
-    `measured`."""
-    aims = {}
-    for name, weight_NK in weights.items():
-        step_NK, noise_NK = correction.of(weight_NK)
-        share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
-        aims[name] = weight_NK + share * step_NK, share
-    return aims
+    comm: Comm, weight_NK: Tensor, correction: Correction, hessian_KK: Tensor, most: float, measured: bool
+) -> tuple[Tensor, float]:
+    """(W + a W D, a): what codes should aim at. a is `most`, of what the noise leaves where it is `measured`."""
+    step_NK, noise_NK = correction.of(weight_NK)
+    share = most * (reliability(comm, step_NK, noise_NK, hessian_KK) if measured else 1.0)
+    return weight_NK + share * step_NK, share

@@ -100,7 +100,7 @@ def consumer_of(p: Structure, reading: Reading, comm: Comm) -> Consumer:
         noise = len(hessian) / max(statistics.tokens, 1) if p.shrink else 0.0
         correction = drift_correction(exact, p.damp + noise)
         if correction is not None:
-            weight, _ = aimed(comm, {"": weight}, correction, hessian, p.drift, p.shrink)[""]
+            weight, _ = aimed(comm, weight, correction, hessian, p.drift, p.shrink)
     return Consumer(weight, hessian, reading.columns_Gs, p.damp)
 
 

@@ -120,15 +120,15 @@ class LowRank(RankBudget):
         drift, contrast = (None if t is None else t.double() for t in (statistics.drift, statistics.contrast))
         statistics = replace(statistics, hessian=hessian, drift=drift, contrast=contrast)
         correction = drift_correction(statistics, DAMP + statistics.noise * self.shrink) if self.drift else None
-        weights, decisions = {n: stored.double() for n, stored in site.weights.items()}, {}
-        aims = {n: (w, 0.0) for n, w in weights.items()}
-        if correction is not None:
-            aims = aimed(site.comm, weights, correction, hessian, self.drift, self.shrink)
-        for name, (target, share) in aims.items():
+        decisions = {}
+        for name, stored in site.weights.items():
+            target, share = stored.double(), 0.0
+            if correction is not None:
+                target, share = aimed(site.comm, target, correction, hessian, self.drift, self.shrink)
             weight, loss = self._best(site, name, target, hessian)
             figures = {
                 "loss": loss / (quadratic(site.comm, target, hessian) or 1.0),
-                "rank": self.rank_of(name, (len(target), target.shape[1])),
+                "rank": self.rank_of(name, (len(stored), stored.shape[1])),
                 "tokens": statistics.tokens,
                 "shrinkage": statistics.shrinkage if self.shrink else 0.0,
                 "drift": share,

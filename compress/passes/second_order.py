@@ -160,7 +160,8 @@ class SecondOrder(Pass):
             return {n: Aimed(self.nearest(site, n, hessian.dtype), w, 0.0) for n, w in weights.items()}
         aims = {n: (w, 0.0) for n, w in weights.items()}
         if relied.correction is not None and solution == "gptq":
-            aims = aimed(site.comm, weights, relied.correction, hessian, self.drift, self.shrink)
+            how = (relied.correction, hessian, self.drift, self.shrink)
+            aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
         rows = {n: self.rows(site, n, target, relied) for n, (target, _) in aims.items()}
         found = self.solve(site, rows, relied)
         return {n: Aimed(found[n], target, share) for n, (target, share) in aims.items()}
