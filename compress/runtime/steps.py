@@ -1,7 +1,7 @@
 """Steps of generating on a CPU: attention of one token over the cache, by the loop of `kernels/cpu/cpu_attention.h`.
 
-torch's attention reads bfloat16 and float16 an order of magnitude slower than its float32 where the processor has no
-instructions for them, and pays for many queries where there is one. transformers asks the attention function of a
+torch's attention reads bfloat16 and float16 several times as slowly as float32 where the processor has no instructions
+for them, and pays for many queries where there is one. transformers asks the attention function of a
 model by its name (`sdpa`) at every call. What answers to that name is, once a model was loaded here, a function that
 takes steps of the modules of such models, and passes everything else on to the one that was there before.
 """
@@ -55,9 +55,8 @@ def generate(network: Any, *given: Any, **asked: Any) -> Any:
 
 
 def attend_here(network: nn.Module) -> None:
-    """Let the attention of a model in the memory of the CPU take our loop, where transformers asks torch's."""
-    if direct.why_not():
-        return
+    """Let the attention of a model in the memory of the CPU take our loop, where transformers asks torch's and the loop
+    can be had, which is found out at the first step."""
     for module in network.modules():
         if "Attention" in type(module).__name__:
             setattr(module, MARK, True)
