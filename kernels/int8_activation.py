@@ -16,7 +16,6 @@ from compress.kernels import ops, reference
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
 from compress.kernels.ops import (
-    HALF,
     MAX_INT8_COLUMNS,
     _check_words,
     _like_product,
@@ -25,8 +24,8 @@ from compress.kernels.ops import (
     _save_weight_only,
     _shaped,
     _weight_only_gradient,
-    _why_not_triton,
     path_of,
+    why_not_dequantize,
     why_not_groups,
 )
 from compress.kernels.pack import Planar, planar_block, unpack_planar
@@ -44,10 +43,7 @@ def why_not_input_group(input_group: int) -> list[str]:
 
 def why_not_int8(x: Tensor, weight: Planar) -> list[str]:
     """Reasons why the Triton kernel cannot multiply x, rounded to int8, by this weight; empty when it can."""
-    reasons = [*_why_not_triton(x.device)]
-    for what, dtype in (("x is", x.dtype), ("scales are", weight.scale.dtype)):
-        if dtype not in (*HALF, torch.float32):
-            reasons.append(f"{what} {dtype}; allowed: float16, bfloat16, float32")
+    reasons = why_not_dequantize(x, weight)  # of types and the device
     if weight.zero is not None and planar_block(weight.bits) != planar_block(4):
         reasons.append("codes of 8 bits less a zero point do not fit int8")
     if x.shape[-1] >= MAX_INT8_COLUMNS:
@@ -116,15 +112,11 @@ def _(
     return _like_product(x, words, bits)
 
 
-def _save_int8_activation(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _save_weight_only(ctx, inputs, output)
-
-
 def _int8_activation_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *_weight_only_gradient(ctx, grad), None
 
 
-int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_int8_activation)
+int8_activation_linear.register_autograd(_int8_activation_gradient, setup_context=_save_weight_only)
 
 
 def planar_linear(

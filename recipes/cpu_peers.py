@@ -29,6 +29,7 @@ from compress.kernels import pack, reference, strips
 from compress.kernels.int8_activation import planar_linear
 from compress.kernels.measure.benchmark import CACHE_BYTES, MAX_COPIES
 from compress.kernels.measure.timing import Call, time_cpu
+from compress.recipes.decode import declare
 from compress.recipes.figures import tell_times
 
 TOKENS = (1, 8, 64, 512)
@@ -131,7 +132,8 @@ class Ggml:
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
         p, size, words = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        for name, returned, given in (
+        declare(
+            self.library,
             ("ggml_init", p, [_Init]),
             ("ggml_new_tensor_2d", p, [p, words, ctypes.c_int64, ctypes.c_int64]),
             ("ggml_mul_mat", p, [p, p, p]),
@@ -149,9 +151,7 @@ class Ggml:
             ("ggml_backend_dev_backend_reg", p, [p]),
             ("ggml_backend_reg_get_proc_address", p, [p, ctypes.c_char_p]),
             ("ggml_quantize_chunk", size, [words, p, p, *[ctypes.c_int64] * 3, p]),
-        ):
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = returned, given
+        )
         self.backend = self.library.ggml_backend_cpu_init()
         self.library.ggml_backend_cpu_set_n_threads(self.backend, 1)
 

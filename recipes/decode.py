@@ -77,10 +77,8 @@ class Compiled(Ours):
         super().__init__(model)
         self.room, self.step = room, torch.compile(model.forward, dynamic=False)
         self.start()
-        began = time.process_time()
         for _ in range(2):  # at a first step and at a first step of what was compiled
             self.read([0])
-        self.compile_s = time.process_time() - began
 
     def start(self) -> None:
         """An empty cache, in the same place: what was compiled knows it."""
@@ -94,6 +92,13 @@ class Compiled(Ours):
         forward = self.step if len(ids) == 1 else self.model
         out = forward(torch.tensor([ids]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
+
+
+def declare(library: ctypes.CDLL, *functions: tuple[str, Any, list[Any]]) -> None:
+    """Say what functions of a C library return and are given: (name, type, types)."""
+    for name, returned, given in functions:
+        function = getattr(library, name)
+        function.restype, function.argtypes = returned, given
 
 
 class _Parameters(ctypes.Structure):
@@ -128,7 +133,8 @@ class Llama:
 
     def _declare(self) -> None:
         pointer, words = ctypes.c_void_p, ctypes.c_int32
-        for name, returned, given in (
+        declare(
+            self.library,
             ("llama_model_default_params", _Parameters, []),
             ("llama_context_default_params", _Parameters, []),
             ("llama_model_load_from_file", pointer, [ctypes.c_char_p, _Parameters]),
@@ -141,9 +147,7 @@ class Llama:
             ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [pointer, words]),
             ("llama_get_memory", pointer, [pointer]),
             ("llama_memory_clear", None, [pointer, ctypes.c_bool]),
-        ):
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = returned, given
+        )
 
     def start(self) -> None:
         """An empty cache."""
