@@ -73,6 +73,7 @@ def test_other_models_of_the_process_and_gradients_do_not(tmp_path, taken):
 def test_compiled_steps_say_the_same(tmp_path):
     model = compress.load(write(tmp_path)).eval()
     expected, logits = answer(model)
+    torch._dynamo.utils.counters.clear()
     compress.compile_steps(model)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch._dynamo.config, "error_on_recompile", True)
