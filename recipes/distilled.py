@@ -34,9 +34,8 @@ DECODER: dict[str, Any] = {"steps": 60, "rows": 8, "learning_rate": 1e-3, "held_
 ENCODER: dict[str, Any] = {"steps": 60, "rows": 16, "learning_rate": 3e-4, "held_out": 0.0}
 INSIDE: dict[str, Any] = {"logits": 0.0, "features": 1.0, "relations": 0.1, "contrastive": 0.1}
 TOKENS = 32  # of a sentence, at most
-NARROWER = (
-    7 / 16
-)  # of the channels of ts-llama's hidden state, with which as many parameters go as with half its layers
+# Of the channels of ts-llama's hidden state: as many parameters go as with half its layers.
+NARROWER = 7 / 16
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,7 @@ void float_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, b
 // All columns of the slabs that a thread works on, a chunk at a time, which make_slab(work, first, last) makes; x of all
 // tokens packed for it.
 template <class D, class MakeSlab>
-void over_chunks(Work* works, int64_t count, const int32_t* packed, int64_t columns,
-                 MakeSlab make_slab) {
+void over_chunks(Work* works, int64_t count, const int32_t* packed, int64_t columns, MakeSlab make_slab) {
   const int64_t M = works->a.M;
   const TokenTiles tiles(M);
   for (int64_t first = 0; first < columns; first += CHUNK * D::STEP) {
@@ -207,8 +206,7 @@ void over_chunks(Work* works, int64_t count, const int32_t* packed, int64_t colu
 
 // decoder_of(work, row, plane).
 template <class D, class DecoderOf>
-void float_slabs(Work* works, int64_t count, const int32_t* packed, int64_t columns, bool whole,
-                 DecoderOf decoder_of) {
+void float_slabs(Work* works, int64_t count, const int32_t* packed, int64_t columns, bool whole, DecoderOf decoder_of) {
   over_chunks<D>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
     float_slab<D>(work, first, last, whole,
                   [&](int64_t row, int64_t plane)

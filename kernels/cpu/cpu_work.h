@@ -27,8 +27,8 @@ constexpr int ROW_TILE = WIDE ? 4 : 2;
 constexpr int ROW_TOKENS = WIDE ? 4 : 2;
 // Rows between those that the row loop works on and those that it fetches.
 constexpr int ROWS_AHEAD = 2 * ROW_TILE;
-// Dwords of each row in a chunk: 16 KiB of AVX-512 slab.
-constexpr int64_t CHUNK = WIDE ? 128 : 256;
+// Dwords of each row in a chunk, whose slab takes 16 KiB.
+constexpr int64_t CHUNK = 16 * 1024 / (4 * ROWS);
 // Tokens whose packed copy exists at a time; and slabs that meet a chunk of it, one after the other, while it lies in
 // the second-level cache: 128 KiB of AVX2's tokens.
 constexpr int64_t TOKEN_BLOCK = WIDE ? 1024 : 256;
