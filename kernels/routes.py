@@ -109,7 +109,7 @@ def strips_route(
     """Of a weight that is in planar words, or in strips where those are faster."""
     if device.type != "cpu" or why_not_lay_in_strips(N, K, bits, group_size, int8_input):
         return planar_route(M, N, K, bits, group_size, dtype, device, int8_input, zero)
-    return _cpu_route(cpu_gemm.strips_operation(int8_input), M, N, K, group_size, dtype)
+    return _cpu_route(cpu_gemm.strips_operation(int8_input, dtype), M, N, K, group_size, dtype)
 
 
 def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:

@@ -1,5 +1,5 @@
 """The linear of 4-bit codes in strips (`pack_strips.Strips`) as a torch operator: what a CPU multiplies by in place of
-planar words, where it is faster so (`lay_in_strips`).
+planar words, where that can be (`lay_in_strips`).
 
 The numbers are those of `ops.weight_only_linear` and `int8_activation_linear` on the same codes, up to the order of
 the sums, and with values of the weight in fp32 that those round to the type of the scales. Where no loop of `cpu_gemm`
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels import ops
+from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.int8_activation import planar_linear, why_not_input_group
 from compress.kernels.operators import operator
@@ -23,9 +24,8 @@ from compress.kernels.pack_strips import BLOCK, LINE, ROWS, Strips, pack_strips,
 
 def why_not_lay_in_strips(rows: int, columns: int, bits: int, group_size: int, int8_input: bool) -> list[str]:
     """Reasons why codes of so many bits are not better off in strips on this CPU; empty when they are."""
-    operation = cpu_gemm.strips_operation(int8_input)
-    reasons = why_not_strips(rows, bits) + cpu_gemm.why_not_sizes(operation, columns, group_size)
-    return reasons or cpu_gemm.why_not_faster_in_strips(int8_input)
+    operation: cpu_gemm.Operation = "int8_strips" if int8_input else "strips"
+    return why_not_strips(rows, bits) + cpu_gemm.why_not_sizes(operation, columns, group_size) or [*cpu.why_not()]
 
 
 def lay_in_strips(weight: Planar, columns: int, int8_input: bool) -> Strips | None:
@@ -57,7 +57,7 @@ def strips_linear(
     if reasons:
         raise InputError(reasons[0])
     weight = Strips(words, scale, zero, group_size)
-    operation = cpu_gemm.strips_operation(input_group is not None)
+    operation = cpu_gemm.strips_operation(input_group is not None, x.dtype)
     if not cpu_gemm.why_not(operation, x, scale, group_size):
         out_MN = cpu_gemm.strips(x.reshape(-1, x.shape[-1]), weight, bias, input_group, batch_invariant)
         return out_MN.view(*x.shape[:-1], len(words) * ROWS)

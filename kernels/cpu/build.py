@@ -101,20 +101,11 @@ def machine_reasons() -> tuple[str, ...]:
 
 def cpu_flags() -> frozenset[str]:
     """What the processor can do, as Linux names it."""
-    return frozenset(_cpuinfo("flags").split())
-
-
-def cpu_vendor() -> str:
-    """Who made the processor, as it says itself; nothing where Linux does not know."""
-    return _cpuinfo("vendor_id")
-
-
-def _cpuinfo(name: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
 def compilers() -> list[list[str]]:

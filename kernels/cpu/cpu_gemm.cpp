@@ -41,11 +41,11 @@ namespace {
 
 // Token blocks one after another; 1 where memory ran out.
 template <class Product>
-int32_t in_blocks(const Arguments& given, Product product) {
+int32_t in_blocks(const Arguments& given, Product product, int64_t block = TOKEN_BLOCK) {
   try {
-    for (int64_t m = 0; m < given.M; m += TOKEN_BLOCK) {
+    for (int64_t m = 0; m < given.M; m += block) {
       Arguments a = given;
-      a.M = std::min(TOKEN_BLOCK, given.M - m);
+      a.M = std::min(block, given.M - m);
       a.x = static_cast<const char*>(given.x) + m * given.K * size_of(given.x_type);
       a.out = static_cast<char*>(given.out) + m * given.N * size_of(given.x_type);
       product(a);
@@ -59,8 +59,11 @@ int32_t in_blocks(const Arguments& given, Product product) {
 }  // namespace
 
 extern "C" int32_t weight_only(const Arguments* given) {
+  if (given->strips) {
+    const bool by_rows = given->by_rows || (BF16_DOT && given->x_type == BF16);
+    return in_blocks(*given, strip_float_product, by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
+  }
   return in_blocks(*given, [](const Arguments& a) {
-    if (a.strips) return strip_float_product(a);
 #if BF16_DOT
     if (a.x_type == BF16 && a.scale_type == BF16)
       return a.bits == 4 ? float_product<Bf16Words<4>>(a) : float_product<Bf16Words<8>>(a);

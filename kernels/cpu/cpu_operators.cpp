@@ -28,6 +28,7 @@ struct Loops {
   Product exact, rounded;
   // Tokens up to which rows are read front to back: [strips][rounded].
   int64_t by_rows[2][2];
+  int64_t pairs_by_rows;  // of strips and exact bfloat16
   Attend attend;
 };
 
@@ -68,7 +69,8 @@ Tensor cpu_linear(const Tensor& given, const Tensor& given_words, const Tensor& 
   a.planar = !strips;
   a.symmetric = true;
   a.input_group = input_group.value_or(-1);
-  a.by_rows = a.M <= loops.by_rows[strips][input_group.has_value()];
+  const bool pairs = strips && a.x_type == BF16 && !input_group.has_value();
+  a.by_rows = a.M <= (pairs ? loops.pairs_by_rows : loops.by_rows[strips][input_group.has_value()]);
   a.threads = static_cast<int32_t>(torch::stable::get_num_threads());
   a.x = x.data_ptr();
   a.weight = words.data_ptr();

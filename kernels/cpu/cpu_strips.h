@@ -6,11 +6,14 @@
 //   int8 inputs     its low nibbles meet columns 0 ... 3 of x in one dot product of bytes, its high ones columns 4 ... 7
 //   exact inputs    nibble i of a dword, shifted down and masked, becomes a number of every row
 //
+//   exact bf16      a dword, shifted down, has two codes, of columns c and c + 2, which become a pair of bf16 by a table:
+//                   codes less their zero point are whole numbers, which bf16 has all of
+//
 // with x broadcast, a sum in every lane and the scales of a group in one vector: nothing is added up across lanes.
 //
-// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a slab,
-// over which every tile runs, as it does for planar words. Values of the weight stay fp32: they are not rounded to the
-// type of the scales.
+// Few tokens, and any number of them in bf16: a strip is decoded in registers, once for each tile of tokens. More: a
+// chunk of it is decoded into a slab, over which every tile runs, as it does for planar words. Values of the weight are
+// not rounded to the type of the scales.
 
 #pragma once
 
@@ -23,7 +26,9 @@ constexpr int LINE = 8;
 // Columns of strips are padded to whole segments, which are as many as a part of a sum takes.
 constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 // Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
-constexpr int STRIP_TOKENS = 4;
+constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = 8;
+// Tokens that meet a strip, one tile after the other: of 4096 columns in bf16, 2 MiB.
+constexpr int64_t STRIP_TOKEN_BLOCK = 256;
 // Bytes between a line that is decoded and the one that is fetched.
 constexpr int AHEAD = 2048;
 
@@ -63,6 +68,74 @@ void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t g
   }
   each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
 }
+
+#if BF16_DOT
+// Of a line, the columns of four dwords of x: pair i has those of its nibbles i and i + 4.
+struct Bf16Strips {
+  using Dot = Bf16Dot;
+  static constexpr int STEP = 2, PAIRS = LINE / 2;
+};
+
+// Columns 0 ... 7 of every line as (0, 2), (4, 6), (1, 3), (5, 7).
+template <>
+void natural_dwords<Bf16Strips>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
+  memset(to, 0, dwords * sizeof *to);
+  memcpy(to, static_cast<const char*>(a.x) + m * a.K * 2, a.K * 2);
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  for (int64_t k = 0; k < dwords; k += LANES) store(to + k, within_lanes(load(to + k), order));
+}
+
+// Codes less their zero point, pairs of them in bf16. CENTRED: all zero points are 8.
+template <bool CENTRED>
+struct PairDecoder {
+  Int table, zeros;
+
+  INLINE PairDecoder() {
+    const Float low = minus(to_float(lanes()), every(CENTRED ? 8.0f : 0.0f));
+    // Indices are five bits: of a code and one bit more of its word, or of a number from -15 on.
+    const Float high = CENTRED ? low : minus(low, every(16.0f));
+    table = (Int)_mm512_cvtne2ps_pbh(high, low);
+  }
+  INLINE void begin(const int32_t* zero) {
+    if constexpr (!CENTRED) zeros = either(load(zero), shift_left(load(zero), 16));
+  }
+  template <int PAIR>
+  INLINE Int decode(Int words) const {
+    Int codes = shift_right<4 * PAIR>(words);
+    if constexpr (!CENTRED) codes = _mm512_sub_epi16(both(codes, every(0x000f000f)), zeros);
+    return _mm512_permutexvar_epi16(codes, table);
+  }
+};
+
+// As strip_floats, by pairs: x [columns / LINE][PAIRS][T]. ALIKE: a token is summed alike in any company.
+template <int T, bool CENTRED, bool ALIKE>
+void strip_pairs(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+  constexpr int PAIRS = Bf16Strips::PAIRS, SETS = ALIKE || T >= PAIRS ? 1 : PAIRS / T;
+  const char* line = strip_of(work, v);
+  PairDecoder<CENTRED> decoder;
+  Float totals[T];
+  each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
+  for (int64_t g = 0, k = 0; k < columns; ++g) {
+    decoder.begin(&work.zero[g * ROWS + v * LANES]);
+    Float sums[SETS][T];
+    each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
+    for (const int64_t end = std::min(k + group, columns); k < end; k += LINE, line += VECTOR_BYTES, x += PAIRS * T) {
+      const Int words = load(line);
+      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+      each<PAIRS>([&](auto i) {
+        const Int pair = decoder.template decode<i>(words);
+        each<T>([&](auto t) { sums[i % SETS][t] = Bf16Dot::dot(sums[i % SETS][t], pair, every(x[i * T + t])); });
+      });
+    }
+    const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
+    each<T>([&](auto t) {
+      each<SETS - 1>([&](auto i) { sums[0][t] = plus(sums[0][t], sums[i + 1][t]); });
+      totals[t] = fma(sums[0][t], scale, totals[t]);
+    });
+  }
+  each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
+}
+#endif
 
 // The same of x in codes: dwords [columns / 4][T].
 template <int T>
@@ -139,34 +212,59 @@ struct FloatStrips {
   static constexpr int STEP = 1;
 };
 
-// body(m, tokens, vector) for every tile of tokens and every strip of the rows that a thread works on.
-template <class Body>
+// body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
+template <int MOST, class Body>
 void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
   for (int64_t tile = 0; tile < tiles.count; ++tile)
-    with_constant<STRIP_TOKENS>(tiles.size(tile), [&](auto t) {
+    with_constant<MOST>(tiles.size(tile), [&](auto t) {
       for (int v = 0; v * LANES < work.count(); ++v) body(tiles.start(tile), t, v);
     });
 }
 
-void strip_float_product(const Arguments& a) {
-  const int64_t columns = a.row_bytes * 2, group = a.group > 0 ? a.group : columns;
-  if (!a.by_rows)
-    return run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
-      over_chunks<FloatStrips>(works, count, packed, columns, [&](const Work& work, int64_t first, int64_t last) {
-        float_strip_slab(work, group, first, last);
-      });
-    });
-  const Memory<int32_t> packed = allocate<int32_t>(a.M * columns);
-  const Memory<int32_t> natural = allocate<int32_t>(a.threads * columns);
-  const TokenTiles tiles(a.M, STRIP_TOKENS);
+// rows(work, x, m, tokens, vector) for tiles of at most MOST tokens, x of D.
+template <class D, int MOST, class Rows>
+void strip_rows_product(const Arguments& a, int64_t columns, Rows rows) {
+  const int64_t dwords = columns / D::STEP;
+  const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
+  const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
+  const TokenTiles tiles(a.M, MOST);
   const auto prepare = [&](int64_t m, int thread) {
-    int32_t* own = &natural[thread * columns];
-    natural_dwords<FloatStrips>(a, m, columns, own);
-    tiles.arrange(own, packed.get(), m, columns, columns);
+    int32_t* own = &natural[thread * dwords];
+    natural_dwords<D>(a, m, dwords, own);
+    tiles.arrange(own, packed.get(), m, dwords, dwords);
   };
   run(a, 0, prepare, [&](Work& work) {
-    over_strips(work, tiles, [&](int64_t m, auto t, int v) {
-      strip_floats<t>(work, &packed[m * columns], columns, group, m, v);
+    over_strips<MOST>(work, tiles, [&](int64_t m, auto t, int v) { rows(work, &packed[m * dwords], m, t, v); });
+  });
+}
+
+#if BF16_DOT
+template <bool CENTRED, bool ALIKE>
+void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
+  strip_rows_product<Bf16Strips, STRIP_PAIR_TOKENS>(
+      a, columns, [&](const Work& work, const int32_t* x, int64_t m, auto t, int v) {
+        strip_pairs<t, CENTRED, ALIKE>(work, x, columns, group, m, v);
+      });
+}
+#endif
+
+void strip_float_product(const Arguments& a) {
+  const int64_t columns = a.row_bytes * 2, group = a.group > 0 ? a.group : columns;
+#if BF16_DOT
+  if (a.x_type == BF16) {
+    if (a.zero == nullptr)
+      return a.by_rows ? strip_pair_product<true, false>(a, columns, group) : strip_pair_product<true, true>(a, columns, group);
+    return a.by_rows ? strip_pair_product<false, false>(a, columns, group) : strip_pair_product<false, true>(a, columns, group);
+  }
+#endif
+  if (a.by_rows)
+    return strip_rows_product<FloatStrips, STRIP_TOKENS>(
+        a, columns, [&](const Work& work, const int32_t* x, int64_t m, auto t, int v) {
+          strip_floats<t>(work, x, columns, group, m, v);
+        });
+  run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
+    over_chunks<FloatStrips>(works, count, packed, columns, [&](const Work& work, int64_t first, int64_t last) {
+      float_strip_slab(work, group, first, last);
     });
   });
 }
@@ -181,7 +279,7 @@ void strip_int_product(const Arguments& a) {
   });
   run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
     if (a.by_rows)
-      return over_strips(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
+      return over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
     int_chunks<true>(work, x, chunk, int_strip_slab);
   });
 }

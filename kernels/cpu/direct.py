@@ -35,6 +35,7 @@ class _Loops(ctypes.Structure):
         ("exact", ctypes.c_void_p),
         ("rounded", ctypes.c_void_p),
         ("by_rows", ctypes.c_int64 * 4),
+        ("pairs_by_rows", ctypes.c_int64),
         ("attend", ctypes.c_void_p),
     )
 
@@ -61,7 +62,8 @@ def use(library: ctypes.CDLL) -> None:
     limits = [cpu_gemm.rows_up_to(operation, library) for pair in OPERATIONS for operation in pair]
     loops = (library.weight_only, library.int8_activation, library.attend)
     exact, rounded, attend = (ctypes.cast(loop, ctypes.c_void_p) for loop in loops)
-    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits), attend)))
+    pairs = cpu_gemm.rows_up_to("pair_strips" if library.instructions() == cpu_gemm.PAIRS else "strips", library)
+    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits), pairs, attend)))
 
 
 @cache

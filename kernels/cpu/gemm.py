@@ -1,7 +1,7 @@
 """The CPU products of `cpu_gemm.cpp` on tensors, and which of its loops runs for given sizes.
 
 Both loops read the words that every device reads (`pack.Planar`), strips of them (`pack_strips.Strips`) or plain int8.
-The crossovers were measured with `kernels.benchmark` on processors with AVX-512: rows and strips are read front to back
+The crossovers were measured on processors with AVX-512, and with AVX2 alone: rows and strips are read front to back
 until the arithmetic of that loop costs more than unpacking a slab.
 """
 
@@ -20,20 +20,27 @@ from compress.kernels.pack_strips import BITS, ROWS, Strips
 from compress.kernels.pack_tiles import NIBBLE, TileWords
 
 Operation = Literal[
-    "weight_only", "int8_activation", "w8a8", "tiles", "sparse_rows", "sparse24", "strips", "int8_strips"
+    "weight_only",
+    "int8_activation",
+    "w8a8",
+    "tiles",
+    "sparse_rows",
+    "sparse24",
+    "strips",
+    "pair_strips",
+    "int8_strips",
 ]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# What the library says where it multiplies pairs of bfloat16, and who makes CPUs on which that pays.
-PAIRS, AMD = b"avx512-bf16", "AuthenticAMD"
+PAIRS = b"avx512-bf16"  # what the library says where it multiplies pairs of bfloat16
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
-ROWS_UP_TO |= {"strips": 4, "int8_strips": 4}  # a tile of tokens
-ROWS_UP_TO["sparse_rows"] = sys.maxsize
+ROWS_UP_TO |= {"strips": 8, "int8_strips": 64}
+ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse_rows"), sys.maxsize)
 # Above, a block of rows is made dense and torch multiplies it.
 ROWS_UP_TO["sparse24"] = 16
 ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
-ROWS_UP_TO_AVX2 |= {"strips": 8, "int8_strips": 8}
+ROWS_UP_TO_AVX2["int8_strips"] = 8
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
@@ -98,25 +105,15 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
         return "reference" if operation == "int8_activation" else "torch"
     if not by_rows(operation, M):
         return "blocks" if operation == "sparse24" else "slabs"
-    return "strips" if operation in ("strips", "int8_strips") else "rows"
+    return "strips" if operation.endswith("strips") else "rows"
 
 
-def strips_operation(int8_input: bool) -> Operation:
-    """The product of x with a weight in strips."""
-    return "int8_strips" if int8_input else "strips"
-
-
-def why_not_faster_in_strips(int8_input: bool) -> list[str]:
-    """Reasons why this CPU does not multiply faster by strips than by planar words; empty when it does.
-
-    Planar words of bfloat16 layers are multiplied in pairs where AVX-512 can: on AMD at twice the rate of fp32, which
-    strips are multiplied in, on Intel no faster than those.
-    """
-    reasons = [*cpu.why_not()]
-    if reasons or int8_input:
-        return reasons
-    pairs = cpu.library().instructions() == PAIRS and cpu.cpu_vendor() == AMD
-    return ["an AMD CPU multiplies pairs of bfloat16 in planar words faster"] if pairs else []
+def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
+    """The product of x, of this dtype, with a weight in strips."""
+    if int8_input:
+        return "int8_strips"
+    pairs = dtype == torch.bfloat16 and not cpu.why_not() and cpu.library().instructions() == PAIRS
+    return "pair_strips" if pairs else "strips"
 
 
 @cache
@@ -242,7 +239,7 @@ def strips(
     x_MK, bias = x_MK.contiguous(), bias_of(bias)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
-    operation = strips_operation(input_group is not None)
+    operation = strips_operation(input_group is not None, x_MK.dtype)
     filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
     filled.N, filled.G, filled.row_bytes = len(words) * ROWS, scale.shape[1], words.shape[1] * words.shape[2] // ROWS
     filled.zero = None if zero is None else zero.data_ptr()
