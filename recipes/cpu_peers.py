@@ -57,7 +57,7 @@ def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tu
     def copy() -> Callable[[Tensor], Tensor]:
         laid = strips.lay_in_strips(planar, K, int8_input)
         if laid is not None:
-            return lambda x: strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
+            return lambda x: strips.strips_linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
         own = planar._replace(words=planar.words.clone())
         return lambda x: planar_linear(x, *own[:3], None, own.bits, own.group_size, input_group)
 

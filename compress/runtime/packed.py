@@ -1,6 +1,6 @@
 """Layers on planar words: weights of 2 to 8 bits beside inputs that stay as they are, or are rounded to every token.
 
-2 and 3 bits ride in words of 4, 5 to 7 in words of 8. `lay_in_strips` changes the layout of words of 4 bits for CPUs
+2 and 3 bits ride in words of 4, 5 to 7 in words of 8. `lay_in_strips` changes the layout of words for CPUs
 that read another one faster: the same three buffers then hold a `kernels.pack_strips.Strips`, whose words have three
 dimensions, until something needs planar words: another device, new codes.
 """
@@ -77,7 +77,8 @@ class PackedLinear(WordLinear):
     def planar(self) -> Planar:
         """The weight in planar words; of one in strips, made anew each time."""
         if self.in_strips:
-            return unpack_strips(Strips(self.words, self.scale, self.zero, self.group_size), self.in_features)
+            laid = Strips(self.words, self.scale, self.zero, self.group_size, self.container)
+            return unpack_strips(laid, self.in_features)
         return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
 
     def lay_in_strips(self) -> None:
@@ -107,7 +108,7 @@ class PackedLinear(WordLinear):
             return direct.linear(self._rounded(x), *weight, self.container, self.group_size, self.input_group)
         x, how = self._rounded(self._own(x)), (self.group_size, self.input_group, self.batch_invariant)
         if self.in_strips:
-            return strips.strips_linear(x, *weight, *how)
+            return strips.strips_linear(x, *weight, self.container, *how)
         return planar_linear(x, *weight, self.container, *how)
 
     def _rounded(self, x: Tensor) -> Tensor:

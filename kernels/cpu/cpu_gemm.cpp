@@ -19,7 +19,7 @@
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
 //
-// strips          both, of 4-bit weights in another layout (pack_strips.py), where that is faster
+// strips          weight_only, and int8_activation of 4 bits, of weights in another layout (pack_strips.py)
 // tiles           weight_only with scales and zero points that are codes themselves
 // sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
 // sparse24        2:4 weights, rows only: of what is kept, times the columns of x that it belongs to; for more tokens
@@ -60,8 +60,11 @@ int32_t in_blocks(const Arguments& given, Product product, int64_t block = TOKEN
 
 extern "C" int32_t weight_only(const Arguments* given) {
   if (given->strips) {
-    const bool by_rows = given->by_rows || (BF16_DOT && given->x_type == BF16);
-    return in_blocks(*given, strip_float_product, by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
+    Arguments a = *given;
+    const bool pairs = BF16_DOT && a.x_type == BF16;
+    if (pairs && a.bits == 8) a.by_rows = a.by_rows && a.M <= BYTE_PAIRS_BY_ROWS;
+    return in_blocks(a, a.bits == 4 ? strip_float_product<4> : strip_float_product<8>,
+                     pairs && a.by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
   }
   return in_blocks(*given, [](const Arguments& a) {
 #if BF16_DOT

@@ -11,9 +11,9 @@
 //
 // with x broadcast, a sum in every lane and the scales of a group in one vector: nothing is added up across lanes.
 //
-// Few tokens, and any number of them in bf16: a strip is decoded in registers, once for each tile of tokens. More: a
-// chunk of it is decoded into a slab, over which every tile runs, as it does for planar words. Values of the weight are
-// not rounded to the type of the scales.
+// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a slab,
+// over which every tile runs, as it does for planar words. Values of the weight are not rounded to the type of the
+// scales: slabs hold them in fp32, or in bf16 before they are scaled.
 
 #pragma once
 
@@ -22,6 +22,7 @@
 
 namespace {
 
+// Columns of a line of 4 bits.
 constexpr int LINE = 8;
 // Columns of strips are padded to whole segments, which are as many as a part of a sum takes.
 constexpr int STRIP_BLOCK = 4 * PART_STEPS;
@@ -29,6 +30,8 @@ constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = 8;
 // Tokens that meet a strip, one tile after the other: of 4096 columns in bf16, 2 MiB.
 constexpr int64_t STRIP_TOKEN_BLOCK = 256;
+// Tokens up to which pairs of 8 bits, which take longer to decode, are not worth a slab.
+constexpr int64_t BYTE_PAIRS_BY_ROWS = 48;
 // Bytes between a line that is decoded and the one that is fetched.
 constexpr int AHEAD = 2048;
 
@@ -36,13 +39,20 @@ INLINE const char* strip_of(const Work& work, int v) {
   return static_cast<const char*>(work.a.weight) + (work.n0 / LANES + v) * LANES * work.a.row_bytes;
 }
 
-// The column of nibble i.
-constexpr int column_of(int i) { return i / 2 + i % 2 * (LINE / 2); }
+// The column of a line's code i, counted from the lowest bits; and its number, of every row.
+template <int BITS>
+constexpr int column_of(int i) {
+  return BITS == 4 ? i / 2 + i % 2 * (LINE / 2) : i;
+}
+template <int BITS, int CODE>
+INLINE Float code_of(Int words) {
+  return to_float(both(shift_right<BITS * CODE>(words), every((1 << BITS) - 1)));
+}
 
 // T tokens times a strip, in the order of float_product's slabs: x [columns][T].
-template <int T>
+template <int BITS, int T>
 void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
-  constexpr int SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
+  constexpr int COLUMNS = 32 / BITS, SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
   const char* line = strip_of(work, v);
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
@@ -50,13 +60,13 @@ void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t g
     const Float zero = bits_to_float(load(&work.float_zero[g * ROWS + v * LANES]));
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
-    for (const int64_t end = std::min(k + group, columns); k < end; k += LINE, line += VECTOR_BYTES, x += LINE * T) {
+    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
       const Int words = load(line);
       _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-      each<LINE>([&](auto i) {
-        const Float value = minus(to_float(both(shift_right<4 * i>(words), every(15))), zero);
+      each<COLUMNS>([&](auto i) {
+        const Float value = minus(code_of<BITS, i>(words), zero);
         each<T>([&](auto t) {
-          sums[i % SETS][t] = fma(value, bits_to_float(every(x[column_of(i) * T + t])), sums[i % SETS][t]);
+          sums[i % SETS][t] = fma(value, bits_to_float(every(x[column_of<BITS>(i) * T + t])), sums[i % SETS][t]);
         });
       });
     }
@@ -70,25 +80,34 @@ void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t g
 }
 
 #if BF16_DOT
-// Of a line, the columns of four dwords of x: pair i has those of its nibbles i and i + 4.
+// x in pairs of columns c and c + 2, as a line has them.
+template <int WIDTH>
 struct Bf16Strips {
   using Dot = Bf16Dot;
-  static constexpr int STEP = 2, PAIRS = LINE / 2;
+  static constexpr int STEP = 2, BITS = WIDTH, PAIRS = 16 / BITS;
 };
 
-// Columns 0 ... 7 of every line as (0, 2), (4, 6), (1, 3), (5, 7).
-template <>
-void natural_dwords<Bf16Strips>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
+// Columns of 16 bytes of x in the order of their codes.
+INLINE void natural_pairs(const Arguments& a, int64_t m, int64_t dwords, int32_t* to, __m128i order) {
   memset(to, 0, dwords * sizeof *to);
   memcpy(to, static_cast<const char*>(a.x) + m * a.K * 2, a.K * 2);
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   for (int64_t k = 0; k < dwords; k += LANES) store(to + k, within_lanes(load(to + k), order));
 }
+template <>
+void natural_dwords<Bf16Strips<4>>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
+  // (0, 2), (4, 6), (1, 3), (5, 7)
+  natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+}
+template <>
+void natural_dwords<Bf16Strips<8>>(const Arguments& a, int64_t m, int64_t dwords, int32_t* to) {
+  // (0, 2), (1, 3)
+  natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+}
 
-// Codes less their zero point, pairs of them in bf16. CENTRED: all zero points are 8.
-template <bool CENTRED>
+// Codes less their zero point, pairs of them in bf16. CENTRED: all zero points are in the middle of the codes.
+template <int BITS, bool CENTRED>
 struct PairDecoder {
-  Int table, zeros;
+  Int table, zeros;  // of 4 bits
 
   INLINE PairDecoder() {
     const Float low = minus(to_float(lanes()), every(CENTRED ? 8.0f : 0.0f));
@@ -107,19 +126,35 @@ struct PairDecoder {
   }
 };
 
-// As strip_floats, by pairs: x [columns / LINE][PAIRS][T]. ALIKE: a token is summed alike in any company.
-template <int T, bool CENTRED, bool ALIKE>
+template <bool CENTRED>
+struct PairDecoder<8, CENTRED> {
+  Float zero;
+
+  INLINE PairDecoder() : zero(every(128.0f)) {}
+  INLINE void begin(const int32_t* zeros) {
+    if constexpr (!CENTRED) zero = to_float(load(zeros));
+  }
+  template <int PAIR>
+  INLINE Int decode(Int words) const {
+    const Int low = float_to_bits(minus(code_of<8, PAIR>(words), zero));
+    const Int high = float_to_bits(minus(code_of<8, PAIR + 2>(words), zero));
+    return either(both(high, every(static_cast<int32_t>(0xffff0000))), shift_right<16>(low));
+  }
+};
+
+// As strip_floats, by pairs: x [lines][PAIRS][T].
+template <int BITS, int T, bool CENTRED>
 void strip_pairs(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
-  constexpr int PAIRS = Bf16Strips::PAIRS, SETS = ALIKE || T >= PAIRS ? 1 : PAIRS / T;
+  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
   const char* line = strip_of(work, v);
-  PairDecoder<CENTRED> decoder;
+  PairDecoder<BITS, CENTRED> decoder;
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
   for (int64_t g = 0, k = 0; k < columns; ++g) {
     decoder.begin(&work.zero[g * ROWS + v * LANES]);
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
-    for (const int64_t end = std::min(k + group, columns); k < end; k += LINE, line += VECTOR_BYTES, x += PAIRS * T) {
+    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
       const Int words = load(line);
       _mm_prefetch(line + AHEAD, _MM_HINT_T0);
       each<PAIRS>([&](auto i) {
@@ -134,6 +169,62 @@ void strip_pairs(const Work& work, const int32_t* x, int64_t columns, int64_t gr
     });
   }
   each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
+}
+
+// Pairs of a slab times T tokens, for columns that share their scales: x [steps][T].
+template <int T>
+void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bool first, const float* scale) {
+  Float sums[T][VECTORS];
+  each<T>([&](auto t) { each<VECTORS>([&](auto v) { sums[t][v] = every(0.0f); }); });
+  const char* slab = work.slab.get();
+  for (int64_t k = 0; k < steps; ++k, x += T, slab += VECTORS * VECTOR_BYTES) {
+    Int pairs[VECTORS];
+    each<VECTORS>([&](auto v) { pairs[v] = load(slab + v * VECTOR_BYTES); });
+    each<T>([&](auto t) {
+      const Int given = every(x[t]);
+      each<VECTORS>([&](auto v) { sums[t][v] = Bf16Dot::dot(sums[t][v], pairs[v], given); });
+    });
+  }
+  each<VECTORS>([&](auto v) {
+    const Float of_rows = bits_to_float(load(scale + v * LANES));
+    each<T>([&](auto t) {
+      int32_t* kept = &work.sums[(m0 + t) * ROWS + v * LANES];
+      const Float before = first ? every(0.0f) : bits_to_float(load(kept));
+      store(kept, float_to_bits(fma(sums[t][v], of_rows, before)));
+    });
+  });
+}
+
+// All columns of the rows that a thread works on, at most a chunk of those that share their scales at a time; every
+// tile of tokens runs over the chunk's slab, so that a token is summed alike in any company.
+template <int BITS, bool CENTRED>
+void strip_pair_slabs(const Work& work, const TokenTiles& tiles, const int32_t* packed, int64_t columns, int64_t group) {
+  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
+  PairDecoder<BITS, CENTRED> decoder;
+  for (int64_t k = 0, end; k < columns; k = end) {
+    const int64_t g = k / group, first = k / 2 / CHUNK * CHUNK, dwords = std::min(CHUNK, columns / 2 - first);
+    end = std::min((g + 1) * group, (first + dwords) * 2);
+    for (int v = 0; v * LANES < work.count(); ++v) {
+      const char* line = strip_of(work, v) + k / COLUMNS * VECTOR_BYTES;
+      char* to = work.slab.get() + v * VECTOR_BYTES;
+      decoder.begin(&work.zero[g * ROWS + v * LANES]);
+      for (int64_t i = k; i < end; i += COLUMNS, line += VECTOR_BYTES) {
+        const Int words = load(line);
+        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+        each<PAIRS>([&](auto pair) {
+          store(to, decoder.template decode<pair>(words));
+          to += VECTORS * VECTOR_BYTES;
+        });
+      }
+    }
+    for (int64_t tile = 0; tile < tiles.count; ++tile)
+      with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
+        const int64_t m = tiles.start(tile);
+        const int32_t* x = &packed[first * work.a.M + m * dwords + (k / 2 - first) * t];
+        pair_tile<t>(work, x, (end - k) / 2, m, k == 0, &work.scale[g * ROWS]);
+      });
+  }
+  work.finish(0, static_cast<int>(work.a.M), nullptr);
 }
 #endif
 
@@ -186,22 +277,24 @@ void int_strip_slab(const Work& work, int64_t first, int64_t last) {
   }
 }
 
+template <int BITS>
 void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
+  constexpr int COLUMNS = 32 / BITS;
   for (int v = 0; v * LANES < work.count(); ++v) {
-    const char* line = strip_of(work, v) + first / LINE * VECTOR_BYTES;
+    const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
     char* to = work.slab.get() + v * VECTOR_BYTES;
     for (int64_t k = first; k < last;) {
       const int64_t at = k / group * ROWS + v * LANES;
       const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
-      for (const int64_t end = std::min((k / group + 1) * group, last); k < end; k += LINE) {
+      for (const int64_t end = std::min((k / group + 1) * group, last); k < end; k += COLUMNS) {
         const Int words = load(line);
         _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-        each<LINE>([&](auto i) {
-          const Float value = times(minus(to_float(both(shift_right<4 * i>(words), every(15))), zero), scale);
-          store(to + column_of(i) * (VECTORS * VECTOR_BYTES), float_to_bits(value));
+        each<COLUMNS>([&](auto i) {
+          const Float value = times(minus(code_of<BITS, i>(words), zero), scale);
+          store(to + column_of<BITS>(i) * (VECTORS * VECTOR_BYTES), float_to_bits(value));
         });
         line += VECTOR_BYTES;
-        to += LINE * VECTORS * VECTOR_BYTES;
+        to += COLUMNS * VECTORS * VECTOR_BYTES;
       }
     }
   }
@@ -221,50 +314,52 @@ void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
     });
 }
 
-// rows(work, x, m, tokens, vector) for tiles of at most MOST tokens, x of D.
-template <class D, int MOST, class Rows>
-void strip_rows_product(const Arguments& a, int64_t columns, Rows rows) {
+// x of D in tiles: body(work, packed) for the rows that a thread works on.
+template <class D, class Body>
+void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, Body body) {
   const int64_t dwords = columns / D::STEP;
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
-  const TokenTiles tiles(a.M, MOST);
   const auto prepare = [&](int64_t m, int thread) {
     int32_t* own = &natural[thread * dwords];
     natural_dwords<D>(a, m, dwords, own);
-    tiles.arrange(own, packed.get(), m, dwords, dwords);
+    tiles.arrange(own, packed.get(), m, dwords, a.by_rows ? dwords : CHUNK);
   };
-  run(a, 0, prepare, [&](Work& work) {
-    over_strips<MOST>(work, tiles, [&](int64_t m, auto t, int v) { rows(work, &packed[m * dwords], m, t, v); });
+  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) { body(work, packed.get()); });
+}
+
+#if BF16_DOT
+template <int BITS, bool CENTRED>
+void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
+  const TokenTiles tiles(a.M, a.by_rows ? STRIP_PAIR_TOKENS : TOKENS);
+  with_tokens<Bf16Strips<BITS>>(a, columns, tiles, [&](const Work& work, const int32_t* packed) {
+    if (!a.by_rows) return strip_pair_slabs<BITS, CENTRED>(work, tiles, packed, columns, group);
+    over_strips<STRIP_PAIR_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
+      strip_pairs<BITS, t, CENTRED>(work, packed + m * (columns / 2), columns, group, m, v);
+    });
   });
 }
-
-#if BF16_DOT
-template <bool CENTRED, bool ALIKE>
-void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
-  strip_rows_product<Bf16Strips, STRIP_PAIR_TOKENS>(
-      a, columns, [&](const Work& work, const int32_t* x, int64_t m, auto t, int v) {
-        strip_pairs<t, CENTRED, ALIKE>(work, x, columns, group, m, v);
-      });
-}
 #endif
 
+template <int BITS>
 void strip_float_product(const Arguments& a) {
-  const int64_t columns = a.row_bytes * 2, group = a.group > 0 ? a.group : columns;
+  const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
 #if BF16_DOT
-  if (a.x_type == BF16) {
-    if (a.zero == nullptr)
-      return a.by_rows ? strip_pair_product<true, false>(a, columns, group) : strip_pair_product<true, true>(a, columns, group);
-    return a.by_rows ? strip_pair_product<false, false>(a, columns, group) : strip_pair_product<false, true>(a, columns, group);
-  }
+  if (a.x_type == BF16)
+    return a.zero == nullptr ? strip_pair_product<BITS, true>(a, columns, group)
+                             : strip_pair_product<BITS, false>(a, columns, group);
 #endif
-  if (a.by_rows)
-    return strip_rows_product<FloatStrips, STRIP_TOKENS>(
-        a, columns, [&](const Work& work, const int32_t* x, int64_t m, auto t, int v) {
-          strip_floats<t>(work, x, columns, group, m, v);
-        });
+  if (a.by_rows) {
+    const TokenTiles tiles(a.M, STRIP_TOKENS);
+    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* packed) {
+      over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
+        strip_floats<BITS, t>(work, packed + m * columns, columns, group, m, v);
+      });
+    });
+  }
   run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
     over_chunks<FloatStrips>(works, count, packed, columns, [&](const Work& work, int64_t first, int64_t last) {
-      float_strip_slab(work, group, first, last);
+      float_strip_slab<BITS>(work, group, first, last);
     });
   });
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
-from compress.kernels.pack_strips import BITS, ROWS, Strips
+from compress.kernels.pack_strips import ROWS, Strips
 from compress.kernels.pack_tiles import NIBBLE, TileWords
 
 Operation = Literal[
@@ -243,7 +243,7 @@ def strips(
     filled = _filled(operation, x_MK, words, scale, bias, batch_invariant)
     filled.N, filled.G, filled.row_bytes = len(words) * ROWS, scale.shape[1], words.shape[1] * words.shape[2] // ROWS
     filled.zero = None if zero is None else zero.data_ptr()
-    filled.bits, filled.group, filled.strips, filled.symmetric = BITS, weight.group_size, True, True
+    filled.bits, filled.group, filled.strips, filled.symmetric = weight.bits, weight.group_size, True, True
     if input_group is not None:
         filled.input_group = input_group
     return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)

@@ -29,6 +29,7 @@ from compress.kernels.measure.roofline import (
     cost,
 )
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
+from compress.kernels.pack_strips import Strips
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.sparse import weight_only_sparse_linear
 from compress.kernels.tiles import tiles_linear
@@ -72,6 +73,7 @@ class Operands:
         self.codes8 = torch.randint(-128, 128, (N, K), generator=g, device=device, dtype=torch.int8)
         self.scale8 = torch.rand(N, 1, generator=g, device=device) * 1e-3 + 1e-3
         self.int8 = pack.to_planar(self.codes8, self.scale8.to(dtype), None, 8, dtype)
+        self.strips8 = strips.lay_in_strips(self.int8, K, False)
         self.row_sum = reference.row_sums(self.codes8)
         self.dense = reference.dequantize(self.codes, self.scale)
         self.entries = _outliers(N, K, dtype, g)
@@ -80,10 +82,11 @@ class Operands:
 
     def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
         """x times the 4-bit codes, as a loaded layer multiplies; rounded to int8 where there is an input_group."""
-        laid = self.strips[input_group is not None]
-        if laid is not None:
-            return strips.strips_linear(x, *laid[:3], None, laid.group_size, input_group)
-        return planar_linear(x, *self.int4[:3], None, self.int4.bits, self.int4.group_size, input_group)
+        return _as_laid(x, self.int4, self.strips[input_group is not None], input_group)
+
+    def eight_bits(self, x: Tensor) -> Tensor:
+        """x times the 8-bit codes, as a loaded layer multiplies."""
+        return _as_laid(x, self.int8, self.strips8, None)
 
     def values(self, kind: str) -> Tensor:
         """[N, K] what the weight of a product stands for, in fp64."""
@@ -102,6 +105,12 @@ class Operands:
         if kind == "int32":
             return self.codes8.double()
         return self.codes8.double() * (self.scale8.to(self.scale.dtype) if kind == "w8" else self.scale8).double()
+
+
+def _as_laid(x: Tensor, planar: pack.Planar, laid: Strips | None, input_group: int | None) -> Tensor:
+    if laid is not None:
+        return strips.strips_linear(x, *laid[:3], None, laid.bits, laid.group_size, input_group)
+    return planar_linear(x, *planar[:3], None, planar.bits, planar.group_size, input_group)
 
 
 def _outliers(N: int, K: int, dtype: torch.dtype, g: torch.Generator) -> Entries:
@@ -173,7 +182,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
         **({} if x.is_cuda else {"2:4": (lambda w: lambda: w.halved.product("2:4", x), "2:4")}),
         **({} if x.is_cuda else {"2:4 w8a16": (lambda w: lambda: w.halved.product("2:4 w8", x), "2:4 w8")}),
         "2:4 w4a16": (lambda w: lambda: w.halved.product("2:4 w4", x), "2:4 w4"),
-        "w8a16": (lambda w: lambda: ops.weight_only_linear(x, *w.int8[:3], None, 8, w.int8.group_size), "w8"),
+        "w8a16": (lambda w: lambda: w.eight_bits(x), "w8"),
         "w4a8": (lambda w: lambda: w.four_bits(x, -1), "w4a8"),
         "w8a8": (
             lambda w: lambda: ops.w8a8_linear(x, w.codes8, w.scale8[:, 0], None, None, None, None, True),

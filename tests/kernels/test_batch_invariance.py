@@ -37,11 +37,11 @@ def alone_and_together(product, x):
     each([False, True], [4, 8], [32, -1], [True, False], [torch.float32, torch.bfloat16], [None, -1, 128]),
 )
 def test_on_a_cpu(compiled, in_strips, bits, group, symmetric, dtype, input_group):
-    weight, _ = planar_of(N, K, 4 if in_strips else bits, group, symmetric, dtype)
+    weight, _ = planar_of(N, K, bits, group, symmetric, dtype)
     x, bias = inputs(max(TOKENS) + 3, K, N, dtype)
     if in_strips:
         laid = pack_strips(weight, K)
-        product = lambda x: strips.strips_linear(x, *laid[:3], bias, group, input_group, True)  # noqa: E731
+        product = lambda x: strips.strips_linear(x, *laid[:3], bias, bits, group, input_group, True)  # noqa: E731
     else:
         product = lambda x: planar_linear(x, *weight[:3], bias, weight.bits, group, input_group, True)  # noqa: E731
     assert all(alone_and_together(product, x))

@@ -1,4 +1,4 @@
-"""4-bit weights in strips: the layout, the products against dequantized operands, the operator."""
+"""Weights in strips: the layout, the products against dequantized operands, the operator."""
 
 import pytest
 import torch
@@ -32,16 +32,17 @@ def compiled(request):
 
 @every("K", [8, 32, 50, 200])
 @every("symmetric", [True, False])
-def test_layout(K, symmetric, monkeypatch):
+@every("bits", [4, 8])
+def test_layout(K, symmetric, bits, monkeypatch):
     group = 32 if K == 32 else -1
-    weight, _ = planar_of(48, K, 4, group, symmetric, torch.bfloat16)
+    weight, _ = planar_of(48, K, bits, group, symmetric, torch.bfloat16)
     monkeypatch.setattr("compress.kernels.pack.CHUNK", 16 * K * 2)  # two strips of three at a time
     found = pack_strips(weight, K)
-    codes = pack.unpack_planar(weight.words, 4, K)
-    assert found.words.shape == (3, -(-K // 32) * 4, 64)
+    codes = pack.unpack_planar(weight.words, bits, K)
+    assert found.words.shape == (3, -(-K // 32) * bits, 64)
     for n, k in ((0, 0), (17, 3), (47, K - 1), (30, K // 2)):
-        byte = found.words[n // 16, k // 8, n % 16 * 4 + k % 4]
-        assert byte >> (4 if k % 8 >= 4 else 0) & 15 == codes[n, k]
+        byte = found.words[n // 16, k // (32 // bits), n % 16 * 4 + k % 4]
+        assert (byte >> (4 if k % 8 >= 4 else 0) & 15 if bits == 4 else byte) == codes[n, k]
         assert found.scale[n // 16, k // K, n % 16] == weight.scale[0, n]
     again = unpack_strips(found, K)
     assert (again.zero is None) == symmetric
@@ -50,20 +51,22 @@ def test_layout(K, symmetric, monkeypatch):
 
 
 def test_what_is_not_laid_out_in_strips():
-    assert why_not_strips(48, 4) == []
-    assert "codes are 8 bits" in why_not_strips(48, 8)[0]
+    assert why_not_strips(48, 4) == why_not_strips(48, 8) == []
+    assert "codes are 2 bits" in why_not_strips(48, 2)[0]
     assert "40 outputs" in why_not_strips(40, 4)[0]
     assert any("group size 16" in reason for reason in strips.why_not_lay_in_strips(48, 64, 4, 16, False))
+    assert any("8 bits" in reason for reason in strips.why_not_lay_in_strips(48, 64, 8, 32, True))
     assert any("65536 columns" in reason for reason in strips.why_not_lay_in_strips(48, 2**16, 4, 32, True))
     weight, _ = planar_of(16, 32, 4, 32, True, torch.float32)
     assert strips.lay_in_strips(weight._replace(words=weight.words.to("meta")), 32, True) is None
 
 
+@every("bits", [4, 8])
 @every("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every(("K", "group"), GROUPS)
-def test_exact_inputs(library, K, group, dtype):
+def test_exact_inputs(library, K, group, dtype, bits):
     for N, symmetric in ((16, True), (80, False), (48, True)):
-        weight, values = planar_of(N, K, 4, group, symmetric, dtype)
+        weight, values = planar_of(N, K, bits, group, symmetric, dtype)
         laid = pack_strips(weight, K)
         for M in TOKENS:
             x, bias = inputs(M, K, N, dtype)
@@ -72,11 +75,12 @@ def test_exact_inputs(library, K, group, dtype):
             assert within(out, x.double(), values, bias, dtype), (M, N, symmetric)
 
 
+@every("bits", [4, 8])
 @every("dtype", [torch.bfloat16, torch.float32])
-def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype):
+def test_slabs_side_by_side_and_blocks_of_tokens(library, dtype, bits):
     N, K, M = 1040, 544, 300  # more slabs than one thread takes at once, chunks and token blocks that are not full
     for symmetric in (True, False):
-        weight, values = planar_of(N, K, 4, 32, symmetric, dtype)
+        weight, values = planar_of(N, K, bits, 32, symmetric, dtype)
         x, bias = inputs(M, K, N, dtype)
         assert within(cpu_gemm.strips(x, pack_strips(weight, K), bias), x.double(), values, bias, dtype)
         planar = cpu_gemm.weight_only(x, weight, bias)
@@ -133,7 +137,7 @@ def arguments(input_group=None, bias=True, gradient=False, dtype=torch.float32, 
     weight, _ = planar_of(48, 256, 4, 64, symmetric, dtype)
     x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(gradient)
     laid = pack_strips(weight, 256)
-    return x, *laid[:3], torch.ones(48, dtype=dtype) if bias else None, laid.group_size, input_group
+    return x, *laid[:3], torch.ones(48, dtype=dtype) if bias else None, 4, laid.group_size, input_group
 
 
 @pytest.mark.parametrize(("input_group", "bias", "gradient"), [(None, True, True), (128, False, False)])
@@ -144,7 +148,7 @@ def test_contract(input_group, bias, gradient):
 def test_the_gradient_is_that_of_planar_words():
     given = arguments(gradient=True)
     x, words, scale, zero, *_ = given
-    weight = pack.planar_weight(unpack_strips(Strips(words, scale, zero, 64), 256), 256)
+    weight = pack.planar_weight(unpack_strips(Strips(words, scale, zero, 64, 4), 256), 256)
     strips.strips_linear(*given).square().sum().backward()
     other = x.detach().requires_grad_()
     (other @ weight.t() + 1).square().sum().backward()
@@ -154,8 +158,8 @@ def test_the_gradient_is_that_of_planar_words():
 @every("input_group", [None, -1, 128])
 def test_without_kernels_codes_are_laid_out_in_planar_words(input_group, monkeypatch):
     given = arguments(input_group)
-    x, words, scale, zero, bias, group, _ = given
-    planar = unpack_strips(Strips(words, scale, zero, group), 256)
+    x, words, scale, zero, bias, _, group, _ = given
+    planar = unpack_strips(Strips(words, scale, zero, group, 4), 256)
     monkeypatch.setattr(cpu, "why_not", lambda: ("none",))
     more = () if input_group is None else (input_group,)
     op = ops.weight_only_linear if input_group is None else int8_activation_linear
@@ -171,7 +175,7 @@ def test_any_leading_shape_and_stride():
 
 def test_wrong_inputs_are_refused():
     x, *weight = arguments()
-    with pytest.raises(InputError, match="x has 100 columns; strips of 32 lines"):
+    with pytest.raises(InputError, match="x has 100 columns; strips of 32 lines, codes of 4 bits,"):
         strips.strips_linear(x[..., :100], *weight)
     with pytest.raises(InputError, match="input group 64; allowed: multiples of 128, -1"):
         strips.strips_linear(x, *weight[:-1], 64)

@@ -38,5 +38,5 @@ def spoil(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     planar, laid, operator = ops.weight_only_linear, strips.strips_linear, direct.linear
     monkeypatch.setattr(ops, "weight_only_linear", lambda *a: planar(*a) * factor)
     # The group of inputs that are rounded.
-    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[6] is None else 1))
+    monkeypatch.setattr(strips, "strips_linear", lambda *a: laid(*a) * (factor if a[7] is None else 1))
     monkeypatch.setattr(direct, "linear", lambda *a: operator(*a) * (factor if a[7] is None else 1))
