@@ -156,7 +156,7 @@ def with_entries(codes: Route, M: int) -> Route:
     """Of codes that have this route, and sparse rows added to them."""
     if codes.kernel == "triton" and M > sparse.DECODE_TOKENS:
         return Route("dequantize with entries", (*codes.why_not, MANY))
-    if codes.kernel in ("dequantize", "cpu rows", "cpu slabs"):
+    if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs"):
         return Route(f"{codes.kernel} with entries", codes.why_not)
     own = ("entries are added by a product of their own",)
     return Route(f"{codes.kernel} + entries", (*codes.why_not, *own))

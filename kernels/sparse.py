@@ -1,7 +1,8 @@
-"""Sparse rows as torch operators: alone, or added to codes in planar words.
+"""Sparse rows as torch operators: alone, or added to codes.
 
     sparse_linear               x times a weight that is `Entries` and nothing else
     weight_only_sparse_linear   x times the sum of a `pack.Planar` and `Entries`
+    strips_sparse_linear        the same of a `pack_strips.Strips`
 
 Like those of `ops`: weights are frozen, x gets a gradient, one path runs by device and by reasons.
 
@@ -25,6 +26,8 @@ from compress.kernels.entries import Entries
 from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _check_words, _like_product, _rows, _unpacked_product, _why_not_triton, path_of
 from compress.kernels.pack import Planar
+from compress.kernels.pack_strips import ROWS, Strips, unpack_strips
+from compress.kernels.strips import check_lines, strips_gradient
 
 FLOATS = (*HALF, torch.float32)
 # Tokens up to which the entries are added to a product by a kernel of their own.
@@ -184,3 +187,50 @@ def _sum_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 weight_only_sparse_linear.register_autograd(_sum_gradient, setup_context=_save_sum)
+
+
+@operator("compress::strips_sparse_linear")
+def strips_sparse_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    row_start: Tensor,
+    column: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """[..., N] = x (weight + entries)^T + bias, in the dtype of x. The weight is the parts of a `Strips`."""
+    check_lines(words, x.shape[-1], bits)
+    weight, entries = Strips(words, scale, zero, group_size, bits), Entries(row_start, column, value)
+    if cpu_gemm.why_not("strips", x, scale, group_size) or value.dtype not in FLOATS:
+        planar = unpack_strips(weight, x.shape[-1])
+        return weight_only_sparse_linear(x, *planar[:3], bias, bits, group_size, *entries)
+    return cpu_gemm.strips(_rows(x), weight, bias, entries=entries).view(*x.shape[:-1], len(words) * ROWS)
+
+
+@strips_sparse_linear.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    row_start: Tensor,
+    column: Tensor,
+    value: Tensor,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], words.shape[0] * ROWS)
+
+
+def _strips_sum_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    words, scale, zero, *entries = ctx.saved_tensors
+    back = strips_gradient(grad, words, scale, zero, *ctx.layout)
+    return back + sparse_gradient(grad, *entries, ctx.layout[-1]), *(None,) * 9
+
+
+strips_sparse_linear.register_autograd(_strips_sum_gradient, setup_context=_save_sum)

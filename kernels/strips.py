@@ -65,7 +65,7 @@ def strips_linear(
     x is multiplied as it is (input_group None), or becomes int8, symmetric, fitted to every token (-1), or to every
     token and block of `input_group` columns. batch_invariant: as in `ops`.
     """
-    _check_lines(words, x.shape[-1], bits)
+    check_lines(words, x.shape[-1], bits)
     reasons = [] if input_group is None else why_not_input_group(input_group)
     if reasons:
         raise InputError(reasons[0])
@@ -78,7 +78,8 @@ def strips_linear(
     return planar_linear(x, *planar[:3], bias, planar.bits, group_size, input_group, batch_invariant)
 
 
-def _check_lines(words: Tensor, columns: int, bits: int) -> None:
+def check_lines(words: Tensor, columns: int, bits: int) -> None:
+    """Raises InputError for words that do not hold so many columns."""
     if words.shape[1] != lines_of(columns, bits):
         raise InputError(
             f"x has {columns} columns; strips of {words.shape[1]} lines, codes of {bits} bits, do not hold as many"

@@ -256,10 +256,9 @@ def made_ready(model: nn.Module, name: str) -> Iterator[QuantLinear]:
     unread = model.get_submodule(name)
     assert isinstance(unread, Unread)
     layer = _computing(name, unread, {part: unread._buffers[part] for part in unread.stored.parts}, None)
-    if isinstance(layer, PackedLinear):
-        layer.lay_in_strips()
     model.set_submodule(name, layer)
     try:
+        lay_in_strips(layer)
         yield layer
     finally:
         model.set_submodule(name, unread)
@@ -395,8 +394,9 @@ def fuse(model: nn.Module) -> list[str]:
 def lay_in_strips(model: nn.Module) -> None:
     """Let layers hold their codes as this CPU reads them fastest, one after the other: no second copy stays."""
     for _, layer in compressed_layers(model):
-        if isinstance(layer, PackedLinear):
-            layer.lay_in_strips()
+        for part in layer.summands if isinstance(layer, SumLinear) else (layer,):
+            if isinstance(part, PackedLinear):
+                part.lay_in_strips()
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -27,7 +27,7 @@ from compress.kernels.pack import (
 )
 from compress.kernels.pack_strips import Strips, unpack_strips
 from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
-from compress.kernels.sparse import weight_only_sparse_linear
+from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
 from compress.weights.rounding import ActivationCodes
@@ -82,8 +82,11 @@ class PackedLinear(WordLinear):
         return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
 
     def lay_in_strips(self) -> None:
-        """Hold the weight in strips from now on, where that is faster on this CPU (`kernels.strips`)."""
+        """Hold the weight in strips from now on where this CPU reads them (`kernels.strips`), else in planar words."""
         if self.in_strips:
+            sizes = (self.out_features, self.in_features, self.container, self.group_size)
+            if strips.why_not_lay_in_strips(*sizes, self.input_group is not None):
+                self.lay_in_rows()
             return
         found = strips.lay_in_strips(self.planar, self.in_features, self.input_group is not None)
         if found is not None:
@@ -117,7 +120,11 @@ class PackedLinear(WordLinear):
         return x if inputs is None or _integers(self.scheme) else ActivationCodes(inputs).fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        x, planar = self._rounded(x), self.planar
+        x = self._rounded(x)
+        if self.in_strips:
+            own = (self.words, self.scale, self.zero, bias, self.container, self.group_size)
+            return strips_sparse_linear(x, *own, *entries)
+        planar = self.planar
         weight = (planar.words, planar.scale, planar.zero, bias, self.container, self.group_size)
         return weight_only_sparse_linear(x, *weight, *entries)
 

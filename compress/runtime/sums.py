@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from compress.kernels import reference
 from compress.kernels.routes import Route, with_entries
 from compress.runtime.base import QuantLinear, kernel_of
-from compress.runtime.packed import PackedLinear
 from compress.runtime.sparse import SparseLinear
 from compress.weights.grid import FLOAT8, straight_through
 from compress.weights.scheme import Scheme
@@ -168,8 +167,7 @@ class SumLinear(QuantLinear):
                 kernels.append(term.kind)
                 reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
             else:
-                route = kind.route_in_rows if issubclass(kind, PackedLinear) else kind.route
-                one = route(Scheme(terms=(term,)), M, shape, dtype, device)
+                one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
                 one = with_entries(one, M) if i in together else one
                 kernels.append(one.kernel)
                 reasons += one.why_not

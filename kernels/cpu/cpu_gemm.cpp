@@ -63,6 +63,7 @@ extern "C" int32_t weight_only(const Arguments* given) {
     Arguments a = *given;
     const bool pairs = BF16_DOT && a.x_type == BF16;
     if (pairs && a.bits == 8) a.by_rows = a.by_rows && a.M <= BYTE_PAIRS_BY_ROWS;
+    if (a.row_start != nullptr) a.by_rows = a.by_rows && a.M <= ENTRIES_BY_ROWS;
     return in_blocks(a, a.bits == 4 ? strip_float_product<4> : strip_float_product<8>,
                      pairs && a.by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
   }

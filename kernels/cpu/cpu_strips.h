@@ -30,8 +30,8 @@ constexpr int STRIP_BLOCK = 4 * PART_STEPS;
 constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = 8;
 // Tokens that meet a strip, one tile after the other: of 4096 columns in bf16, 2 MiB.
 constexpr int64_t STRIP_TOKEN_BLOCK = 256;
-// Tokens up to which pairs of 8 bits, which take longer to decode, are not worth a slab.
-constexpr int64_t BYTE_PAIRS_BY_ROWS = 48;
+// Tokens up to which pairs are not worth a slab: of 8 bits, which take longer to decode, and beside entries.
+constexpr int64_t BYTE_PAIRS_BY_ROWS = 48, ENTRIES_BY_ROWS = 16;
 // Bytes between a line that is decoded and the one that is fetched.
 constexpr int AHEAD = 2048;
 
@@ -49,9 +49,23 @@ INLINE Float code_of(Int words) {
   return to_float(both(shift_right<BITS * CODE>(words), every((1 << BITS) - 1)));
 }
 
+// Of the entries beside a strip, what they add to its outputs of T tokens.
+template <int T>
+void add_entries(const Work& work, const GatheredX& gathered, int64_t m0, int v, Float (&totals)[T]) {
+  if (work.a.row_start == nullptr) return;
+  float found[T][LANES];
+  for (int r = 0; r < LANES; ++r) {
+    Float sums[1][T];
+    each<T>([&](auto t) { sums[0][t] = every(0.0f); });
+    add_entries<1, T>(work, gathered, m0, v * LANES + r, sums);
+    each<T>([&](auto t) { found[t][r] = sum(sums[0][t]); });
+  }
+  each<T>([&](auto t) { totals[t] = plus(totals[t], bits_to_float(load(found[t]))); });
+}
+
 // T tokens times a strip, in the order of float_product's slabs: x [columns][T].
 template <int BITS, int T>
-void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
   const char* line = strip_of(work, v);
   Float totals[T];
@@ -76,15 +90,20 @@ void strip_floats(const Work& work, const int32_t* x, int64_t columns, int64_t g
       totals[t] = fma(sums[0][t], scale, totals[t]);
     });
   }
+  add_entries<T>(work, gathered, m0, v, totals);
   each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
 }
 
 #if BF16_DOT
-// x in pairs of columns c and c + 2, as a line has them.
+// x in pairs of columns c and c + 2, as a line has them: first the even columns.
 template <int WIDTH>
 struct Bf16Strips {
   using Dot = Bf16Dot;
   static constexpr int STEP = 2, BITS = WIDTH, PAIRS = 16 / BITS;
+  static constexpr int64_t place(int64_t column) {
+    const int64_t within = column % (2 * PAIRS);
+    return column - within + within / 2 + within % 2 * PAIRS;
+  }
 };
 
 // Columns of 16 bytes of x in the order of their codes.
@@ -144,7 +163,7 @@ struct PairDecoder<8, CENTRED> {
 
 // As strip_floats, by pairs: x [lines][PAIRS][T].
 template <int BITS, int T, bool CENTRED>
-void strip_pairs(const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
   const char* line = strip_of(work, v);
   PairDecoder<BITS, CENTRED> decoder;
@@ -168,6 +187,7 @@ void strip_pairs(const Work& work, const int32_t* x, int64_t columns, int64_t gr
       totals[t] = fma(sums[0][t], scale, totals[t]);
     });
   }
+  add_entries<T>(work, gathered, m0, v, totals);
   each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
 }
 
@@ -195,33 +215,62 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
   });
 }
 
+// Pairs times the scales of their rows, rounded to bf16.
+INLINE Int scaled_pairs(Int pairs, Float scale) {
+  const Int in_pairs = either(lanes(), shift_left(plus(lanes(), every(LANES)), 16));  // of 16 numbers and 16 more
+  const Float low = times(bits_to_float(shift_left(pairs, 16)), scale);
+  const Float high = times(bits_to_float(both(pairs, every(static_cast<int32_t>(0xffff0000)))), scale);
+  return _mm512_permutexvar_epi16(in_pairs, (Int)_mm512_cvtne2ps_pbh(high, low));
+}
+
+// The entries of columns first ... last, added to a slab of scaled pairs.
+template <int BITS>
+void add_to_pairs(Work& work, int64_t first, int64_t last) {
+  const Entries entries{work.a};
+  for (int64_t r = 0; r < work.count(); ++r) {
+    const int64_t end = work.a.row_start[work.n0 + r + 1];
+    int64_t& e = work.next_entry[r];
+    for (int64_t k; e < end && (k = entries.column(e)) < last; ++e) {
+      const int64_t at = Bf16Strips<BITS>::place(k - first);
+      Bf16Words<BITS>::add(work.slab.get() + (at / 2 * ROWS + r) * 4 + at % 2 * 2, entries.value(e));
+    }
+  }
+}
+
 // All columns of the rows that a thread works on, at most a chunk of those that share their scales at a time; every
-// tile of tokens runs over the chunk's slab, so that a token is summed alike in any company.
+// tile of tokens runs over the chunk's slab, so that a token is summed alike in any company. Where entries are added to
+// it, a slab has values rounded to bf16.
 template <int BITS, bool CENTRED>
-void strip_pair_slabs(const Work& work, const TokenTiles& tiles, const int32_t* packed, int64_t columns, int64_t group) {
+void strip_pair_slabs(Work& work, const TokenTiles& tiles, const int32_t* packed, int64_t columns, int64_t group) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
+  const bool entries = work.a.row_start != nullptr;
   PairDecoder<BITS, CENTRED> decoder;
+  float ones[ROWS];
+  std::fill_n(ones, ROWS, 1.0f);
   for (int64_t k = 0, end; k < columns; k = end) {
     const int64_t g = k / group, first = k / 2 / CHUNK * CHUNK, dwords = std::min(CHUNK, columns / 2 - first);
     end = std::min((g + 1) * group, (first + dwords) * 2);
     for (int v = 0; v * LANES < work.count(); ++v) {
       const char* line = strip_of(work, v) + k / COLUMNS * VECTOR_BYTES;
       char* to = work.slab.get() + v * VECTOR_BYTES;
+      const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
       decoder.begin(&work.zero[g * ROWS + v * LANES]);
       for (int64_t i = k; i < end; i += COLUMNS, line += VECTOR_BYTES) {
         const Int words = load(line);
         _mm_prefetch(line + AHEAD, _MM_HINT_T0);
         each<PAIRS>([&](auto pair) {
-          store(to, decoder.template decode<pair>(words));
+          const Int pairs = decoder.template decode<pair>(words);
+          store(to, entries ? scaled_pairs(pairs, scale) : pairs);
           to += VECTORS * VECTOR_BYTES;
         });
       }
     }
+    if (entries) add_to_pairs<BITS>(work, k, end);
     for (int64_t tile = 0; tile < tiles.count; ++tile)
       with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
         const int64_t m = tiles.start(tile);
         const int32_t* x = &packed[first * work.a.M + m * dwords + (k / 2 - first) * t];
-        pair_tile<t>(work, x, (end - k) / 2, m, k == 0, &work.scale[g * ROWS]);
+        pair_tile<t>(work, x, (end - k) / 2, m, k == 0, entries ? ones : &work.scale[g * ROWS]);
       });
   }
   work.finish(0, static_cast<int>(work.a.M), nullptr);
@@ -303,6 +352,7 @@ void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 struct FloatStrips {
   using Dot = F32Dot;
   static constexpr int STEP = 1;
+  static void add(char* to, float value) { *reinterpret_cast<float*>(to) += value; }
 };
 
 // body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
@@ -314,28 +364,30 @@ void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
     });
 }
 
-// x of D in tiles: body(work, packed) for the rows that a thread works on.
+// x of D in tiles, and for entries: body(work, packed, gathered) for the rows that a thread works on.
 template <class D, class Body>
 void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, Body body) {
   const int64_t dwords = columns / D::STEP;
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
+  const GatheredX gathered(a);
   const auto prepare = [&](int64_t m, int thread) {
     int32_t* own = &natural[thread * dwords];
     natural_dwords<D>(a, m, dwords, own);
     tiles.arrange(own, packed.get(), m, dwords, a.by_rows ? dwords : CHUNK);
+    gathered.prepare(m);
   };
-  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) { body(work, packed.get()); });
+  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) { body(work, packed.get(), gathered); });
 }
 
 #if BF16_DOT
 template <int BITS, bool CENTRED>
 void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
   const TokenTiles tiles(a.M, a.by_rows ? STRIP_PAIR_TOKENS : TOKENS);
-  with_tokens<Bf16Strips<BITS>>(a, columns, tiles, [&](const Work& work, const int32_t* packed) {
+  with_tokens<Bf16Strips<BITS>>(a, columns, tiles, [&](Work& work, const int32_t* packed, const GatheredX& gathered) {
     if (!a.by_rows) return strip_pair_slabs<BITS, CENTRED>(work, tiles, packed, columns, group);
     over_strips<STRIP_PAIR_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-      strip_pairs<BITS, t, CENTRED>(work, packed + m * (columns / 2), columns, group, m, v);
+      strip_pairs<BITS, t, CENTRED>(work, gathered, packed + m * (columns / 2), columns, group, m, v);
     });
   });
 }
@@ -351,15 +403,16 @@ void strip_float_product(const Arguments& a) {
 #endif
   if (a.by_rows) {
     const TokenTiles tiles(a.M, STRIP_TOKENS);
-    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* packed) {
+    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* packed, const GatheredX& gathered) {
       over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-        strip_floats<BITS, t>(work, packed + m * columns, columns, group, m, v);
+        strip_floats<BITS, t>(work, gathered, packed + m * columns, columns, group, m, v);
       });
     });
   }
   run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
-    over_chunks<FloatStrips>(works, count, packed, columns, [&](const Work& work, int64_t first, int64_t last) {
+    over_chunks<FloatStrips>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
       float_strip_slab<BITS>(work, group, first, last);
+      add_entries<FloatStrips>(work, first, last);
     });
   });
 }

@@ -233,10 +233,11 @@ def strips(
     bias: Tensor | None = None,
     input_group: int | None = None,
     batch_invariant: bool = False,
+    entries: Entries | None = None,
 ) -> Tensor:
-    """[M, N] = x weight^T + bias, in the dtype of x, which is multiplied as it is (None) or rounded to int8, symmetric,
-    per token (-1) or per token and `input_group` columns."""
-    x_MK, bias = x_MK.contiguous(), bias_of(bias)
+    """[M, N] = x (weight + entries)^T + bias, in the dtype of x, which is multiplied as it is (None) or, without
+    entries, rounded to int8, symmetric, per token (-1) or per token and `input_group` columns."""
+    x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, scale = weight.words.contiguous(), weight.scale.contiguous()
     zero = None if weight.zero is None else weight.zero.contiguous()
     operation = strips_operation(input_group is not None, x_MK.dtype)
@@ -246,6 +247,7 @@ def strips(
     filled.bits, filled.group, filled.strips, filled.symmetric = weight.bits, weight.group_size, True, True
     if input_group is not None:
         filled.input_group = input_group
+    _add_entries(filled, entries)
     return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)
 
 

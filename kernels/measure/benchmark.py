@@ -31,7 +31,7 @@ from compress.kernels.measure.roofline import (
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
 from compress.kernels.pack_strips import Strips
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
-from compress.kernels.sparse import weight_only_sparse_linear
+from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.kernels.tiles import tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
@@ -83,6 +83,13 @@ class Operands:
     def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
         """x times the 4-bit codes, as a loaded layer multiplies; rounded to int8 where there is an input_group."""
         return _as_laid(x, self.int4, self.strips[input_group is not None], input_group)
+
+    def with_entries(self, x: Tensor) -> Tensor:
+        """x times the 4-bit codes and sparse rows, as a loaded layer multiplies."""
+        laid = self.strips[0]
+        if laid is not None:
+            return strips_sparse_linear(x, *laid[:3], None, laid.bits, laid.group_size, *self.entries)
+        return weight_only_sparse_linear(x, *self.int4[:3], None, 4, self.int4.group_size, *self.entries)
 
     def eight_bits(self, x: Tensor) -> Tensor:
         """x times the 8-bit codes, as a loaded layer multiplies."""
@@ -174,7 +181,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
         **({} if x.is_cuda or x.dtype == torch.float32 else {"dense fp32": (lambda w: dense_fp32(w, x), "dense fp32")}),
         "w4a16": (lambda w: lambda: w.four_bits(x, None), "w4"),
         "w4a16 + 1% sparse": (
-            lambda w: lambda: weight_only_sparse_linear(x, *w.int4[:3], None, 4, w.int4.group_size, *w.entries),
+            lambda w: lambda: w.with_entries(x),
             "w4 sparse",
         ),
         "spqr + 1% sparse": (lambda w: lambda: tiles_linear(x, *w.tiles[:3], None, *w.tiles[3:], *w.entries), "spqr"),

@@ -9,8 +9,9 @@ from compress.errors import InputError
 from compress.kernels import blocks, pack, pack_tiles, reference, sparse, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
+from compress.kernels.pack_strips import pack_strips
 
-N, K = 40, 192
+N, K = 48, 192
 
 
 def arguments(kind, dtype=torch.float32, gradient=False, bias=True, with_entries=True):
@@ -25,13 +26,18 @@ def arguments(kind, dtype=torch.float32, gradient=False, bias=True, with_entries
         planar = planar_of(N, K, 4, 64, True, dtype)
         values = pack.planar_weight(planar, K).double() + extra
         return sparse.weight_only_sparse_linear, (x, *planar[:3], added, 4, 64, *entries), values
+    if kind == "strips":
+        planar = planar_of(N, K, 4, 64, True, dtype)
+        exact = planar._replace(scale=planar.scale.double())
+        given = (x, *pack_strips(planar, K)[:3], added, 4, 64, *entries)
+        return sparse.strips_sparse_linear, given, pack.planar_weight(exact, K) + extra
     weight = tiles_of(N, K, 3, 16, 16, 3, dtype)
     values = pack_tiles.tile_weight(weight, K).double() + (extra if with_entries else 0)
     given = entries if with_entries else (None, None, None)
     return tiles.tiles_linear, (x, *weight[:3], added, *weight[3:], *given), values
 
 
-KINDS = ("sparse", "codes", "tiles")
+KINDS = ("sparse", "codes", "strips", "tiles")
 
 
 def bias_of(given):

@@ -8,6 +8,7 @@ from sums import entries_of, error, planar_of, tiles_of
 
 from compress.kernels import pack, pack_tiles
 from compress.kernels.cpu import gemm as cpu_gemm
+from compress.kernels.pack_strips import pack_strips
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOKENS = [1, 3, 16, 17, 65]
@@ -37,6 +38,26 @@ def test_codes_and_entries(library, data):
     out = cpu_gemm.weight_only(x, planar, bias, entries)
     assert out.dtype == dtype
     assert error(out, x, pack.planar_weight(planar, K).double() + extra, bias) <= 1
+
+
+@few
+@given(data=st.data())
+def test_strips_and_entries(library, data):
+    dtype, other = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(DTYPES))
+    M, N, bits = (
+        data.draw(st.sampled_from(TOKENS)),
+        16 * data.draw(st.integers(1, 4)),
+        data.draw(st.sampled_from([4, 8])),
+    )
+    group, groups = data.draw(st.sampled_from([(32, 1), (32, 3), (64, 5), (128, 2), (-1, 7)]))
+    K = group * groups if group > 0 else data.draw(st.integers(1, 700))
+    planar = planar_of(N, K, bits, group, data.draw(st.booleans()), dtype)
+    entries, extra = entries_of(N, K, data.draw(shares), other)
+    x, bias = inputs(M, K, N, dtype, data.draw(st.booleans()))
+    out = cpu_gemm.strips(x, pack_strips(planar, K), bias, entries=entries)
+    assert out.dtype == dtype
+    exact = planar._replace(scale=planar.scale.double())
+    assert error(out, x, pack.planar_weight(exact, K) + extra, bias) <= 1
 
 
 @few
