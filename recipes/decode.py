@@ -182,7 +182,7 @@ def with_small_head(model: Any, int8_input: bool) -> Any:
 
 
 def variants(
-    original: str, out: str, llama: Path | None, files: list[Path], room: int, compiled: bool
+    original: str, out: str, llama: Path | None, files: list[Path], room: int, compiled: str | None
 ) -> dict[str, Runs]:
     """{title: what runs it}."""
     found: dict[str, Runs] = {}
@@ -192,8 +192,11 @@ def variants(
     for fuse in (False, True):
         loaded = with_small_head(compress.load(out, int8_activations=True, fuse=fuse), True)
         found["w4a16, int8 inputs" + ", fused" * fuse] = Ours(loaded)
-    if compiled:  # one alone: what is compiled of several models is looked through at every step
-        found["w4a16, int8 inputs, fused, compiled"] = Compiled(loaded, room)
+    if compiled is not None:  # one alone: what is compiled of several models is looked through at every step
+        rounded = compiled == "int8"
+        if not rounded:
+            loaded = with_small_head(compress.load(out, fuse=True), False)
+        found["w4a16" + ", int8 inputs" * rounded + ", fused, compiled"] = Compiled(loaded, room)
     library = None if llama is None else opened(llama)
     return found | {f"llama.cpp {file.stem}": Llama(library, file, room) for file in files if library is not None}
 
@@ -253,7 +256,7 @@ def main() -> None:
     told.add_argument("out", metavar="OUT")
     told.add_argument("--llama", type=Path, metavar="LIBRARY")
     told.add_argument("--gguf", type=Path, action="append", default=[])
-    told.add_argument("--compile", action="store_true", help="compiled steps, too")
+    told.add_argument("--compile", choices=("int8", "exact"), help="compiled steps, too, of such inputs")
     told.add_argument("--prompt", type=int, default=512, help="tokens")
     told.add_argument("--new", type=int, default=64, help="steps")
     told.add_argument("--rounds", type=int, default=2)
