@@ -104,7 +104,7 @@ class TiedLinear(PackedLinear):
 
     def __init__(self, table: PackedLinear, bias: Tensor | None) -> None:
         WordLinear.__init__(self, table.scheme, table.in_features, table.out_features, bias)
-        self.input_group = table.input_group
+        self.input_group, self.rounding_first = table.input_group, table.rounding_first
         self.table = table
 
     @property

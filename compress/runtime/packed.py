@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compress.kernels import reference, strips
 from compress.kernels.cpu import direct
+from compress.kernels.cpu.gemm import Operation
 from compress.kernels.entries import Entries
 from compress.kernels.int8_activation import planar_linear
 from compress.kernels.pack import (
@@ -56,6 +57,8 @@ class PackedLinear(WordLinear):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self.input_group = -1 if _integers(scheme) else None
+        # Of inputs that no kernel rounds.
+        self.rounding_first = None if scheme.inputs is None or _integers(scheme) else ActivationCodes(scheme.inputs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,19 +108,19 @@ class PackedLinear(WordLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         words, scale, zero = self.held
-        sizes = (self.in_features, self.group_size, self.input_group is not None)
-        weight = (words, scale, zero, self._parameters["bias"])
-        if not self.batch_invariant and direct.serves(x, scale, *sizes):
-            return direct.linear(self._rounded(x), *weight, self.container, self.group_size, self.input_group)
-        x, how = self._rounded(self._own(x)), (self.group_size, self.input_group, self.batch_invariant)
+        bias, group_size, input_group = self._parameters["bias"], self.group_size, self.input_group
+        operation: Operation = "weight_only" if input_group is None else "int8_activation"
+        if not self.batch_invariant and direct.serves(operation, x, scale.dtype, self.in_features, group_size):
+            x = x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
+            return direct.linear(x, words, scale, zero, bias, self.container, group_size, input_group)
+        x, how = self._rounded(self._own(x)), (group_size, input_group, self.batch_invariant)
         if self.in_strips:
-            return strips.strips_linear(x, *weight, self.container, *how)
-        return planar_linear(x, *weight, self.container, *how)
+            return strips.strips_linear(x, words, scale, zero, bias, self.container, *how)
+        return planar_linear(x, words, scale, zero, bias, self.container, *how)
 
     def _rounded(self, x: Tensor) -> Tensor:
         """x, rounded where no kernel does that."""
-        inputs = self.scheme.inputs
-        return x if inputs is None or _integers(self.scheme) else ActivationCodes(inputs).fake_quantize(x)
+        return x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
         x = self._rounded(x)

@@ -1,12 +1,13 @@
 """Layers on rows of int8 or float8, beside inputs that are rounded alike."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from compress.kernels import ops, reference
+from compress.kernels.cpu import direct
 from compress.kernels.fp8 import fp8_linear
 from compress.kernels.rounding import round_output
 from compress.kernels.routes import Route, fp8_route, w8a8_route
@@ -64,9 +65,10 @@ class RowLinear(QuantLinear):
 
     def rounded(self, y: Tensor) -> Tensor:
         """What the layer returns of its product."""
-        if self.output_scale is None:
+        scale = self._buffers["output_scale"]
+        if scale is None:
             return y
-        return round_output(y, self.output_scale, self.output_zero, self.scheme.weights.floating)
+        return round_output(y, scale, self.output_zero, self.scheme.weights.floating)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         """What the layer holds of a checkpoint's tensors, by name."""
@@ -124,10 +126,14 @@ class Int8Linear(RowLinear):
         return []  # sums of integers are exact
 
     def product(self, x: Tensor) -> Tensor:
-        inputs = self.scheme.inputs
+        # Read where they are kept, as in `PackedLinear.held`.
+        inputs, held = self.scheme.inputs, cast(dict[str, Any], self._buffers)
         assert inputs is not None
-        scales = (self.input_scale, self.input_zero, inputs.symmetric)
-        return ops.w8a8_linear(x, self.codes, self.weight_scale, self.row_sum, self.bias, *scales)
+        given = (held["codes"], held["weight_scale"], held["row_sum"], self._parameters["bias"])
+        how = (held["input_scale"], held["input_zero"], inputs.symmetric)
+        if direct.serves("w8a8", x, self._dtype, self.in_features):
+            return direct.w8a8(x, *given, *how)
+        return ops.w8a8_linear(x, *given, *how)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         zero = parts.get("input_zero_point") if "input_scale" in parts else None

@@ -143,22 +143,23 @@ void attend_all(const Attention& a) {
   const int64_t share = a.heads / a.key_heads, most = std::min<int64_t>(share, HEADS_SIDE_BY_SIDE);
   const int64_t tiles = (share + most - 1) / most, work = a.batch * a.key_heads * tiles;
   if (work == 0) return;
-  const int threads = static_cast<int>(std::min<int64_t>(a.threads, work));
+  const int64_t multiplications = a.batch * a.heads * a.keys * (a.size + a.value_size);
+  const int threads = static_cast<int>(std::min<int64_t>(useful_threads(multiplications, a.threads), work));
   std::vector<Scratch> scratch;
+  scratch.reserve(threads);
   for (int i = 0; i < threads; ++i)
     scratch.push_back({allocate<float>(most * (a.size + LANES)), allocate<float>(most * (a.keys + LANES))});
-#pragma omp parallel for num_threads(threads)
-  for (int64_t i = 0; i < work; ++i) {
+  in_parallel(work, threads, [&](int64_t i, int thread) {
     const int64_t first = i % tiles * most;
     with_constant<HEADS_SIDE_BY_SIDE>(std::min(most, share - first), [&](auto heads) {
       const int64_t h = i / tiles % a.key_heads * share + first;
-      const Scratch& own = scratch[omp_get_thread_num()];
+      const Scratch& own = scratch[thread];
       const int64_t b = i / tiles / a.key_heads;
       if (a.type == F32) return attend_heads<heads, F32>(a, own, b, h);
       if (a.type == F16) return attend_heads<heads, F16>(a, own, b, h);
       attend_heads<heads, BF16>(a, own, b, h);
     });
-  }
+  });
 }
 
 }  // namespace

@@ -248,7 +248,7 @@ void float_product(const Arguments& a) {
   using Decoder = typename D::Decoder;
   const bool whole = a.group <= 0 || a.group % D::BLOCK == 0;
   const int64_t columns = a.row_bytes * 8 / (PLANE * 16 / D::BLOCK), dwords = columns / D::STEP;
-  const std::vector<int32_t> group_of_plane = groups_of(columns, PLANE, a.group, a.G);
+  const Memory<int32_t> group_of_plane = groups_of(columns, PLANE, a.group, a.G);
   if (!a.by_rows)
     return run_slabs<D>(a, dwords, [&](Work* works, int64_t count, const int32_t* packed) {
       float_slabs<D>(works, count, packed, columns, whole,
@@ -268,7 +268,7 @@ void float_product(const Arguments& a) {
   };
   run(a, 0, prepare, [&](Work& work) {
     in_powers_of_two(a.M, [&](int64_t m, auto t) {
-      float_rows<D, ROW_TILE, t>(work, packed.get(), gathered, group_of_plane.data(), columns, whole, m);
+      float_rows<D, ROW_TILE, t>(work, packed.get(), gathered, group_of_plane.get(), columns, whole, m);
     });
   });
 }

@@ -46,6 +46,7 @@ int32_t in_blocks(const Arguments& given, Product product, int64_t block = TOKEN
     for (int64_t m = 0; m < given.M; m += block) {
       Arguments a = given;
       a.M = std::min(block, given.M - m);
+      a.threads = useful_threads(a.M * a.N * a.K, given.threads);
       a.x = static_cast<const char*>(given.x) + m * given.K * size_of(given.x_type);
       a.out = static_cast<char*>(given.out) + m * given.N * size_of(given.x_type);
       product(a);
@@ -129,8 +130,7 @@ extern "C" int32_t expand24(const Arguments* a) {
 // Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.
 extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale, int32_t* zero) {
   const int64_t scales = a->input_group > 0 ? (a->K + a->input_group - 1) / a->input_group : 1;
-#pragma omp parallel for num_threads(a->threads)
-  for (int64_t m = 0; m < a->M; ++m) quantize(*a, m, codes + m * a->K, scale + m * scales, zero + m);
+  in_parallel(a->M, a->threads, [&](int64_t m, int) { quantize(*a, m, codes + m * a->K, scale + m * scales, zero + m); });
 }
 
 extern "C" int32_t attend(const Attention* a) {

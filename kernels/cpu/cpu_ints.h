@@ -64,9 +64,9 @@ struct Plain {
 // What the int8 loops read of x; a segment is a run of columns with one weight scale and one activation scale.
 struct Activations {
   int64_t columns, segment, segments, scales;
-  std::vector<int32_t> weight_group, input_group;  // of every segment
-  Memory<int32_t> packed, sums, zero;              // sums [M][segments], zero [M]
-  Memory<float> scale;                             // [M][scales]
+  Memory<int32_t> weight_group, input_group;  // of every segment
+  Memory<int32_t> packed, sums, zero;         // sums [M][segments], zero [M]
+  Memory<float> scale;                        // [M][scales]
 
   // Columns that share their scales; 0: all.
   static int64_t segment_of(const Arguments& a) {

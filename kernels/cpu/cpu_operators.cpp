@@ -1,7 +1,8 @@
-// compress::cpu_linear and compress::cpu_attention, operators of torch's stable C ABI: what stands between a model and the
+// compress::cpu_linear, cpu_w8a8 and cpu_attention, operators of torch's stable C ABI: what stands between a model and the
 // loops of cpu_gemm.cpp, where Python's way (gemm.py) would take longer than a small product does.
 //
-//   [..., N] = x weight^T + bias, in the dtype of x; of the weight there are planar words [N, words] or strips [S, L, 64].
+//   [..., N] = x weight^T + bias, in the dtype of x; of the weight there are planar words [N, words], strips [S, L, 64] or
+//   rows of int8 [N, K].
 //
 // x is multiplied as it is (no input_group), or rounded to int8, per token (-1) or per token and so many columns. The
 // loops are of another library, which this one is given at its start (`use`), compiled for its processor.
@@ -10,8 +11,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
-#include <vector>
 
 #include "cpu_attention.h"
 
@@ -22,13 +23,14 @@ using torch::stable::Tensor;
 using Product = int32_t (*)(const Arguments*);
 using Attend = int32_t (*)(const Attention*);
 
-constexpr int64_t STRIP_ROWS = 16;
+constexpr int64_t STRIP_ROWS = 16, MOST_DIMENSIONS = 64;
 
 struct Loops {
   Product exact, rounded;
   // Tokens up to which rows are read front to back: [strips][rounded].
   int64_t by_rows[2][2];
   int64_t pairs_by_rows;  // of strips and exact bfloat16
+  int64_t by_rows_w8a8;
   Attend attend;
 };
 
@@ -43,7 +45,36 @@ Type type_of(const Tensor& tensor) {
   }
 }
 
+// [...], of the type of x.
+Tensor empty(const Tensor& x, const int64_t* sizes, int64_t dims) {
+  int64_t strides[MOST_DIMENSIONS];
+  int64_t stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= std::max<int64_t>(sizes[i], 1);
+  }
+  int32_t type;
+  STD_TORCH_CHECK(aoti_torch_get_dtype(x.get(), &type) == AOTI_TORCH_SUCCESS, "no dtype");
+  AtenTensorHandle made;
+  STD_TORCH_CHECK(
+      aoti_torch_empty_strided(dims, sizes, strides, type, aoti_torch_device_type_cpu(), 0, &made) == AOTI_TORCH_SUCCESS,
+      "no memory for the result");
+  return Tensor(made);
+}
+
 Tensor whole(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
+
+// [..., N], which a loop makes of x and arguments that lack no more than the result.
+Tensor product(Product loop, Arguments& a, const Tensor& x) {
+  const int64_t dims = x.dim();
+  int64_t sizes[MOST_DIMENSIONS];
+  std::copy_n(x.sizes().data(), dims, sizes);
+  sizes[dims - 1] = a.N;
+  const Tensor out = empty(x, sizes, dims);
+  a.out = out.data_ptr();
+  STD_TORCH_CHECK(loop(&a) == 0, "no memory to pack ", a.M, " tokens of ", a.K, " columns");
+  return out;
+}
 
 Tensor cpu_linear(const Tensor& given, const Tensor& given_words, const Tensor& given_scale,
                   const std::optional<Tensor>& given_zero, const std::optional<Tensor>& given_bias, int64_t bits,
@@ -52,7 +83,7 @@ Tensor cpu_linear(const Tensor& given, const Tensor& given_words, const Tensor& 
   const bool strips = words.dim() == 3;
   const int64_t dims = x.dim();
   Arguments a = {};
-  STD_TORCH_CHECK(dims > 0 && x.size(dims - 1) > 0, "cpu_linear: x has no columns");
+  STD_TORCH_CHECK(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "cpu_linear: x has no columns");
   a.K = x.size(dims - 1);
   a.M = x.numel() / a.K;
   a.N = words.size(0) * (strips ? STRIP_ROWS : 1);
@@ -85,13 +116,57 @@ Tensor cpu_linear(const Tensor& given, const Tensor& given_words, const Tensor& 
     a.bias = bias->data_ptr();
     a.bias_type = type_of(*bias);
   }
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = a.N;
-  const Tensor out = torch::stable::new_empty(x, shape);
-  a.out = out.data_ptr();
-  STD_TORCH_CHECK((input_group.has_value() ? loops.rounded : loops.exact)(&a) == 0, "no memory to pack ", a.M,
-                  " tokens of ", a.K, " columns");
-  return out;
+  return product(input_group.has_value() ? loops.rounded : loops.exact, a, x);
+}
+
+// Of rows of int8 [N, K], one fp32 scale each, and x rounded to int8: per token, or by a scale [1] and a zero point [1].
+// row_sum: int32 [N], needed where tokens have zero points.
+Tensor cpu_w8a8(const Tensor& given, const Tensor& given_weight, const Tensor& given_scale,
+                const std::optional<Tensor>& given_sum, const std::optional<Tensor>& given_bias,
+                const std::optional<Tensor>& input_scale, const std::optional<Tensor>& input_zero, bool symmetric) {
+  const Tensor x = whole(given), weight = whole(given_weight), scale = whole(given_scale);
+  const auto check = [](bool holds, const char* what) { STD_TORCH_CHECK(holds, "cpu_w8a8: ", what); };
+  const int64_t dims = x.dim();
+  Arguments a = {};
+  check(dims > 0 && dims <= MOST_DIMENSIONS && x.size(dims - 1) > 0, "x has no columns");
+  a.K = a.row_bytes = x.size(dims - 1);
+  a.M = x.numel() / a.K;
+  a.N = weight.size(0);
+  a.G = 1;
+  check(weight.scalar_type() == ScalarType::Char && weight.dim() == 2 && weight.size(1) == a.K,
+        "the weight is not int8, with as many columns as x");
+  check(scale.scalar_type() == ScalarType::Float && scale.numel() == a.N, "not a scale in float32 for every row");
+  a.bits = 8;
+  a.group = a.input_group = -1;
+  a.x_type = type_of(x);
+  a.symmetric = symmetric;
+  a.by_rows = a.M <= loops.by_rows_w8a8;
+  a.threads = static_cast<int32_t>(torch::stable::get_num_threads());
+  a.x = x.data_ptr();
+  a.weight = weight.data_ptr();
+  a.scale = static_cast<const float*>(scale.data_ptr());
+  std::optional<Tensor> sum, bias;
+  if (given_sum.has_value()) {
+    sum = whole(*given_sum);
+    check(sum->scalar_type() == ScalarType::Int && sum->numel() == a.N, "not a sum in int32 for every row");
+    a.row_sum = static_cast<const int32_t*>(sum->data_ptr());
+  }
+  if (given_bias.has_value()) {
+    bias = whole(*given_bias);
+    a.bias = bias->data_ptr();
+    a.bias_type = type_of(*bias);
+  }
+  if (input_scale.has_value()) {
+    check(input_scale->scalar_type() == ScalarType::Float && input_scale->numel() == 1, "not one float32 input scale");
+    a.input_scale = static_cast<const float*>(input_scale->data_ptr());
+  }
+  if (input_zero.has_value()) {
+    check(input_zero->scalar_type() == ScalarType::Int && input_zero->numel() == 1, "not one int32 input zero point");
+    a.input_zero = static_cast<const int32_t*>(input_zero->data_ptr());
+  }
+  check(a.row_sum != nullptr || (a.input_zero == nullptr && (a.input_scale != nullptr || symmetric)),
+        "tokens with zero points need the sums of rows");
+  return product(loops.rounded, a, x);
 }
 
 // Of query [batch, heads, 1, size], key [batch, key heads, keys, size] and value [.., value size]; mask, of bools or
@@ -127,7 +202,8 @@ Tensor cpu_attention(const Tensor& query, const Tensor& key, const Tensor& value
   }
   a.scale = static_cast<float>(scale);
   a.threads = static_cast<int32_t>(torch::stable::get_num_threads());
-  const Tensor out = torch::stable::new_empty(query, {a.batch, 1, a.heads, a.value_size});
+  const int64_t sizes[] = {a.batch, 1, a.heads, a.value_size};
+  const Tensor out = empty(query, sizes, 4);
   a.query = query.data_ptr(), a.key = key.data_ptr(), a.value = value.data_ptr(), a.out = out.data_ptr();
   STD_TORCH_CHECK(loops.attend(&a) == 0, "no memory for the scores of ", a.keys, " keys");
   return out;
@@ -138,10 +214,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(compress, m) {
   m.def(
       "cpu_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size, int? "
       "input_group) -> Tensor");
+  m.def(
+      "cpu_w8a8(Tensor x, Tensor weight, Tensor weight_scale, Tensor? row_sum, Tensor? bias, Tensor? input_scale, "
+      "Tensor? input_zero, bool symmetric) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(compress, CPU, m) {
   m.impl("cpu_linear", TORCH_BOX(&cpu_linear));
+  m.impl("cpu_w8a8", TORCH_BOX(&cpu_w8a8));
   m.impl("cpu_attention", TORCH_BOX(&cpu_attention));
 }
 

@@ -288,9 +288,9 @@ int64_t padded24(const Arguments& a) {
   return (a.K + D::BLOCK - 1) / D::BLOCK * D::BLOCK;
 }
 
-std::vector<int32_t> groups24(const Arguments& a, int64_t columns) {
-  std::vector<int32_t> groups = groups_of(columns, PLANE, a.group, std::max<int64_t>(a.G, 1));
-  for (int32_t& group : groups) group *= ROWS;
+Memory<int32_t> groups24(const Arguments& a, int64_t columns) {
+  Memory<int32_t> groups = groups_of(columns, PLANE, a.group, std::max<int64_t>(a.G, 1));
+  for (int64_t i = 0; i < (columns + PLANE - 1) / PLANE; ++i) groups[i] *= ROWS;
   return groups;
 }
 
@@ -317,7 +317,7 @@ void rows24(const Rows24& rows, const int32_t* x, int64_t columns, int64_t m0) {
 template <class D>
 void product24(const Arguments& a) {
   const int64_t columns = padded24<D>(a);
-  const std::vector<int32_t> groups = groups24(a, columns);
+  const Memory<int32_t> groups = groups24(a, columns);
   const int64_t dwords = columns / D::STEP;
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords), natural = allocate<int32_t>(a.threads * dwords);
   const auto prepare = [&](int64_t m, int thread) {
@@ -326,7 +326,7 @@ void product24(const Arguments& a) {
     arrange<D>(own, packed.get(), m, columns, D::STEP, a);
   };
   run(a, 0, prepare, [&](Work& work) {
-    const Rows24 rows{work, groups.data()};
+    const Rows24 rows{work, groups.get()};
     in_powers_of_two(a.M, [&](int64_t m, auto t) { rows24<D, ROW_TILE, t>(rows, packed.get(), columns, m); });
   });
 }
@@ -335,10 +335,10 @@ void product24(const Arguments& a) {
 template <class D>
 void expand(const Arguments& a) {
   const int64_t columns = padded24<D>(a);
-  const std::vector<int32_t> groups = groups24(a, columns);
+  const Memory<int32_t> groups = groups24(a, columns);
   const Type type = type_of(a);
   run(a, 0, [](int64_t, int) {}, [&](Work& work) {
-    const Rows24 rows{work, groups.data()};
+    const Rows24 rows{work, groups.get()};
     float values[D::BLOCK];
     for (int64_t r = 0; r < work.count(); ++r)
       for (int64_t k = 0; k < columns; k += D::BLOCK) {

@@ -165,7 +165,7 @@ void tile_product(const Arguments& given) {
   const Levels levels{given};
   const int64_t padded = levels.padded, columns = a.row_bytes * 8 / (PLANE * 16 / D::BLOCK);
   const int64_t dwords = columns / D::STEP;
-  const std::vector<int32_t> group_of_half = groups_of(columns, HALF_PLANE, a.group, levels.groups);
+  const Memory<int32_t> group_of_half = groups_of(columns, HALF_PLANE, a.group, levels.groups);
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords), natural = allocate<int32_t>(a.threads * dwords);
   const Memory<float> group_sums = allocate<float>(a.by_rows ? a.M * padded : 0);
   // Of every thread, scales and zero points of the rows that it works on.
@@ -186,12 +186,12 @@ void tile_product(const Arguments& given) {
       sums[k / a.group] += sum(load_floats(from + k * size_of(a.x_type), a.x_type));
   };
   run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) {
-    float* own_scales = &scales[omp_get_thread_num() * of_rows];
+    float* own_scales = &scales[work.thread * of_rows];
     if (a.by_rows) {
-      const TileInput x{levels, packed.get(), group_sums.get(), gathered, group_of_half.data(), columns};
+      const TileInput x{levels, packed.get(), group_sums.get(), gathered, group_of_half.get(), columns};
       return in_powers_of_two(a.M, [&](int64_t m, auto t) { tile_rows<D, ROW_TILE, t>(work, x, own_scales, m); });
     }
-    float* own_zeros = &zeros[omp_get_thread_num() * of_rows];
+    float* own_zeros = &zeros[work.thread * of_rows];
     for (int64_t r = 0; r < ROWS; ++r)
       levels.of_row(std::min(work.n0 + r, a.N - 1), [&](int64_t g, Float scale, Float zero) {
         store(own_scales + r * padded + g, float_to_bits(scale));

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "cpu_numbers.h"
@@ -52,19 +53,67 @@ struct Arguments {
   int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits, strips;
 };
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
+// Memory that a thread keeps between calls: what a small product needs lies in it, one piece after the other, and is
+// free again when the last piece is. A product of one token asks for a dozen, which malloc takes as long for as the
+// product does.
+struct Kept {
+  static constexpr int64_t BYTES = 64 * 1024;
+  char* start = nullptr;
+  int64_t used = 0, pieces = 0;
+
+  ~Kept() { std::free(start); }
+  char* piece(int64_t bytes) {
+    if (start == nullptr) start = static_cast<char*>(std::aligned_alloc(VECTOR_BYTES, BYTES));
+    if (start == nullptr || used + bytes > BYTES) return nullptr;
+    ++pieces;
+    return start + std::exchange(used, used + bytes);
+  }
+  bool took_back(void* p) {
+    if (p < start || p >= start + BYTES) return false;
+    if (--pieces == 0) used = 0;
+    return true;
+  }
 };
 
+thread_local Kept kept;
+
+struct Free {
+  void operator()(void* p) const {
+    if (!kept.took_back(p)) std::free(p);
+  }
+};
+
+// Freed by the thread that asked for it.
 template <class T>
 using Memory = std::unique_ptr<T[], Free>;
 
 template <class T>
 Memory<T> allocate(int64_t count) {
-  const int64_t bytes = (count * sizeof(T) + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
-  void* p = std::aligned_alloc(VECTOR_BYTES, std::max<int64_t>(bytes, VECTOR_BYTES));
+  const int64_t whole = (count * sizeof(T) + VECTOR_BYTES - 1) / VECTOR_BYTES * VECTOR_BYTES;
+  const int64_t bytes = std::max<int64_t>(whole, VECTOR_BYTES);
+  void* p = kept.piece(bytes);
+  if (p == nullptr) p = std::aligned_alloc(VECTOR_BYTES, bytes);
   if (p == nullptr) throw std::bad_alloc();
   return Memory<T>(static_cast<T*>(p));
+}
+
+// Threads worth starting for so many multiplications: each must have more to do than its start and the wait for it take.
+// Measured: two lose below 2^17 on each, whatever the weight, and win from there on.
+constexpr int64_t WORTH_A_THREAD = 1 << 17;
+INLINE int useful_threads(int64_t multiplications, int threads) {
+  return static_cast<int>(std::clamp<int64_t>(multiplications / WORTH_A_THREAD, 1, std::max(threads, 1)));
+}
+
+// body(i, thread) for every i below count, in their order on each thread. A single one needs no team: the barriers of
+// one ask the kernel to wake nobody, which takes longer than a small product.
+template <class Body>
+void in_parallel(int64_t count, int threads, Body body) {
+  if (threads == 1) {
+    for (int64_t i = 0; i < count; ++i) body(i, 0);
+    return;
+  }
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t i = 0; i < count; ++i) body(i, omp_get_thread_num());
 }
 
 // body with the compile-time constant that equals value, of 1 ... MOST.
@@ -123,9 +172,10 @@ struct TokenTiles {
 };
 
 // For every `unit` columns, the group that they belong to; padding belongs to the last.
-std::vector<int32_t> groups_of(int64_t columns, int64_t unit, int64_t group, int64_t count) {
-  std::vector<int32_t> found((columns + unit - 1) / unit);
-  for (size_t i = 0; i < found.size(); ++i)
+Memory<int32_t> groups_of(int64_t columns, int64_t unit, int64_t group, int64_t count) {
+  const int64_t units = (columns + unit - 1) / unit;
+  Memory<int32_t> found = allocate<int32_t>(units);
+  for (int64_t i = 0; i < units; ++i)
     found[i] = group > 0 ? static_cast<int32_t>(std::min<int64_t>(i * unit / group, count - 1)) : 0;
   return found;
 }
@@ -133,6 +183,7 @@ std::vector<int32_t> groups_of(int64_t columns, int64_t unit, int64_t group, int
 // The rows that one thread works on, what belongs to them, and its slab.
 struct Work {
   const Arguments& a;
+  int thread;
   int64_t n0 = 0;
   Memory<float> scale, float_zero;  // [G][ROWS]
   Memory<int32_t> zero;             // [G][ROWS]
@@ -142,8 +193,9 @@ struct Work {
   int32_t row_sum[ROWS];
   int64_t next_entry[ROWS];  // of each row, the first that the slab has not met
 
-  Work(const Arguments& a, int64_t slab_bytes)
+  Work(const Arguments& a, int64_t slab_bytes, int thread)
       : a(a),
+        thread(thread),
         scale(allocate<float>(a.G * ROWS)),
         float_zero(allocate<float>(a.G * ROWS)),
         zero(allocate<int32_t>(a.G * ROWS)),
@@ -240,19 +292,25 @@ void run_together(const Arguments& a, int64_t slab_bytes, int64_t most, int64_t 
   const int64_t teams = (slabs + together - 1) / together;
   const int64_t run_length = std::max<int64_t>(teams / (threads * RUNS), 1);
   std::vector<Work> works;
-  for (int64_t i = 0; i < threads * together; ++i) works.emplace_back(a, slab_bytes);
+  works.reserve(threads * together);
+  for (int64_t i = 0; i < threads * together; ++i) works.emplace_back(a, slab_bytes, static_cast<int>(i / together));
+  const auto take = [&](int64_t team, int thread) {
+    Work* own = &works[thread * together];
+    const int64_t first = team * together, count = std::min(together, slabs - first);
+    for (int64_t i = 0; i < count; ++i) own[i].begin((first + i) * ROWS);
+    body(own, count);
+  };
+  if (threads == 1) {
+    in_parallel(tiles, 1, prepare);
+    return in_parallel(teams, 1, take);
+  }
 #pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < tiles; ++i) prepare(i, thread);
 #pragma omp for schedule(dynamic, run_length)
-    for (int64_t team = 0; team < teams; ++team) {
-      Work* own = &works[thread * together];
-      const int64_t first = team * together, count = std::min(together, slabs - first);
-      for (int64_t i = 0; i < count; ++i) own[i].begin((first + i) * ROWS);
-      body(own, count);
-    }
+    for (int64_t team = 0; team < teams; ++team) take(team, thread);
   }
 }
 

@@ -1,21 +1,23 @@
-"""Operators of C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips.
+"""Operators of C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips;
+`compress::cpu_w8a8`: with rows of int8.
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
-It is what a layer calls where no gradient is asked for: on the way to the loops Python takes longer than a small
-product does (`kernels.operators`). A compiled graph holds it as one node. It is a small library of its own on torch's
-stable C interface (`cpu_operators.cpp`), built like the others at first use; where it cannot be, layers take Python's
-way.
+They are what a layer calls where no gradient is asked for: on the way to the loops Python takes longer than a small
+product does (`kernels.operators`). What is asked here at every call is written for that: each lookup is a share of it.
+A compiled graph holds an operator as one node. They are a small library of their own on torch's stable C interface
+(`cpu_operators.cpp`), built like the others at first use; where it cannot be, layers take Python's way.
 """
 
 import ctypes
 import os
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from compress.kernels.cpu import build
 from compress.kernels.cpu import gemm as cpu_gemm
@@ -26,6 +28,8 @@ STRIPS_DIMENSIONS = 3
 DIMENSIONS = 4  # of what attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
+# Holds what the library registers.
+_operators: Any = torch.ops.compress
 
 
 class _Loops(ctypes.Structure):
@@ -36,6 +40,7 @@ class _Loops(ctypes.Structure):
         ("rounded", ctypes.c_void_p),
         ("by_rows", ctypes.c_int64 * 4),
         ("pairs_by_rows", ctypes.c_int64),
+        ("by_rows_w8a8", ctypes.c_int64),
         ("attend", ctypes.c_void_p),
     )
 
@@ -54,6 +59,7 @@ def why_not() -> tuple[str, ...]:
 def _register() -> None:
     use(build.library())
     torch.library.register_fake("compress::cpu_linear", _like_product)
+    torch.library.register_fake("compress::cpu_w8a8", _like_rows)
     torch.library.register_fake("compress::cpu_attention", _like_attention)
 
 
@@ -63,31 +69,34 @@ def use(library: ctypes.CDLL) -> None:
     loops = (library.weight_only, library.int8_activation, library.attend)
     exact, rounded, attend = (ctypes.cast(loop, ctypes.c_void_p) for loop in loops)
     pairs = cpu_gemm.rows_up_to("pair_strips" if library.instructions() == cpu_gemm.PAIRS else "strips", library)
-    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, (ctypes.c_int64 * 4)(*limits), pairs, attend)))
+    by_rows = ((ctypes.c_int64 * 4)(*limits), pairs, cpu_gemm.rows_up_to("w8a8", library))
+    build.library("operators").use(ctypes.byref(_Loops(exact, rounded, *by_rows, attend)))
 
 
 @cache
-def _takes(columns: int, group_size: int, int8_input: bool, _: tuple[str, ...]) -> bool:
-    operation: Operation = "int8_activation" if int8_input else "weight_only"
+def _takes(operation: Operation, columns: int, group_size: int, _: tuple[str, ...]) -> bool:
     return not cpu_gemm.why_not_sizes(operation, columns, group_size) and not why_not()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def takes(columns: int, group_size: int, int8_input: bool) -> bool:
+def takes(operation: Operation, columns: int, group_size: int) -> bool:
     """Whether the operator can be had for weights of these sizes."""
-    return _takes(columns, group_size, int8_input, build.why_not())
+    return _takes(operation, columns, group_size, build.why_not())
 
 
-def serves(x: Tensor, scale: Tensor, columns: int, group_size: int, int8_input: bool) -> bool:
-    """Whether the operator multiplies x [..., columns] by a weight with these scales: on a CPU, without a gradient."""
-    return bool(
-        x.device.type == "cpu"
-        and x.dtype == scale.dtype
-        and x.dtype in cpu_gemm.TYPES
+def serves(operation: Operation, x: Tensor, dtype: torch.dtype, columns: int, group_size: int = -1) -> bool:
+    """Whether an operator multiplies x [..., columns] by the weight of a layer that computes in `dtype`: on a CPU,
+    without a gradient."""
+    given: torch.dtype = x.dtype
+    return (
+        # A traced graph takes the type of a device for a constant; asking for it takes six times as long.
+        (x.device.type == "cpu" if is_compiling() else x.is_cpu)
+        and given is dtype
+        and given in cpu_gemm.TYPES
         and x.shape[-1] == columns
         and not (x.requires_grad and torch.is_grad_enabled())
         and forward_ad._current_level < 0
-        and takes(columns, group_size, int8_input)
+        and takes(operation, columns, group_size)
     )
 
 
@@ -103,30 +112,58 @@ def linear(
 ) -> Tensor:
     """[..., N] = x weight^T + bias, where `serves` says so. The weight is the parts of a `pack.Planar`, or of a
     `pack_strips.Strips`; input_group as in `strips.strips_linear`."""
-    operator: Any = torch.ops.compress.cpu_linear.default
-    return cast(Tensor, operator(x, words, scale, zero, bias, bits, group_size, input_group))
+    out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group)
+    return out
+
+
+def w8a8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    symmetric: bool,
+) -> Tensor:
+    """[..., N] = quantize(x) weight^T scaled + bias, where `serves` says so; arguments as of `ops.w8a8_linear`."""
+    sums = (weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
+    out: Tensor = _operators.cpu_w8a8.default(x, weight, *sums)
+    return out
+
+
+@cache
+def _there(_: tuple[str, ...]) -> bool:
+    return not why_not()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _built() -> bool:
-    return not why_not()
+    return _there(build.why_not())
 
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether `attention` takes these: one query per sequence on a CPU, without a gradient."""
-    given = (query, key, value)
+    dtype, sizes = query.dtype, query.shape
+    here = query.device.type == "cpu" if is_compiling() else query.is_cpu
+    if not (here and dtype in cpu_gemm.TYPES and len(sizes) == key.dim() == value.dim() == DIMENSIONS):
+        return False
+    batch, heads, queries, size = sizes
+    of_batch, key_heads, keys, key_size = key.shape
+    batch_of_values, value_heads, values, _ = value.shape
     return bool(
-        query.device.type == "cpu"
-        and query.dtype in cpu_gemm.TYPES
-        and all(each.dim() == DIMENSIONS and each.dtype == query.dtype and each.stride(-1) == 1 for each in given)
-        and query.shape[2] == 1
-        and key.shape[:3] == value.shape[:3]
-        and (key.shape[0], key.shape[3]) == (query.shape[0], query.shape[3])
-        and key.shape[1] > 0
-        and query.shape[1] >= key.shape[1]
-        and query.shape[1] % key.shape[1] == 0
+        queries == 1
+        and key.dtype is dtype
+        and value.dtype is dtype
+        and of_batch == batch_of_values == batch
+        and key_size == size
+        and value_heads == key_heads
+        and values == keys
+        and heads >= key_heads > 0
+        and heads % key_heads == 0
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
         and (mask is None or _masks(mask, query, key))
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         and forward_ad._current_level < 0
         and _built()
     )
@@ -150,8 +187,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     query: [batch, heads, 1, size]; key and value: [batch, key heads, keys, size], which as many heads share as there
     are more heads than key heads; mask: of bools (False: not seen) or added, [batch or 1, heads or 1, 1, keys].
     """
-    operator: Any = torch.ops.compress.cpu_attention.default
-    return cast(Tensor, operator(query, key, value, mask, scale))
+    out: Tensor = _operators.cpu_attention.default(query, key, value, mask, scale)
+    return out
 
 
 def _like_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -161,3 +198,7 @@ def _like_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def _like_product(x: Tensor, words: Tensor, *_: Any) -> Tensor:
     """The shape, for tracing."""
     return x.new_empty(*x.shape[:-1], words.shape[0] * (ROWS if words.dim() == STRIPS_DIMENSIONS else 1))
+
+
+def _like_rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])

@@ -8,13 +8,14 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from compress.errors import InputError
+from compress.kernels import reference
 from compress.kernels.cpu import direct
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.pack_strips import pack_strips
 from compress.runtime.linear import QuantLinear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-NAME = "compress.cpu_linear.default"
+NAME = ("compress.cpu_linear.default", "compress.cpu_w8a8.default")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +47,44 @@ def test_the_same_as_by_python_bit_for_bit(looped, K, group, symmetric, dtype):
             assert torch.equal(direct.linear(turned, *laid[:3], *sizes), found.view(M, 48))
 
 
+@every("dtype", DTYPES)
+@every("fixed", [True, False])
+@every("symmetric", [True, False])
+def test_rows_of_int8_the_same_as_by_python_bit_for_bit(looped, fixed, symmetric, dtype):
+    for M, K in ((1, 50), (4, 640), (5, 96), (17, 200)):
+        g = torch.Generator().manual_seed(K)
+        weight, scale = torch.randint(-128, 128, (48, K), generator=g, dtype=torch.int8), torch.rand(48, generator=g)
+        x, bias = inputs(M, K, 48, dtype)
+        zero = torch.tensor([5], dtype=torch.int32) if fixed and not symmetric else None
+        ranges = (torch.tensor([0.03]) if fixed else None, zero, symmetric)
+        given = (weight, scale, None if symmetric else reference.row_sums(weight), bias if M % 2 else None, *ranges)
+        found = direct.w8a8(x.view(M, 1, K), *given)
+        assert found.dtype == dtype
+        assert torch.equal(found.view(M, 48), cpu_gemm.w8a8(x, *given))
+        assert torch.equal(direct.w8a8(x.t().contiguous().t(), *given), found.view(M, 48))
+
+
+def test_contract_of_rows():
+    weight = torch.randint(-128, 128, (48, 96), dtype=torch.int8)
+    x, bias = inputs(6, 96, 48, torch.float32)
+    given = [x.view(2, 3, 96), weight, torch.rand(48), reference.row_sums(weight), bias, None, None, False]
+    asked = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.compress.cpu_w8a8.default, tuple(given), test_utils=asked)
+    assert direct.w8a8(x[:0], *given[1:]).shape == (0, 48)
+    for place, wrong, words in (
+        (0, torch.zeros(1, 512), "as many columns"),
+        (1, weight.view(torch.uint8), "not int8"),
+        (2, torch.rand(48).half(), "for every row"),
+        (2, torch.rand(47), "for every row"),
+        (3, torch.zeros(48), "in int32"),
+        (3, None, "need the sums of rows"),
+        (5, torch.ones(2), "input scale"),
+        (6, torch.ones(1), "input zero point"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            direct.w8a8(*given[:place], wrong, *given[place + 1 :])
+
+
 def test_contract():
     weight, _ = planar_of(48, 256, 4, 64, False, torch.float32)
     x, bias = inputs(6, 256, 48, torch.float32)
@@ -59,11 +98,17 @@ def test_contract():
         direct.linear(torch.zeros(1, 512), *weight[:3], None, 4, 64, None)
 
 
-def layer_of(strips):
+LAYOUTS = ("planar", "strips", "rows")
+
+
+def layer_of(layout):
     torch.manual_seed(0)
-    layer = QuantLinear.from_linear(nn.Linear(96, 48).requires_grad_(False), "w4a16", 32)
-    layer.input_group = -1 if strips else None
-    if strips:
+    linear = nn.Linear(96, 48).requires_grad_(False)
+    if layout == "rows":
+        return QuantLinear.from_linear(linear, "w8a8")
+    layer = QuantLinear.from_linear(linear, "w4a16", 32)
+    if layout == "strips":
+        layer.input_group = -1
         layer.lay_in_strips()
         assert layer.in_strips
     return layer
@@ -81,12 +126,13 @@ def nodes(call, x):
     return torch.compile(call, backend=look, fullgraph=True)(x), seen
 
 
-@pytest.mark.parametrize("strips", [True, False])
-def test_a_layer_calls_it_where_no_gradient_is_asked_for(strips, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_calls_it_where_no_gradient_is_asked_for(layout, monkeypatch):
     called = []
-    through = direct.linear
-    monkeypatch.setattr(direct, "linear", lambda *a: called.append(1) or through(*a))
-    layer, x = layer_of(strips), torch.randn(5, 96)
+    name = "w8a8" if layout == "rows" else "linear"
+    through = getattr(direct, name)
+    monkeypatch.setattr(direct, name, lambda *a: called.append(1) or through(*a))
+    layer, x = layer_of(layout), torch.randn(5, 96)
     out = layer(x)
     with torch.no_grad():
         assert torch.equal(layer(x.requires_grad_()), out)
@@ -102,23 +148,26 @@ def test_a_layer_calls_it_where_no_gradient_is_asked_for(strips, monkeypatch):
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("strips", [True, False])
-def test_a_graph_holds_it_as_one_node(strips):
-    layer, x = layer_of(strips), torch.randn(5, 96)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_graph_holds_it_as_one_node(layout):
+    layer, x = layer_of(layout), torch.randn(5, 96)
     expected = layer(x)
     with torch.no_grad():
         found, seen = nodes(layer, x)
     assert torch.equal(found, expected)
-    assert seen == [NAME]
+    name = NAME[layout == "rows"]
+    assert seen == [name]
     _, seen = nodes(layer, x.requires_grad_())
-    assert NAME not in seen
+    assert name not in seen
 
 
-def test_without_a_compiler_layers_take_the_other_way(monkeypatch):
-    layer, x = layer_of(True), torch.randn(5, 96)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_a_compiler_layers_take_the_other_way(layout, monkeypatch):
+    layer, x = layer_of(layout), torch.randn(5, 96)
     expected = layer(x)
     monkeypatch.setattr(direct, "why_not", lambda: ("no compiler",))
     direct._takes.cache_clear()
     monkeypatch.setattr(direct, "linear", None)
+    monkeypatch.setattr(direct, "w8a8", None)
     assert torch.equal(layer(x), expected)
     direct._takes.cache_clear()
