@@ -47,9 +47,10 @@ def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
     return found
 
 
-def some_rows(rows: int, columns: int) -> Iterator[slice]:
-    """All rows, `CHUNK` weights at a time: bounds what is computed of a whole weight beside the result."""
-    step = max(1, CHUNK // max(columns, 1))
+def some_rows(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
+    """All rows, `CHUNK` weights at a time: bounds what is computed of a whole weight beside the result. together: so
+    many rows in a row stay in one part."""
+    step = max(1, CHUNK // max(columns, 1) // together) * together
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from compress.kernels import fp8, ops, sparse, sparse24, tiles
+from compress.kernels import fp8, fp8_blocks, ops, sparse, sparse24, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
@@ -176,6 +176,12 @@ def fp8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) 
     weight = torch.empty(N, K, dtype=fp8.E4M3, device="meta")
     reasons = fp8.why_not_fp8(_tokens(M, K, dtype, device), weight)
     return Route(fp8.path_of(reasons), tuple(reasons))
+
+
+def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
+    """Of float8 with scales of blocks, with x rounded likewise."""
+    reasons = fp8_blocks.why_not_fp8_blocks(_tokens(M, K, dtype, device))
+    return Route(fp8_blocks.path_of(reasons), tuple(reasons))
 
 
 def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:

@@ -19,7 +19,14 @@ import triton.language as tl
 from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.pack24 import BLOCK
 from compress.kernels.pack_tiles import NIBBLE
+from compress.kernels.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
+from compress.kernels.triton.fp8_block_gemm import (
+    BLOCKS_AT_ONCE,
+    QUANTIZE_WARPS,
+    fp8_block_kernel,
+    quantize_blocks_kernel,
+)
 from compress.kernels.triton.grouped_gemm import grouped_kernel
 from compress.kernels.triton.grouped_int8 import grouped_int8_kernel
 from compress.kernels.triton.int8_gemm import w8a8_kernel
@@ -38,7 +45,17 @@ from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
 from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
 from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
 from compress.kernels.tuning import table
-from compress.kernels.tuning.choose import W8A8_BLOCK_K, Device, derived, fused, fused24, fused_w8a8, grouped, invariant
+from compress.kernels.tuning.choose import (
+    W8A8_BLOCK_K,
+    Device,
+    derived,
+    fused,
+    fused24,
+    fused_fp8_blocks,
+    fused_w8a8,
+    grouped,
+    invariant,
+)
 from compress.kernels.tuning.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
 
 # Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
@@ -241,6 +258,35 @@ def quantize_fixed(arch: int) -> Report:
     return Report("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
 
 
+def fp8_blocks(arch: int, M: int, dtype: str = "bf16", N: int = 4096, K: int = 4096, even: bool = True) -> Report:
+    """Compile the float8 product with scales of blocks, with bias, as it would run for these sizes; even: of whole
+    blocks of columns, else of units of 16."""
+    shape = fused_fp8_blocks(M, N, K, Device(capability=arch))
+    sizes = ("M", "N", "K", "blocks", "stride_xm", "stride_wn", "stride_sm", "stride_sb", "steps_per_split")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "partial_ptr"), "*fp32") | {"counter_ptr": "*i32"}
+    types |= dict.fromkeys(("bias_ptr", "out_ptr"), f"*{dtype}")
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": SCALE_BLOCK}
+    constants |= {"SPLIT_K": shape.split_k, "HAS_BIAS": True, "EVEN_K": even}
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(fp8_block_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * SCALE_BLOCK), 2)
+    edge = "" if even else " and an edge"
+    name = f"fp8 blocks{edge} {dtype} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
+
+
+def quantize_fp8_blocks(arch: int) -> Report:
+    """Compile the rounding of inputs to float8 in blocks of columns; the program has no loop, so all of its
+    instructions are counted."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("K", "blocks", "stride_xm", "stride_sm", "stride_sb"), "i32")
+    constants = {"BLOCK_K": SCALE_BLOCK, "COUNT": BLOCKS_AT_ONCE}
+    read = cost(compile_for(quantize_blocks_kernel, arch, types, constants, ("K", "stride_xm"), QUANTIZE_WARPS))
+    per_element = round(read.per_element(QUANTIZE_WARPS, BLOCKS_AT_ONCE * SCALE_BLOCK), 2)
+    return Report("quantize fp8 blocks", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
 def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
     """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
     types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
@@ -361,6 +407,11 @@ def selection() -> Iterator[Report]:
         yield weight_only(HOPPER, 4, 128, True, "bf16", M, 1536, 2048, experts=8)  # K is split
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
+    for arch, M in itertools.product((ADA, HOPPER, BLACKWELL, GEFORCE), (1, 32, 64, 4096)):
+        yield fp8_blocks(arch, M)
+        yield fp8_blocks(arch, M, "fp16", even=False)
+    for arch in (ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield quantize_fp8_blocks(arch)
     for group in (128, 96):
         yield dequantize(HOPPER, 4, group, "bf16")
     for arch in (HOPPER, AMPERE):
@@ -388,8 +439,11 @@ def quick() -> Iterator[Report]:
     yield w8a8_persistent(128, 128, 4, True)
     yield weight_only(HOPPER, 4, 128, True, "bf16", 1, 1536, 2048, experts=128)
     yield w8a8(HOPPER, 16, 1536, 2048, experts=128)
+    for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 4096), (ADA, 1)):
+        yield fp8_blocks(arch, M, even=M != 64)
     yield quantize_rows(HOPPER, False)
     yield quantize_fixed(HOPPER)
+    yield quantize_fp8_blocks(HOPPER)
     yield dequantize(HOPPER, 4, 96, "bf16")
     yield from sums(HOPPER)
 
@@ -410,6 +464,8 @@ def everything() -> Iterator[Report]:
         for symmetric in (False, True):
             yield quantize_rows(arch, symmetric)
         yield quantize_fixed(arch)
+        for M, dtype, even in itertools.product((1, 32, 64, 128), (*DTYPES, "fp32"), (False, True)):
+            yield from [fp8_blocks(arch, M, dtype, even=even)] if arch != AMPERE else []
         for bits, group, dtype in itertools.product((4, 8), (16, 32, 128, -1), DTYPES):
             yield dequantize(arch, bits, group, dtype)
         yield from sums(arch)

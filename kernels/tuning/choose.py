@@ -27,6 +27,7 @@ import torch
 
 from compress.kernels.pack import planar_block
 from compress.kernels.pack24 import BLOCK
+from compress.kernels.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import table
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, Kind, Shape
@@ -162,6 +163,17 @@ def fused_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
     if M <= 256 or not device.hopper:
         return Shape(128, 128, num_warps=8, num_stages=3)
     return Shape(256, 128, num_warps=8, num_stages=3)
+
+
+def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
+    """The derived configuration of the float8 kernel with scales of blocks, whose sums of a block come beside those of
+    all: tiles of no more than half of what the int8 kernel has, by tcgen05 of no more than 64 x 64."""
+    if M <= 64 or device.tensor_memory:
+        rows, warps = (64, 2) if device.tensor_memory else (128, 4)
+        tiles = _cdiv(M, 64) * _cdiv(N, rows)
+        split = splits(tiles, _cdiv(K, SCALE_BLOCK), device.processors)
+        return Shape(min(64, max(16, table.bucket(M))), rows, split, warps)
+    return Shape(128, 128, num_warps=8, num_stages=3)
 
 
 @cache

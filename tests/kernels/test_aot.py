@@ -41,7 +41,7 @@ def test_shared_memory_fits(reports):
 
 
 def test_products_use_the_matrix_instruction(reports):
-    kinds = ("w", "int8 inputs", "sparse24", "persistent", "tiles", "128 experts")
+    kinds = ("w", "int8 inputs", "sparse24", "persistent", "tiles", "128 experts", "fp8 blocks")
     for r in (report for kind in kinds for report in pick(reports, kind)):
         used = {name for name in ("wgmma", "mma", "tcgen05") if r["cost"][name]}
         assert used in INSTRUCTIONS[r["arch"]], (r["arch"], r["name"])
@@ -91,6 +91,19 @@ def test_weights_go_from_words_to_int8_products_in_registers(reports):
 def test_w8_fits_between_the_bytes(reports):
     for r in pick(reports, "w8", arch=90):
         assert 0.5 < r["per_weight"] <= r["budget"], r["name"]
+
+
+def test_float8_blocks_fit_between_the_bytes(reports):
+    """Sums of a block are scaled and added once: on sm_90a a multiply-add for each of a thread's sums in a step of 128
+    columns, beside matrix instructions of 32. Tiles of 128 tokens, which wait for these, are held where they are."""
+    for r in pick(reports, "fp8 blocks"):
+        limit = 9 if "tile 128x" in r["name"] else 2 if r["arch"] == 90 else 4.7
+        assert 0.5 < r["per_weight"] <= limit, (r["arch"], r["name"])
+    for r in pick(reports, "fp8 blocks", arch=90):
+        tokens = int(r["name"].partition("tile ")[2].partition("x")[0])
+        opcodes = r["cost"]["loop_opcodes"]
+        assert opcodes["QGMMA"] == r["cost"]["wgmma"] >= 4
+        assert opcodes["FFMA"] == (64 if tokens == 128 else tokens)
 
 
 def test_sparse24_takes_what_it_says(reports):

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from compress.kernels import fp8, grouped, ops, pack, pack24, reference, semi_structured, sparse24
+from compress.kernels import fp8, fp8_blocks, grouped, ops, pack, pack24, reference, semi_structured, sparse24
 from compress.kernels.int8_activation import int8_activation_linear, planar_linear, why_not_int8
+from compress.kernels.scale_blocks import spread
 from compress.kernels.triton import workspace
 from compress.kernels.tuning import choose as shapes
 from compress.kernels.tuning import table, tune
@@ -77,6 +78,27 @@ def test_float8(M, N, K, static, dtype):
     truth = fp8.reference(codes, x_scale, weight, scale, bias)
     given, values = codes.double() * x_scale.double()[:, None], weight.double() * scale.double()[:, None]
     assert ((out.double() - truth).abs() <= reference.tolerance(given, values, truth, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 16, 16), (17, 1100, 1040), (64, 576, 7168), (2050, 256, 4096)])
+def test_float8_blocks(M, N, K, dtype):
+    """Sums of a block of columns may be short of float32."""
+    g = torch.Generator("cuda").manual_seed(M + N + K)
+    x = torch.randn(M, K, generator=g, device="cuda").to(dtype)
+    weight = torch.randn(N, K, generator=g, device="cuda").mul(100).to(fp8.E4M3)
+    scale = torch.rand(-(-N // 128), -(-K // 128), generator=g, device="cuda") * 0.01
+    bias = torch.randn(N, generator=g, device="cuda").to(dtype)
+    reasons = fp8_blocks.why_not_fp8_blocks(x)
+    assert (reasons == []) == (torch.cuda.get_device_capability() >= fp8.OLDEST_CAPABILITY)
+    out = fp8_blocks.fp8_block_linear(x, weight.view(torch.uint8), scale, bias)
+    codes, x_scale = fp8_blocks.quantize_token_blocks(x)
+    truth = fp8_blocks.reference(codes, x_scale, weight, scale, bias)
+    given = codes.double() * spread(x_scale.double(), codes.shape, (1, 128))
+    values = weight.double() * spread(scale.double(), weight.shape, (128, 128))
+    allowed = reference.tolerance(given, values, truth, dtype)
+    allowed += fp8_blocks.SHORT_SUMS * (given.abs() @ values.abs().t())
+    assert ((out.double() - truth).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -9,7 +9,8 @@ from places import SUPPORT
 
 pytest.importorskip("triton")
 
-CASES = [SUPPORT / f"interpreter_{name}.py" for name in ("cases", "sums", "grouped", "invariance", "int8_words")]
+NAMES = ("cases", "sums", "grouped", "invariance", "int8_words", "fp8_blocks")
+CASES = [SUPPORT / f"interpreter_{name}.py" for name in NAMES]
 
 
 def test_kernels_under_the_interpreter():

@@ -40,13 +40,19 @@ class StopAfterOne(Silent):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any floating-point tensor that an operation makes outside of the meta device."""
+    """The most elements of any floating-point tensor that an operation makes outside of the meta device; those of one
+    byte are codes and count where `codes`."""
 
     elements = 0
 
+    def __init__(self, codes=True):
+        super().__init__()
+        self.least = 1 if codes else 2
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
+        counts = isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta"
+        if counts and out.element_size() >= self.least:
             self.elements = max(self.elements, out.untyped_storage().nbytes() // out.element_size())
         return out
 
