@@ -50,6 +50,7 @@ CODED = {
     "weight": CODES,
     "weight_packed": CODES,
     "weight_scale": SCALES,
+    "weight_scale_inv": SCALES,
     "weight_zero_point": ZEROS,
     "position": MASKS,
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.checkpoint.source import Source
 from compress.checkpoint.weight_files import DTYPES
 from compress.errors import CheckpointError
-from compress.weights import own_words
+from compress.weights import fine_grained, own_words
 from compress.weights.caches import SCALES, CacheScheme
 from compress.weights.codes import Int8Table
 from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
@@ -21,7 +21,8 @@ NOT_PACKED = ("I8", "F8_E4M3")
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors by the names that `Scheme.parts` uses.
+    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors and their dtypes by the names that
+    `Scheme.parts` uses.
 
     shares: the layer whose int8 rows are this one's, too; it has scales of its own, which are the same.
     """
@@ -29,6 +30,7 @@ class StoredLayer:
     scheme: Scheme
     shape: tuple[int, int]
     parts: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
     shares: str | None = None
 
     def read(self, source: Source) -> dict[str, Tensor]:
@@ -77,8 +79,13 @@ def _layers(source: Source) -> dict[str, StoredLayer]:
             layers[layer] = _sharing(source, layer, scheme, parts, layers)
         else:
             shape = _shape(source, layer, scheme, parts)
-            layers[layer] = StoredLayer(scheme, shape, {part: name for part, name in parts.items() if part != "bias"})
+            own = {part: name for part, name in parts.items() if part != "bias"}
+            layers[layer] = StoredLayer(scheme, shape, own, _dtypes(source, own))
     return layers
+
+
+def _dtypes(source: Source, parts: Mapping[str, str]) -> dict[str, torch.dtype]:
+    return {part: DTYPES[source.headers[name][1]] for part, name in parts.items()}
 
 
 def _schemes(source: Source) -> dict[str, Scheme]:
@@ -103,8 +110,14 @@ def _schemes(source: Source) -> dict[str, Scheme]:
         if unknown := sorted(names - schemes.keys()):
             raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
         return schemes
+    if method == fine_grained.METHOD:
+        if not names:
+            raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
+        return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
     if method != "compressed-tensors":
-        raise CheckpointError(f"{source.path} is quantized as {method}; readable: compressed-tensors")
+        raise CheckpointError(
+            f"{source.path} is quantized as {method}; readable: compressed-tensors, {fine_grained.METHOD}"
+        )
     cache = quantization.get("kv_cache_scheme")
     if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
         raise CheckpointError(
@@ -177,7 +190,7 @@ def _sharing(
             continue
         theirs = source.weights.tensors(stored.parts[part] for part in own)
         if all(torch.equal(scales[name], theirs[stored.parts[part]]) for part, name in own.items()):
-            return StoredLayer(scheme, stored.shape, own, other)
+            return StoredLayer(scheme, stored.shape, own, _dtypes(source, own), other)
     raise CheckpointError(f"{layer}.weight is missing from the checkpoint")
 
 

@@ -43,7 +43,7 @@ class Unread(nn.Module):
         self, stored: StoredLayer, bias: nn.Parameter | None, dtype: torch.dtype, shares: str | None = None
     ) -> None:
         super().__init__()
-        self.stored, self.shares = stored, shares
+        self.stored, self.dtype, self.shares = stored, dtype, shares
         _hold(self, stored, dtype)
         self.register_parameter("bias", bias)
         self.complete = True
@@ -76,10 +76,11 @@ def _nothing(stored: StoredLayer) -> Tensor:
 
 
 def _hold(module: nn.Module, stored: StoredLayer, dtype: torch.dtype) -> None:
-    """Empty tensors for what a checkpoint has of a layer."""
+    """Empty tensors for what a checkpoint has of a layer: floats in the model's dtype, but for those that stay in
+    their own."""
     for name, part in stored.scheme.parts(*stored.shape).items():
         if name in stored.parts:
-            kind = dtype if part.dtypes == FLOATS else part.dtypes[0]
+            kind = dtype if part.dtypes == FLOATS else stored.dtypes[name]
             module.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
 
 
@@ -247,7 +248,10 @@ def _computing(
     except CheckpointError as error:
         raise CheckpointError(f"{name}.{error}") from None
     bias = module.bias if isinstance(module, Unread) else None
-    return QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias).to(target)
+    layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias)
+    # Of scales that stay in their own dtype, none tells that of the layer.
+    own = module.dtype if isinstance(module, Unread) and layer.dtype != module.dtype else None
+    return layer.to(target, own)
 
 
 @contextmanager

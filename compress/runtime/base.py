@@ -27,8 +27,8 @@ class QuantLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
-    # Whether rows of several such layers can be one product (`FusedLinear`).
-    stackable: ClassVar[bool] = True
+    stackable: ClassVar[bool] = True  # whether rows of several such layers can be one product (`FusedLinear`)
+    row_unit: ClassVar[int] = 1  # rows that share what they have: one that others follow has a multiple of them
     rounds_inputs: ClassVar[bool] = False  # whether it is for layers that round their input
     # Whether it multiplies by the codes of an input that is rounded; where not, `SumLinear` rounds and it multiplies.
     takes_codes: ClassVar[bool] = True

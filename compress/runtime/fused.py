@@ -119,6 +119,11 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
     reasons = []
     first = layers[0]
     reasons += [f"{layer.scheme} is not one product of stacked rows" for layer in layers if not layer.stackable]
+    reasons += [
+        f"{layer.out_features} outputs; each {first.row_unit} share a scale"
+        for layer in layers[:-1]
+        if layer.out_features % layer.row_unit
+    ]
     for layer in layers[1:]:
         if type(layer) is not type(first) or layer.scheme != first.scheme:
             reasons.append(f"schemes differ: {first.scheme}; {layer.scheme}")

@@ -6,18 +6,19 @@ A new format with a kernel is a line here; one without is multiplied as the form
 from compress.runtime.base import RUNS, QuantLinear, run_of
 from compress.runtime.few_levels import FewLevelsLinear
 from compress.runtime.packed import PackedLinear
-from compress.runtime.rows import Fp8Linear, Int8Linear, RowLinear
+from compress.runtime.rows import Fp8BlockLinear, Fp8Linear, Int8Linear, RowLinear
 from compress.runtime.sparse import SparseLinear
 from compress.runtime.sparse24 import PackedSparse24Linear, Sparse24Linear
 from compress.runtime.sums import SumLinear
 from compress.runtime.tiles import TilesLinear
-from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.sparse import SparseRows
 from compress.weights.sparse24 import PackedSparse24, Sparse24
 from compress.weights.ternary import Binary, Ternary
 from compress.weights.tiles import Tiles
 
 __all__ = [
+    "Fp8BlockLinear",
     "Fp8Linear",
     "Int8Linear",
     "PackedLinear",
@@ -38,6 +39,8 @@ RUNS |= {
     Binary: FewLevelsLinear,
     Int8Rows: Int8Linear,
     Float8Rows: Fp8Linear,
+    Float8Blocks: Fp8BlockLinear,
+    FineGrained: Fp8BlockLinear,
     Tiles: TilesLinear,
     SparseRows: SparseLinear,
     Sparse24: Sparse24Linear,

@@ -6,13 +6,16 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from compress.errors import InputError
 from compress.kernels import ops, reference
 from compress.kernels.cpu import direct
 from compress.kernels.fp8 import fp8_linear
+from compress.kernels.fp8_blocks import SHORT_SUMS, fp8_block_linear
 from compress.kernels.rounding import round_output
-from compress.kernels.routes import Route, fp8_route, w8a8_route
+from compress.kernels.routes import Route, fp8_block_route, fp8_route, w8a8_route
+from compress.kernels.scale_blocks import BLOCK, INPUT_BLOCK, WEIGHT_BLOCK, block_rows, spread
 from compress.runtime.base import QuantLinear
-from compress.weights.codes import Float8Rows
+from compress.weights.codes import Float8Blocks, Float8Rows
 from compress.weights.scheme import Scheme
 
 
@@ -53,8 +56,12 @@ class RowLinear(QuantLinear):
         """[N, K] in the dtype of the checkpoint."""
         return self.codes
 
+    def values(self) -> Tensor:
+        """[N, K] what the codes stand for, float32: not rounded to the dtype of the layer."""
+        return self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)
+
     def dequantize(self) -> Tensor:
-        return (self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)).to(self.dtype)
+        return self.values().to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rounded(self.product(self._own(x)))
@@ -166,3 +173,47 @@ class Fp8Linear(RowLinear):
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
         return {**super().found(parts, rows), "codes": parts["weight"].view(torch.uint8)}
+
+
+class Fp8BlockLinear(Fp8Linear):
+    """float8 with one scale for each 128 x 128 weights, and for each token and 128 columns of its input
+    (`kernels.fp8_blocks`). The scales are held as they are stored, whatever the layer computes in."""
+
+    row_unit = BLOCK
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        if scheme.inputs is None or scheme.inputs.block != INPUT_BLOCK:
+            raise InputError(f"{scheme}: weights in blocks are multiplied by inputs in blocks of {INPUT_BLOCK}")
+
+    @property
+    def _scales(self) -> str:
+        assert isinstance(self.scheme.codes, Float8Blocks)
+        return self.scheme.codes.scales
+
+    def values(self) -> Tensor:
+        scale_NK = spread(self.weight_scale.to(torch.float32), self.codes.shape, WEIGHT_BLOCK)
+        return self.weight_codes.to(torch.float32) * scale_NK
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        return fp8_block_route(M, *shape, dtype, device)
+
+    def product(self, x: Tensor) -> Tensor:
+        return fp8_block_linear(x, self.codes, self.weight_scale, self.bias)
+
+    def slack(self, x_MK: Tensor) -> Tensor | float:
+        if self.device.type == "cpu":
+            return 0.0
+        return SHORT_SUMS * (x_MK.abs() @ self.values().to(x_MK.dtype).abs().t())
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        codes, scale = parts["weight"].view(torch.uint8), parts[self._scales]
+        if self.codes is None:
+            self._dtype = scale.dtype if self.bias is None else self.bias.dtype
+            self.hold({"codes": codes, "weight_scale": scale}, rows)
+        else:
+            self.codes[rows], self.weight_scale[block_rows(rows, BLOCK)] = codes, scale
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        return {"weight": self.weight_codes[rows], self._scales: self.weight_scale[block_rows(rows, BLOCK)]}

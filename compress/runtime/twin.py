@@ -24,7 +24,7 @@ from compress.kernels import reference
 from compress.model.hollow import replaced_forwards
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.linear import QuantLinear, RowLinear
-from compress.weights.grid import decode, encode, quantize, working_dtype
+from compress.weights.grid import decode, encode, quantize, scales_of, working_dtype
 from compress.weights.rounding import ActivationCodes
 
 # Of an input over its scale: the quotient, and the scale itself, are each off by a place or two in fp32.
@@ -33,9 +33,7 @@ TIE = 4 * torch.finfo(torch.float32).eps
 
 def weight_values(layer: QuantLinear) -> Tensor:
     """[N, K] what the weight's codes stand for: of rows of codes before they are rounded to the layer's dtype."""
-    if isinstance(layer, RowLinear):
-        return layer.weight_codes.to(torch.float32) * layer.weight_scale.unsqueeze(-1)
-    return layer.dequantize()
+    return layer.values() if isinstance(layer, RowLinear) else layer.dequantize()
 
 
 def plain(layer: QuantLinear, x: Tensor) -> Tensor:
@@ -57,7 +55,7 @@ def rounded_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]
     scale, zero = codes.scale, codes.zero_point
     if scale is None:
         fitted = quantize(work, codes.grid, torch.float32)
-        scale, zero = fitted.scale, fitted.zero_point
+        scale, zero = scales_of(fitted.scale, work.shape, codes.grid), fitted.zero_point
     scale = scale.to(work)
     zero = torch.zeros_like(scale) if zero is None else zero.to(work)
 

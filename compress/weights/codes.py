@@ -1,4 +1,4 @@
-"""Codes on a grid as a term of a weight, and the four ways to store them.
+"""Codes on a grid as a term of a weight, and the ways to store them.
 
 N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors:
 
@@ -12,6 +12,13 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
                  weight_zero_point  int8 [N, G]                  asymmetric only
     Float8Rows   weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
                  weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
+    Float8Blocks weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
+                 weight_scale       any float [N / 128, K / 128]    one per block, rounded up
+
+and of transformers' `fp8`, in which DeepSeek-V3 and others after it are published:
+
+    FineGrained  weight             float8 e4m3 [N, K]           as Float8Blocks
+                 weight_scale_inv   any float [N / 128, K / 128]    what a code is multiplied by, as weight_scale is
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +30,13 @@ from torch import Tensor
 
 from compress.errors import CheckpointError
 from compress.kernels.pack import pack_rows, unpack_rows, words_of
+from compress.kernels.scale_blocks import WEIGHT_BLOCK, blocks_of
 from compress.weights.grid import Grid, Quantized
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
+# Of scales that stay in the dtype in which they are stored; others are read in the model's.
+STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +186,47 @@ class Float8Rows(WholeCodes):
         if self.one_scale:
             parts = {**parts, "weight_scale": parts["weight_scale"].reshape(1, 1)}
         return super().read(parts, rows, columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Blocks(WholeCodes):
+    """float8 with one scale for each block, of a layer whose input is rounded likewise. Scales are kept in the dtype in
+    which they are stored, whatever the model computes in."""
+
+    kind: ClassVar[str] = "float-quantized-block"
+    layout: ClassVar[Layout | None] = "float-quantized"
+    scales: ClassVar[str] = "weight_scale"
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        return None if self.grid.block == WEIGHT_BLOCK else f"has blocks of {self.grid.block}; readable: {WEIGHT_BLOCK}"
+
+    def words(self, inputs: Grid | None) -> str:
+        assert self.grid.block is not None
+        return f"fp8 block {self.grid.block[0]}x{self.grid.block[1]}"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        assert self.grid.block is not None
+        count = blocks_of((rows, columns), self.grid.block)
+        return {self.scales: Part(count, STORED_FLOATS), "weight": Part((rows, columns), (self.grid.storage,))}
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        return {self.scales: quantized.scale, "weight": quantized.codes}
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        check_finite(parts, self.scales)
+        super().check(parts, rows, columns)
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        return self.term(Quantized(parts["weight"], parts[self.scales], None, self.grid))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineGrained(Float8Blocks):
+    """The same under the names of transformers' `fp8`."""
+
+    kind: ClassVar[str] = "fp8"
+    layout: ClassVar[Layout | None] = None
+    scales: ClassVar[str] = "weight_scale_inv"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from compress.errors import CheckpointError, InputError
+from compress.kernels.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
-from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table, Layout, Packed
+from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.grid import Granularity, Grid, NumberType
-from compress.weights.scheme import Scheme
+from compress.weights.scheme import Scheme, block_scheme
 
 # Older writers say naive for integers that are not packed.
 LAYOUTS: dict[str, Layout] = {
@@ -22,6 +23,7 @@ OWN_PARTS = frozenset(
     {
         "weight_packed",
         "weight_scale",
+        "weight_scale_inv",
         "weight_zero_point",
         "weight_shape",
         "input_scale",
@@ -34,6 +36,7 @@ OWN_PARTS = frozenset(
 BESIDE_PACKED = (4, 8)
 # How the numbers were found, not what they are.
 OF_THE_SEARCH = {"observer", "observer_kwargs"}
+READABLE_FLOATS = f"per channel or tensor or block of [{BLOCK}, {BLOCK}]"
 # Orders in which columns were solved and then put back; `group` permutes the groups themselves.
 HARMLESS_ORDERS = (None, False, "weight", "static")
 
@@ -162,12 +165,14 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
     """Of float8 weights with a float8 input, and perhaps a float8 output."""
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    if weights.get("strategy") == "block":
+        return _block_scheme(group, layer)
     outputs = group.get("output_activations") or None
     dynamic = inputs.get("dynamic", False)
     expected: Granularity = "token" if dynamic else "tensor"
     per: Granularity = weights.get("strategy") or "tensor"
     kinds = [
-        ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), "per channel or tensor"),
+        ("weights", weights, per in ("channel", "tensor") and not weights.get("dynamic"), READABLE_FLOATS),
         (
             "input",
             inputs,
@@ -189,6 +194,30 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
         outputs=None if outputs is None else Grid(bits=8, type="float", granularity="tensor"),
         dynamic=dynamic,
     )
+
+
+def _block_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
+    """Of float8 weights in blocks of 128 x 128 with a float8 input in groups of 128."""
+    weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
+    if group.get("output_activations"):
+        raise CheckpointError(f"{layer} quantizes its output beside weights in blocks, which cannot be read")
+    block, size = weights.get("block_structure"), inputs.get("group_size")
+    kinds = [
+        ("weights", weights, block == list(WEIGHT_BLOCK) and not weights.get("dynamic"), READABLE_FLOATS),
+        (
+            "input",
+            inputs,
+            (inputs.get("strategy") or "group") == "group" and size == BLOCK and inputs.get("dynamic") is True,
+            f"beside weights in blocks: dynamic in groups of {BLOCK}",
+        ),
+    ]
+    for what, entry, fits, readable in kinds:
+        known = ("num_bits", "symmetric", "dynamic", "strategy", "block_structure", "group_size")
+        if _odd(entry, known, "float") or entry.get("num_bits") != 8 or not entry.get("symmetric", True) or not fits:
+            raise CheckpointError(
+                f"{layer}: {what} {dict(entry)} cannot be read; readable: float8, symmetric, {readable}"
+            )
+    return block_scheme(Float8Blocks)
 
 
 def _odd(entry: Mapping[str, Any], known: Iterable[str], kind: NumberType = "int") -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from compress.errors import CheckpointError, CompressError, InputError
 from compress.schema import fits
-from compress.weights.codes import Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.columns import BinaryColumns
 from compress.weights.dense import Dense
 from compress.weights.lowrank import LowRank
@@ -25,7 +25,7 @@ from compress.weights.tiles import Tiles
 FORMATS: dict[str, type[Format]] = {
     f.kind: f
     for f in (
-        *(Packed, Int8Rows, Int8Table, Float8Rows, Ternary, Binary, BinaryColumns),
+        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, Ternary, Binary, BinaryColumns),
         *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRank),
     )
 }

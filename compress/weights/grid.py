@@ -30,9 +30,10 @@ from compress.errors import InputError
 from compress.kernels.cpu import columns
 from compress.kernels.cpu.columns import Range
 from compress.kernels.pack import some_rows
+from compress.kernels.scale_blocks import Block, block_rows, blocked, spread
 from compress.weights.few_levels import scale_of_levels
 
-Granularity = Literal["tensor", "channel", "group", "token"]
+Granularity = Literal["tensor", "channel", "group", "token", "block"]
 RangeChoice = Literal["minmax", "mse"]
 NumberType = Literal["int", "float", "sign"]
 
@@ -58,9 +59,10 @@ class Grid:
     """How one tensor is quantized.
 
     bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
-    activation) or per `group_size` consecutive elements of a row. range_choice: the full range (`minmax`) or the
-    shrunken range of least error (`mse`; widened where codes are floats, the best of all where they are ternary). type:
-    `float` codes are float8 e4m3, symmetric, without groups; `sign` codes are -1 or 1.
+    activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
+    those at the edges may be smaller. range_choice: the full range (`minmax`) or the shrunken range of least error
+    (`mse`; widened where codes are floats, the best of all where they are ternary). type: `float` codes are float8
+    e4m3, symmetric, without groups, and the only ones with blocks; `sign` codes are -1 or 1.
 
     Raises InputError for bits out of range and for combinations that do not exist.
     """
@@ -74,8 +76,11 @@ class Grid:
     group_size: int | None = None
     range_choice: RangeChoice = "minmax"
     type: NumberType = "int"
+    block: Block | None = None
 
     def __post_init__(self) -> None:
+        if self.block is not None:
+            object.__setattr__(self, "block", tuple(self.block))  # JSON has a list
         if self.type == "sign":
             if (self.bits, self.symmetric, self.signed, self.narrow, self.signed_scale) != (
                 1,
@@ -98,6 +103,7 @@ class Grid:
             )
         if self.group_size is not None and self.group_size < 1:
             raise InputError(f"group size {self.group_size}; allowed: 1 or more")
+        self._check_block()
         if self.signed_scale and not (self.symmetric and self.signed and not self.narrow):
             raise InputError("a signed scale needs a symmetric, signed, full-range grid")
         if self.type not in get_args(NumberType):
@@ -106,9 +112,20 @@ class Grid:
             plain = self.symmetric and self.signed and not self.narrow and not self.signed_scale
             if self.bits != MAX_BITS or not plain or self.granularity == "group":
                 raise InputError(
-                    "float codes have 8 bits, are symmetric and share a scale per tensor, channel or token; "
+                    "float codes have 8 bits, are symmetric and share a scale per tensor, channel, token or block; "
                     "groups, zero points and other bits are for integers"
                 )
+
+    def _check_block(self) -> None:
+        if (self.granularity == "block") != (self.block is not None):
+            raise InputError(
+                f"granularity {self.granularity!r} with block {self.block}; give a block with granularity 'block' and "
+                "only there"
+            )
+        if self.block is not None and (self.type != "float" or min(self.block) < 1):
+            raise InputError(
+                f"block {self.block} of {self.type} codes; allowed: float codes, 1 or more rows and columns"
+            )
 
     @property
     def floating(self) -> bool:
@@ -194,8 +211,9 @@ def suggest_groups(widths: Iterable[int]) -> str:
 class Quantized:
     """A quantized matrix, the codes that every consumer shares: evaluation, checkpoint and kernels.
 
-    codes [N, K] int8 (uint8 when unsigned, float8_e4m3fn on a float grid); scale [N, G], [N, 1] or [1, 1] in its stored
-    dtype; zero_point of the same shape and of the codes' dtype, or None when symmetric.
+    codes [N, K] int8 (uint8 when unsigned, float8_e4m3fn on a float grid); scale [N, G], [N, 1], [1, 1] or, of blocks
+    of R rows and C columns, [ceil(N / R), ceil(K / C)] in its stored dtype; zero_point of the same shape and of the
+    codes' dtype, or None when symmetric.
     """
 
     codes: Tensor
@@ -206,6 +224,9 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[N, K] values: the product is rounded once, to the scale's dtype, then cast to `dtype`."""
         rows, columns = self.codes.shape
+        if self.grid.block is not None:
+            values = self.codes.to(self.scale.dtype) * spread(self.scale, self.codes.shape, self.grid.block)
+            return values if dtype is None else values.to(dtype)
         groups = self.codes.reshape(rows, self.scale.shape[-1], -1).to(self.scale.dtype)
         if self.zero_point is not None:
             groups = groups - self.zero_point.unsqueeze(-1).to(self.scale.dtype)
@@ -213,7 +234,9 @@ class Quantized:
         return values if dtype is None else values.to(dtype)
 
     def rows(self, part: slice) -> "Quantized":
-        """The same quantized matrix, restricted to some rows."""
+        """The same quantized matrix, restricted to some rows: of blocks, to some rows of blocks."""
+        if self.grid.block is not None:
+            return Quantized(self.codes[part], self.scale[block_rows(part, self.grid.block[0])], None, self.grid)
         whole = self.scale.shape[0] == 1 and self.codes.shape[0] != 1
         scale = self.scale if whole else self.scale[part]
         zero_point = self.zero_point if whole or self.zero_point is None else self.zero_point[part]
@@ -221,10 +244,18 @@ class Quantized:
 
     @classmethod
     def stacked(cls, parts: Sequence["Quantized"]) -> "Quantized":
-        """Quantized matrices of one grid below each other, with a scale row for each of theirs."""
+        """Quantized matrices of one grid below each other, with a scale row for each of theirs. Of blocks, all but the
+        last are whole rows of them."""
+        block = parts[0].grid.block
+        assert block is None or all(len(part.codes) % block[0] == 0 for part in parts[:-1])
         zeros = [part.zero_point for part in parts if part.zero_point is not None]
         codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
         return cls(codes, scale, torch.cat(zeros) if zeros else None, parts[0].grid)
+
+
+def scales_of(scale: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
+    """The scales of a matrix [N, K] in a shape that multiplies it: of blocks once per element, others as they are."""
+    return scale if grid.block is None else spread(scale, shape, grid.block)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -365,7 +396,10 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
 
 
 def grouped(x_NK: Tensor, grid: Grid) -> Tensor:
-    """View [N, K] as [N, G, g], or as [1, 1, N * K] per tensor: every last dimension shares one scale."""
+    """[N, K] as [N, G, g], or as [1, 1, N * K] per tensor: every last dimension shares one scale. Of blocks of R rows
+    and C columns [ceil(N / R), ceil(K / C), R C], those at the edges filled with zeros, which change no range."""
+    if grid.block is not None:
+        return blocked(x_NK, grid.block)
     if grid.granularity == "tensor":
         return x_NK.reshape(1, 1, -1)
     return x_NK.reshape(x_NK.shape[0], -1, grid.group_length(x_NK.shape[1]))
@@ -376,6 +410,8 @@ def fit_matrix(
 ) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) [N, G] of a matrix ([1, 1] per tensor), in the working dtype."""
     x = grouped(x_NK, grid)
+    if grid.block is not None and weight_K is not None:
+        weight_K = blocked(weight_K.expand(grid.block[0], -1), grid.block).flatten()
     if weight_K is None or grid.granularity == "tensor":
         return fit(x, grid, scale_dtype)
     pieces = zip(x.unbind(1), weight_K.reshape(x.shape[1], -1), strict=True)
@@ -404,7 +440,7 @@ def quantize(
     """
     dtype = x_NK.dtype if scale_dtype is None else scale_dtype
     if scale is None and grid.granularity != "tensor":
-        parts = [*some_rows(*x_NK.shape)]
+        parts = [*some_rows(len(x_NK), x_NK.shape[1], 1 if grid.block is None else grid.block[0])]
         if len(parts) > 1:
             return Quantized.stacked([quantize(x_NK[part], grid, dtype) for part in parts])
     work = x_NK.to(working_dtype(x_NK))
@@ -412,6 +448,8 @@ def quantize(
         scale, zero_point = fit_matrix(work, grid, dtype)
     scale = stored_scale(scale.to(work.dtype), grid, dtype)
     zero = torch.zeros_like(scale) if zero_point is None else zero_point.to(work.dtype)
+    if grid.block is not None:
+        return to_quantized(encode(work, spread(scale, work.shape, grid.block), zero, grid), scale, zero, grid, dtype)
     groups = work.reshape(1, 1, -1) if scale.numel() == 1 else work.reshape(len(work), scale.shape[1], -1)
     codes = encode(groups, scale.unsqueeze(-1), zero.unsqueeze(-1), grid)
     return to_quantized(codes.reshape(work.shape), scale, zero, grid, dtype)

@@ -1,16 +1,17 @@
 """How a layer is stored and computed: the formats of its weight's terms, and how its input and output are rounded."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, InputError
-from compress.weights.codes import CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.kernels.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
+from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats import read_format
-from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, usual_group
+from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
 from compress.weights.ternary import Binary
@@ -45,7 +46,8 @@ class Scheme:
             if grid is not None:
                 sign = "" if grid.floating else " symmetric" if grid.symmetric else " asymmetric"
                 bits = f" {grid.bits}-bit" if grid.bits != WIDE else ""
-                said += f", {side}{bits} {how}{sign}"
+                per = f" g{grid.block[1]}" if grid.block is not None else ""
+                said += f", {side}{bits} {how}{sign}{per}"
         return said
 
     @property
@@ -119,7 +121,7 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
         assert not weights.floating, "float8 weights come with float8 inputs"
         return Int8Table(grid=weights) if table and weights.bits == WIDE else Packed(grid=weights)
     if weights.floating:
-        return Float8Rows(grid=weights)
+        return Float8Rows(grid=weights) if weights.block is None else Float8Blocks(grid=weights)
     whole = weights.bits == WIDE and weights.symmetric and weights.granularity in ("channel", "tensor")
     return Int8Rows(grid=weights) if whole else Packed(grid=weights)
 
@@ -127,6 +129,12 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
 def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = None, dynamic: bool = True) -> Scheme:
     """The scheme of a layer that is codes on a grid."""
     return Scheme(terms=(format_of(weights, inputs),), inputs=inputs, outputs=outputs, dynamic=dynamic)
+
+
+def block_scheme(kind: type[Float8Blocks], range_choice: RangeChoice = "minmax") -> Scheme:
+    """The scheme of float8 weights in blocks of 128 x 128, inputs rounded alike per token and 128 columns."""
+    grid = Grid(bits=WIDE, type="float", granularity="block", block=WEIGHT_BLOCK, range_choice=range_choice)
+    return Scheme(terms=(kind(grid=grid),), inputs=replace(grid, block=INPUT_BLOCK, range_choice="minmax"))
 
 
 def terms_of(weight: Summand | Weight, inputs: Grid | None = None, table: bool = False) -> tuple[Term, ...]:

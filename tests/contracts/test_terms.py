@@ -14,7 +14,16 @@ from compress.checkpoint.stored import read_weight
 from compress.errors import CheckpointError, CompressError
 from compress.recipes.low_rank import LowRank as SomebodysLowRank
 from compress.runtime.linear import QuantLinear
-from compress.weights.codes import Codes, CodesFormat, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.codes import (
+    Codes,
+    CodesFormat,
+    FineGrained,
+    Float8Blocks,
+    Float8Rows,
+    Int8Rows,
+    Int8Table,
+    Packed,
+)
 from compress.weights.columns import Columns
 from compress.weights.dense import dense
 from compress.weights.formats import FORMATS, OURS
@@ -30,6 +39,7 @@ from compress.weights.tiles import Tiled, Tiles
 
 ROWS, COLUMNS = 24, 64
 GROUPS = {"granularity": "group", "group_size": 16}
+BLOCKS = Grid(bits=8, type="float", granularity="block", block=(128, 128))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,6 +111,8 @@ TERMS: dict[str, Callable[[torch.dtype], Term]] = {
     "int8 rows": lambda dtype: codes(Int8Rows(grid=Grid(bits=8)), dtype),
     "int8 table": lambda dtype: codes(Int8Table(grid=Grid(bits=8, symmetric=False, **GROUPS)), dtype),
     "float8 rows": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float")), dtype),
+    "float8, blocks": lambda dtype: codes(Float8Blocks(grid=BLOCKS), dtype),
+    "float8, blocks as they are published": lambda dtype: codes(FineGrained(grid=BLOCKS), dtype),
     "float8, one scale": lambda dtype: codes(Float8Rows(grid=Grid(bits=8, type="float", granularity="tensor")), dtype),
     "ternary": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True, **GROUPS)), dtype),
     "ternary, a scale per channel": lambda dtype: codes(Ternary(grid=Grid(bits=2, narrow=True)), dtype),
@@ -137,6 +149,9 @@ SUMS: dict[str, Callable[[torch.dtype], Weight]] = {
 }
 
 
+SHARED = ("float8, one scale", "float8, blocks")  # all rows share a scale
+
+
 def test_every_format_is_here():
     assert {type(make(torch.float32).format) for make in TERMS.values()} == set(FORMATS.values())
     assert set(FORMATS) - OURS == {"svd"}
@@ -170,7 +185,7 @@ def test_disk_and_json_give_the_same_bits_back(name, tmp_path):
         assert torch.equal(found.dequantize(), weight.dequantize()), dtype
 
 
-@pytest.mark.parametrize("name", [name for name in SUMS if name != "float8, one scale"])
+@pytest.mark.parametrize("name", [name for name in SUMS if not name.startswith(SHARED)])
 def test_rows_apart_and_below_each_other_are_the_whole(name):
     weight = SUMS[name](torch.bfloat16)
     cut = [weight.rows(slice(first, last)) for first, last in ((0, 8), (8, 9), (9, ROWS))]
