@@ -34,6 +34,12 @@ def blocked(x_NK: Tensor, block: Block) -> Tensor:
     return filled.unflatten(0, (-1, height)).unflatten(2, (-1, width)).transpose(1, 2).flatten(2)
 
 
+def unblocked(blocks: Tensor, shape: Sequence[int], block: Block) -> Tensor:
+    """Inverse of `blocked`: [N, K] = shape."""
+    whole = blocks.unflatten(2, block).transpose(1, 2).flatten(2).flatten(0, 1)
+    return whole[: shape[0], : shape[1]]
+
+
 def block_rows(part: slice, height: int) -> slice:
     """The rows of blocks that some rows are; `part` begins where a block does."""
     assert part.start % height == 0

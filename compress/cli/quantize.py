@@ -35,7 +35,7 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 )
 @click.option(
     "--scheme",
-    help="w2a16 ... w8a16: bits of a weight; w2a2, w3a3, w4a4, w4a8, w8a8: of inputs, too; fp8: both float8.  "
+    help="w2a16 ... w8a16: bits of a weight; w2a2, w3a3, w4a4, w4a8, w8a8: of inputs, too; fp8, fp8-block: float8.  "
     "[default: w4a16]",
 )
 @click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 3 is --scheme w3a16.")

@@ -1,12 +1,13 @@
 """The options of a number format of what layers multiply and return, beside that of their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from compress.errors import InputError
+from compress.kernels.scale_blocks import INPUT_BLOCK
 from compress.passes.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
-from compress.weights.scheme import WHOLE, input_bits
+from compress.weights.scheme import BLOCKWISE, WHOLE, input_bits, is_float
 
 Activations = Literal["dynamic", "static"]
 ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
@@ -41,8 +42,10 @@ class ActivationFormat(WeightFormat):
         ):
             if getattr(self, option) not in get_args(allowed):
                 raise InputError(f"{option} {getattr(self, option)!r}; allowed: {', '.join(get_args(allowed))}")
-        if self.scheme == "fp8" and self.activation_grid != "symmetric":
+        if is_float(self.scheme) and self.activation_grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme == BLOCKWISE and self.activations != "dynamic":
+            raise InputError(f"{self.scheme} fits inputs to every token; leave activations out")
         if not self.scheme.endswith("a16"):
             self._check_dynamic()
         elif (
@@ -76,6 +79,8 @@ class ActivationFormat(WeightFormat):
         asymmetric grid whose zero point is -128."""
         if self.scheme.endswith("a16"):
             return None
+        if self.scheme == BLOCKWISE:
+            return replace(self.activation_grid_of("token"), granularity="block", block=INPUT_BLOCK)
         granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
         return self.activation_grid_of("token" if self.activations == "dynamic" else granularity)
 

@@ -17,7 +17,7 @@ from compress.passes.sites import Site
 from compress.passes.stages import Decide, Fix, Rewrite, Stage
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
-from compress.weights.scheme import WHOLE
+from compress.weights.scheme import WITHOUT_GROUPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,10 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self.outliers)
-        if self.outliers and (self.per_tensor or self.scheme in WHOLE):
+        if self.outliers and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
             given = "per_tensor" if self.per_tensor else f"scheme {self.scheme}"
             raise InputError(
-                f"outliers go beside codes in groups or channels, and not with {' or '.join(WHOLE)}; drop {given}"
+                f"outliers go beside codes in groups or channels, not with {' or '.join(WITHOUT_GROUPS)}; drop {given}"
             )
         if self.activations == "static" or self.outputs == "static":
             self.fixed_range(self.activation_grid_of("tensor"))

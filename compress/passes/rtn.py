@@ -27,6 +27,7 @@ class RTN(QuantizeWeights):
 
     name: ClassVar[str] = "rtn"
     keeps_zeros: ClassVar[bool] = True
+    in_blocks: ClassVar[bool] = True
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)

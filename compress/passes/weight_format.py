@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from compress.errors import InputError
+from compress.kernels.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.passes.base import Aspect, Pass
 from compress.weights.grid import DEFAULT_GROUP, Granularity, Grid, NumberType, RangeChoice, suggest_groups, usual_group
-from compress.weights.scheme import SCHEMES, WHOLE
+from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, is_float
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
@@ -20,9 +21,12 @@ class WeightFormat(Pass):
     reads: ClassVar[Aspect] = "dense weight"
     writes: ClassVar[Aspect] = "quantized weight"
 
+    in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
+
     scheme: str = "w4a16"
-    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8: bits of a weight beside 16-bit inputs; a8 ... a2 round
-    inputs, too, to integers of so many bits, as does fp8 (both e4m3)."""
+    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block: bits of a weight beside 16-bit inputs; a8 ... a2
+    round inputs, too, to integers of so many bits, as do fp8 (both e4m3) and fp8-block (of rtn alone: one scale per 128
+    x 128 weights, and per 128 inputs of a token)."""
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that
@@ -50,13 +54,15 @@ class WeightFormat(Pass):
             raise InputError(
                 f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
             )
-        if self.group_size == 0 and (self.per_tensor or self.scheme in WHOLE):
+        if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
             object.__setattr__(self, "group_size", -1)
-        if self.scheme == "fp8" and self.grid == "signed-scale":
+        if is_float(self.scheme) and self.grid == "signed-scale":
             # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
             object.__setattr__(self, "grid", "symmetric")
-        if self.scheme == "fp8" and self.grid in ("asymmetric", "narrow"):
+        if is_float(self.scheme) and self.grid in ("asymmetric", "narrow"):
             raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme == BLOCKWISE:
+            self._check_blocks()
         if self.scheme in WHOLE and (self.group_size != -1 or self.grid == "asymmetric"):
             raise InputError(
                 f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
@@ -64,9 +70,15 @@ class WeightFormat(Pass):
             )
         self.weight_grid()
 
+    def _check_blocks(self) -> None:
+        if not self.in_blocks:
+            raise InputError(f"{self.name} knows no scales that several rows share; give {self.scheme} to rtn")
+        if self.per_tensor or self.group_size != -1:
+            raise InputError(f"{self.scheme} has one scale per {BLOCK} x {BLOCK}; leave per_tensor and group_size out")
+
     @property
     def number_type(self) -> NumberType:
-        return "float" if self.scheme == "fp8" else "int"
+        return "float" if is_float(self.scheme) else "int"
 
     @property
     def wording(self) -> tuple[str, str]:
@@ -78,6 +90,8 @@ class WeightFormat(Pass):
         granularity: Granularity = "channel" if self.group_size == -1 else "group"
         if self.per_tensor:
             granularity = "tensor"
+        if self.scheme == BLOCKWISE:
+            granularity = "block"
         chosen: RangeChoice = "mse" if self.clip else "minmax"
         return Grid(
             bits=SCHEMES[self.scheme],
@@ -88,9 +102,16 @@ class WeightFormat(Pass):
             group_size=(self.group_size or DEFAULT_GROUP) if granularity == "group" else None,
             range_choice=chosen,
             type=self.number_type,
+            block=WEIGHT_BLOCK if granularity == "block" else None,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        narrow = [name for name, (_, columns) in shapes.items() if columns % BLOCK]
+        if self.scheme == BLOCKWISE and narrow:
+            raise InputError(
+                f"{self.scheme} has blocks of {BLOCK} inputs, which compressed-tensors does not cut short: {narrow[0]} "
+                f"has {shapes[narrow[0]][1]} ({len(narrow)} layers in all); leave those out or give fp8"
+            )
         if self.per_tensor or self.group_size <= 0:
             return
         bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]

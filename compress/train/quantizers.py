@@ -25,6 +25,7 @@ from compress.weights.grid import (
     stored_scale,
     straight_through,
     to_quantized,
+    ungrouped,
 )
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Summand, Weight, added, summed
@@ -97,12 +98,13 @@ class WeightQuantizer(nn.Module):
                 f"a weight is {weight.dtype}, and is rounded as it was prepared, in {self.dtype}; compute in 16 "
                 "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
             )
-        groups, scale, zero = self.in_groups(weight.flatten(1))
+        weight_NK = weight.flatten(1)
+        groups, scale, zero = self.in_groups(weight_NK)
         if self.scales == "anchored":
             values = rescaled(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
         else:
             values = rounded(groups, scale, zero, self.grid, self.scale_dtype)
-        values = values.reshape(len(weight), -1)
+        values = ungrouped(values, weight_NK.shape, self.grid)
         if self.others:
             total = summed([values.detach().to(self.scale_dtype), *self.constants()])
             values = straight_through(values, total.to(values.dtype))
@@ -130,7 +132,7 @@ class WeightQuantizer(nn.Module):
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
         """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
         groups, scale, zero = self.in_groups(weight_NK)
-        codes = encode(groups, self.placed_by(scale), zero, self.grid).reshape(weight_NK.shape)
+        codes = ungrouped(encode(groups, self.placed_by(scale), zero, self.grid), weight_NK.shape, self.grid)
         scale, zero = scale.squeeze(-1), zero.squeeze(-1)
         made = to_quantized(codes, scale, zero, self.grid, self.scale_dtype)
         first = made if self.format is None else self.format.term(made)

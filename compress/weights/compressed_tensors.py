@@ -109,13 +109,14 @@ def group_entry(scheme: Scheme) -> dict[str, Any]:
 def _activations_entry(grid: Grid | None, dynamic: bool) -> dict[str, Any] | None:
     if grid is None:
         return None
-    return {
+    entry = {
         "num_bits": grid.bits,
         "type": grid.type,
         "symmetric": grid.symmetric,
         "dynamic": dynamic,
         "strategy": "token" if dynamic else "tensor",
     }
+    return entry if grid.block is None else {**entry, "strategy": "group", "group_size": grid.block[1]}
 
 
 def _weights_entry(grid: Grid) -> dict[str, Any]:
@@ -128,6 +129,8 @@ def _weights_entry(grid: Grid) -> dict[str, Any]:
         "dynamic": False,
         "strategy": "group" if group else "tensor" if one else "channel",
     }
+    if grid.block is not None:
+        return {**entry, "strategy": "block", "block_structure": list(grid.block)}
     return {**entry, "group_size": grid.group_size} if group else entry
 
 

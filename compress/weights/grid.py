@@ -30,7 +30,7 @@ from compress.errors import InputError
 from compress.kernels.cpu import columns
 from compress.kernels.cpu.columns import Range
 from compress.kernels.pack import some_rows
-from compress.kernels.scale_blocks import Block, block_rows, blocked, spread
+from compress.kernels.scale_blocks import Block, block_rows, blocked, spread, unblocked
 from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]
@@ -234,20 +234,35 @@ class Quantized:
         return values if dtype is None else values.to(dtype)
 
     def rows(self, part: slice) -> "Quantized":
-        """The same quantized matrix, restricted to some rows: of blocks, to some rows of blocks."""
+        """The same quantized matrix, restricted to some rows. Rows that begin within a block have a scale each."""
         if self.grid.block is not None:
-            return Quantized(self.codes[part], self.scale[block_rows(part, self.grid.block[0])], None, self.grid)
+            start, stop, step = part.indices(len(self.codes))
+            if step != 1 or start % self.grid.block[0]:
+                single = self.by_row()
+                return Quantized(self.codes[part], single.scale[part], None, single.grid)
+            blocks = block_rows(slice(start, stop), self.grid.block[0])
+            return Quantized(self.codes[part], self.scale[blocks], None, self.grid)
         whole = self.scale.shape[0] == 1 and self.codes.shape[0] != 1
         scale = self.scale if whole else self.scale[part]
         zero_point = self.zero_point if whole or self.zero_point is None else self.zero_point[part]
         return Quantized(self.codes[part], scale, zero_point, self.grid)
 
+    def by_row(self) -> "Quantized":
+        """The same in blocks of one row."""
+        assert self.grid.block is not None
+        height, width = self.grid.block
+        scale = self.scale.repeat_interleave(height, 0)[: len(self.codes)]
+        return Quantized(self.codes, scale, None, replace(self.grid, block=(1, width)))
+
     @classmethod
     def stacked(cls, parts: Sequence["Quantized"]) -> "Quantized":
-        """Quantized matrices of one grid below each other, with a scale row for each of theirs. Of blocks, all but the
-        last are whole rows of them."""
+        """Quantized matrices of one grid below each other, with a scale row for each of theirs: for each row where
+        blocks would reach from one into the next."""
         block = parts[0].grid.block
-        assert block is None or all(len(part.codes) % block[0] == 0 for part in parts[:-1])
+        if block is not None:
+            whole = all(len(part.codes) % block[0] == 0 for part in parts[:-1])
+            if not whole or any(part.grid != parts[0].grid for part in parts):
+                parts = [part.by_row() for part in parts]
         zeros = [part.zero_point for part in parts if part.zero_point is not None]
         codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
         return cls(codes, scale, torch.cat(zeros) if zeros else None, parts[0].grid)
@@ -403,6 +418,11 @@ def grouped(x_NK: Tensor, grid: Grid) -> Tensor:
     if grid.granularity == "tensor":
         return x_NK.reshape(1, 1, -1)
     return x_NK.reshape(x_NK.shape[0], -1, grid.group_length(x_NK.shape[1]))
+
+
+def ungrouped(groups: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
+    """Inverse of `grouped`: [N, K] = shape."""
+    return groups.reshape(tuple(shape)) if grid.block is None else unblocked(groups, shape, grid.block)
 
 
 def fit_matrix(

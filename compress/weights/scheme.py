@@ -1,7 +1,7 @@
 """How a layer is stored and computed: the formats of its weight's terms, and how its input and output are rounded."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,15 +13,19 @@ from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Ro
 from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
-from compress.weights.terms import Format, Part, Summand, Term, Weight, named, own, summands
+from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
 from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: beside inputs that stay as they are (a16), integers (a8 ... a2), or both float8.
 SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)}
 SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
+# Both float8, one scale per 128 x 128 weights, and per token and 128 of its inputs.
+BLOCKWISE = "fp8-block"
+SCHEMES[BLOCKWISE] = WIDE
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
 WHOLE = ("w8a8", "fp8")
+WITHOUT_GROUPS = (*WHOLE, BLOCKWISE)
 BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
 SHAPE = Part((2,), (torch.int64, torch.int32))
 
@@ -99,7 +103,7 @@ class Scheme:
     def entry(self) -> dict[str, Any]:
         """As JSON has it."""
         grids = {"inputs": self.inputs, "outputs": self.outputs}
-        noted = {key: None if grid is None else asdict(grid) for key, grid in grids.items()}
+        noted = {key: None if grid is None else json_fields(grid) for key, grid in grids.items()}
         return {"terms": [term.entry() for term in self.terms], **noted, "dynamic": self.dynamic}
 
 
@@ -215,20 +219,29 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
+def is_float(name: str) -> bool:
+    """Whether a scheme of this name has float8 weights and inputs."""
+    return name in ("fp8", BLOCKWISE)
+
+
 def input_bits(name: str) -> int:
     """The bits of an input that a scheme of this name rounds."""
-    return WIDE if name == "fp8" else int(name.rpartition("a")[2])
+    return WIDE if is_float(name) else int(name.rpartition("a")[2])
 
 
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
     """w4a16 and its like; a8 ... a2: the input an integer of so many bits, fitted to every token. fp8: weight and input
-    float8, fitted likewise.
+    float8, fitted likewise. fp8-block: the same with a scale per 128 x 128 weights and per 128 inputs of a token.
 
     group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
     usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
     """
     if name not in SCHEMES:
         raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
+    if name == BLOCKWISE:
+        if group_size is not None:
+            raise InputError(f"{name} has one scale per 128 x 128 weights; leave group_size out")
+        return block_scheme(Float8Blocks)
     if name in WHOLE and group_size not in (None, -1):
         raise InputError(f"{name} has one scale per output; leave group_size out")
     if name == "fp8":

@@ -85,13 +85,18 @@ class Format:
 
     def entry(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {"kind": self.kind, **asdict(self)}
+        return {"kind": self.kind, **json_fields(self)}
 
     @classmethod
     def from_entry(cls, fields: Mapping[str, Any]) -> Self:
         """Inverse of `entry`, without the kind; the types of the fields have been checked."""
         hints = get_type_hints(cls)
         return cls(**{key: _restored(value, hints[key]) for key, value in fields.items()})
+
+
+def json_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them: lists where they are tuples."""
+    return asdict(value, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
 
 
 def _restored(value: Any, kind: Any) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from models import GATED, tokens
+from models import GATED, build, tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
@@ -14,11 +14,12 @@ import compress
 from compress.checkpoint.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels.fp8_blocks import quantize_token_blocks
+from compress.passes.solve import weight_error
 from compress.runtime.assembly import compressed_layers
 from compress.runtime.fused import FusedLinear, why_not_fuse
 from compress.runtime.linear import Fp8BlockLinear, QuantLinear
 from compress.runtime.twin import compared
-from compress.verification import load_with_transformers, outputs, probe
+from compress.verification import load_with_transformers, outputs, probe, verify
 from compress.weights.codes import FineGrained, Float8Blocks
 from compress.weights.grid import Grid, Quantized, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes
@@ -70,7 +71,13 @@ def test_a_block_has_the_scale_of_its_largest_element(dtype, monkeypatch):
     monkeypatch.setattr("compress.kernels.pack.CHUNK", 200 * 130)
     assert torch.equal(quantize(x, BLOCKS).scale, found.scale)
     halves = [found.rows(slice(0, 256)), found.rows(slice(256, 300))]
+    assert torch.equal(Quantized.stacked(halves).scale, found.scale)
     assert torch.equal(Quantized.stacked(halves).dequantize(), found.dequantize())
+    # Where blocks are cut through, rows have a scale each: the same values.
+    for cut in (slice(100, 290), slice(None, None, 7), slice(5, None)):
+        assert torch.equal(found.rows(cut).dequantize(), found.dequantize()[cut])
+    assert torch.equal(Quantized.stacked([halves[1], halves[0]]).dequantize(), found.dequantize().roll(44, 0))
+    assert weight_error(x, found) == pytest.approx(float((found.dequantize().double() - x).norm() / x.double().norm()))
 
 
 def test_a_wider_range_may_fit_a_block_better_and_never_worse():
@@ -260,6 +267,61 @@ def test_they_are_shown_and_counted(tmp_path):
     assert up["bits"] == 8 + 32 * 4 / (200 * 144)
     kernels = command("inspect", tmp_path, "--kernels")
     assert (kernels.code, "not cuda" in kernels.out.replace("\n", " ")) == (0, True)
+
+
+def test_rtn_writes_blocks_that_transformers_loads(tmp_path):
+    """Memory, checkpoint and transformers agree; the words are those of compressed-tensors' FP8_BLOCK."""
+    pytest.importorskip("compressed_tensors", reason="needs the hf extra")
+    torch.manual_seed(0)
+    source, out = tmp_path / "in", tmp_path / "out"
+    config = transformers.LlamaConfig(**{**GATED, **EVEN}, initializer_range=0.1)
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(source)
+    method = compress.RTN(scheme="fp8-block")
+    compress.quantize(source, method, output=out, verify=False)
+    memory = compress.load(source)
+    compress.quantize(memory, method)
+    low = compress.load(out)
+    layers = dict(compressed_layers(low))
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        assert isinstance(layer, Fp8BlockLinear)
+        assert torch.equal(layer.dequantize(), memory.get_submodule(name).weight)
+        dense = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+        dense.weight.data = load_file(source / "model.safetensors")[f"{name}.weight"]
+        assert torch.equal(QuantLinear.from_linear(dense, "fp8-block").dequantize(), layer.dequantize())
+    expected = outputs(memory, probe(96))
+    theirs, loader = load_with_transformers(find_source(str(out)), torch.float32)
+    assert loader == "default"
+    for other in (low, theirs):
+        assert (outputs(other, probe(96)) - expected).abs().max() <= 0.05 * expected.std()
+    assert (expected - outputs(compress.load(source), probe(96))).abs().max() > 1e-3 * expected.std()
+    told = json.loads((out / "config.json").read_text())["quantization_config"]
+    (group,) = told["config_groups"].values()
+    assert (group["format"], group["weights"]) == ("float-quantized", GROUP["weights"])
+    assert group["input_activations"] == GROUP["input_activations"]
+    assert verify(out)["logits_max_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (compress.GPTQ, {}, "gptq knows no scales that several rows share; give fp8-block to rtn"),
+        (compress.RTN, {"group_size": 64}, "fp8-block has one scale per 128 x 128"),
+        (compress.RTN, {"per_tensor": True}, "fp8-block has one scale per 128 x 128"),
+        (compress.RTN, {"grid": "asymmetric"}, "fp8 is symmetric"),
+        (compress.RTN, {"activations": "static"}, "fp8-block fits inputs to every token"),
+        (compress.RTN, {"outputs": "static"}, "outputs are for w8a8 and fp8"),
+        (compress.RTN, {"outliers": 0.01}, "not with w8a8 or fp8 or fp8-block"),
+    ],
+)
+def test_what_blocks_cannot_be_is_refused(method, options, message):
+    with pytest.raises(InputError, match=message):
+        method(**{"scheme": "fp8-block", **options})
+
+
+def test_inputs_that_blocks_do_not_divide_are_refused():
+    with pytest.raises(InputError, match=r"self_attn\.q_proj has 32 \(14 layers in all\); leave those out or give fp8"):
+        compress.quantize(build("llama"), compress.RTN(scheme="fp8-block"))
 
 
 Q = "model.layers.0.self_attn.q_proj"

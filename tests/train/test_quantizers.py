@@ -24,6 +24,7 @@ GRIDS = [
     Grid(bits=3, granularity="channel"),
     Grid(bits=8, granularity="tensor"),
     Grid(bits=8, granularity="channel", type="float"),
+    Grid(bits=8, granularity="block", block=(4, 8), type="float"),
     Grid(bits=1, type="sign", **GROUPED),
 ]
 STATIC = ActivationCodes(
