@@ -34,13 +34,12 @@ Operation = Literal[
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PAIRS = b"avx512-bf16"  # what the library says where it multiplies pairs of bfloat16
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 8, "int8_activation": 2, "w8a8": 4, "tiles": 8}
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4, "tiles": 6}
 ROWS_UP_TO |= {"strips": 8, "int8_strips": 64}
 ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse_rows"), sys.maxsize)
 # Above, a block of rows is made dense and torch multiplies it.
 ROWS_UP_TO["sparse24"] = 16
-ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"weight_only": 4, "tiles": 4}
-ROWS_UP_TO_AVX2["int8_strips"] = 8
+ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"tiles": 4, "int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
