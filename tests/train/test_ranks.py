@@ -126,3 +126,23 @@ def test_a_loop_of_ones_own_is_the_same_sharded_before_it_is_prepared_or_after(f
     assert alone.keys() == ranks.keys()
     for name, tensor in alone.items():
         close(ranks[name], tensor, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_blocks_on_two_ranks_learn_what_others_learn(tmp_path):
+    """As a person runs it: `torchrun -m compress qat --fsdp --train compile=true`."""
+    words = ["demo", "--scheme", "w4a16", "--group-size", "32", "--calibration", "demo", "--samples", "16"]
+    words += ["--training", "demo", "--steps", "3", "--rows", "4", "--fsdp", "--no-verify"]
+    losses = []
+    for compiled in ("true", "false"):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compress", "qat"]
+        own = ["--train", f"compile={compiled}", "--output", str(tmp_path / compiled)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*launch, *words, *own], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        record = json.loads((tmp_path / compiled / "compress.json").read_text())
+        losses.append([line["held_out"]["logits"] for line in record["training"][0]["held_out"]])
+    before, after = losses[0]
+    assert after != before
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
