@@ -1,19 +1,19 @@
-// Weights of 4 bits in strips (pack_strips.py): 16 rows side by side, 8 columns of each in every 64 bytes.
+// Weights of 4 and 8 bits in strips (pack_strips.py): 16 rows side by side, 32 bits of each in every 64 bytes.
 //
-// A line of a strip is a vector of 16 dwords, one of each row: byte b of a dword holds column b in its low four bits and
-// column b + 4 in its high ones. So a line is read once, from front to back of the strip, and
+// A line of a strip is a vector of 16 dwords, one of each row. Of 4 bits, byte b of a dword holds column b in its low
+// four bits and column b + 4 in its high ones; of 8 bits, column b. So a line is read once, from front to back of the
+// strip, and
 //
-//   int8 inputs     its low nibbles meet columns 0 ... 3 of x in one dot product of bytes, its high ones columns 4 ... 7
-//   exact inputs    nibble i of a dword, shifted down and masked, becomes a number of every row
-//
-//   exact bf16      a dword, shifted down, has two codes, of columns c and c + 2, which become a pair of bf16 by a table:
-//                   codes less their zero point are whole numbers, which bf16 has all of
+//   int8 inputs     its low nibbles meet columns 0 ... 3 of x in one dot product of bytes, its high ones columns 4 to 7
+//   exact inputs    code i of a dword, shifted down and masked, becomes a number of every row
+//   exact bf16      a dword, shifted down, has two codes, of columns c and c + 2, which become a pair of bf16: codes
+//                   less their zero point are whole numbers, which bf16 has all of; those of 4 bits come from a table
 //
 // with x broadcast, a sum in every lane and the scales of a group in one vector: nothing is added up across lanes.
 //
-// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a slab,
-// over which every tile runs, as it does for planar words. Values of the weight are not rounded to the type of the
-// scales: slabs hold them in fp32, or in bf16 before they are scaled.
+// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a
+// slab, over which every tile runs, as it does for planar words. Values of the weight are not rounded to the type of
+// the scales: slabs hold them in fp32, or in bf16 before they are scaled (after it where sparse rows are added to them).
 
 #pragma once
 
@@ -65,7 +65,8 @@ void add_entries(const Work& work, const GatheredX& gathered, int64_t m0, int v,
 
 // T tokens times a strip, in the order of float_product's slabs: x [columns][T].
 template <int BITS, int T>
-void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group,
+                  int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, SETS = T >= 4 ? 1 : 4 / T;  // sums of one output that do not wait for each other
   const char* line = strip_of(work, v);
   Float totals[T];
@@ -74,7 +75,8 @@ void strip_floats(const Work& work, const GatheredX& gathered, const int32_t* x,
     const Float zero = bits_to_float(load(&work.float_zero[g * ROWS + v * LANES]));
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
-    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
+    const int64_t end = std::min(k + group, columns);
+    for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += COLUMNS * T) {
       const Int words = load(line);
       _mm_prefetch(line + AHEAD, _MM_HINT_T0);
       each<COLUMNS>([&](auto i) {
@@ -163,7 +165,8 @@ struct PairDecoder<8, CENTRED> {
 
 // As strip_floats, by pairs: x [lines][PAIRS][T].
 template <int BITS, int T, bool CENTRED>
-void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group, int64_t m0, int v) {
+void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group,
+                 int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
   const char* line = strip_of(work, v);
   PairDecoder<BITS, CENTRED> decoder;
@@ -173,7 +176,8 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
     decoder.begin(&work.zero[g * ROWS + v * LANES]);
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
-    for (const int64_t end = std::min(k + group, columns); k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
+    const int64_t end = std::min(k + group, columns);
+    for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
       const Int words = load(line);
       _mm_prefetch(line + AHEAD, _MM_HINT_T0);
       each<PAIRS>([&](auto i) {
@@ -403,9 +407,9 @@ void strip_float_product(const Arguments& a) {
 #endif
   if (a.by_rows) {
     const TokenTiles tiles(a.M, STRIP_TOKENS);
-    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* packed, const GatheredX& gathered) {
+    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* x, const GatheredX& gathered) {
       over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-        strip_floats<BITS, t>(work, gathered, packed + m * columns, columns, group, m, v);
+        strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
       });
     });
   }
