@@ -13,7 +13,7 @@
 //
 // Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a
 // slab, over which every tile runs, as it does for planar words. Values of the weight are not rounded to the type of
-// the scales: slabs hold them in fp32, or in bf16 before they are scaled (after it where sparse rows are added to them).
+// the scales: slabs hold them in fp32, or in bf16 before they are scaled (beside sparse rows after it).
 
 #pragma once
 
@@ -407,7 +407,7 @@ void strip_float_product(const Arguments& a) {
 #endif
   if (a.by_rows) {
     const TokenTiles tiles(a.M, STRIP_TOKENS);
-    return with_tokens<FloatStrips>(a, columns, tiles, [&](const Work& work, const int32_t* x, const GatheredX& gathered) {
+    return with_tokens<FloatStrips>(a, columns, tiles, [&](Work& work, const int32_t* x, const GatheredX& gathered) {
       over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
         strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
       });
