@@ -75,19 +75,25 @@ INLINE void add_entries(const Work& work, const GatheredX& x, int64_t m0, int r0
   });
 }
 
-// The entries of columns first ... last, added to a slab of dwords that hold D::STEP columns.
-template <class D>
-void add_entries(Work& work, int64_t first, int64_t last) {
+// The entries of columns first ... last, added to a slab of dwords that hold D::STEP columns; place(column): where it has
+// a column, counted from the first.
+template <class D, class Place>
+void add_entries(Work& work, int64_t first, int64_t last, Place place) {
   if (work.a.row_start == nullptr) return;
   const Entries entries{work.a};
   for (int64_t r = 0; r < work.count(); ++r) {
     const int64_t end = work.a.row_start[work.n0 + r + 1];
     int64_t& e = work.next_entry[r];
     for (int64_t k; e < end && (k = entries.column(e)) < last; ++e) {
-      char* dword = work.slab.get() + ((k - first) / D::STEP * ROWS + r) * 4;
-      D::add(dword + (k - first) % D::STEP * (4 / D::STEP), entries.value(e));
+      const int64_t at = place(k - first);
+      char* dword = work.slab.get() + (at / D::STEP * ROWS + r) * 4;
+      D::add(dword + at % D::STEP * (4 / D::STEP), entries.value(e));
     }
   }
+}
+template <class D>
+void add_entries(Work& work, int64_t first, int64_t last) {
+  add_entries<D>(work, first, last, [](int64_t column) { return column; });
 }
 
 // Of a weight that is entries and nothing else, with any number of tokens.

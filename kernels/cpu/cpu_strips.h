@@ -227,20 +227,6 @@ INLINE Int scaled_pairs(Int pairs, Float scale) {
   return _mm512_permutexvar_epi16(in_pairs, (Int)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// The entries of columns first ... last, added to a slab of scaled pairs.
-template <int BITS>
-void add_to_pairs(Work& work, int64_t first, int64_t last) {
-  const Entries entries{work.a};
-  for (int64_t r = 0; r < work.count(); ++r) {
-    const int64_t end = work.a.row_start[work.n0 + r + 1];
-    int64_t& e = work.next_entry[r];
-    for (int64_t k; e < end && (k = entries.column(e)) < last; ++e) {
-      const int64_t at = Bf16Strips<BITS>::place(k - first);
-      Bf16Words<BITS>::add(work.slab.get() + (at / 2 * ROWS + r) * 4 + at % 2 * 2, entries.value(e));
-    }
-  }
-}
-
 // All columns of the rows that a thread works on, at most a chunk of those that share their scales at a time; every
 // tile of tokens runs over the chunk's slab, so that a token is summed alike in any company. Where entries are added to
 // it, a slab has values rounded to bf16.
@@ -269,7 +255,7 @@ void strip_pair_slabs(Work& work, const TokenTiles& tiles, const int32_t* packed
         });
       }
     }
-    if (entries) add_to_pairs<BITS>(work, k, end);
+    add_entries<Bf16Words<BITS>>(work, k, end, Bf16Strips<BITS>::place);
     for (int64_t tile = 0; tile < tiles.count; ++tile)
       with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
         const int64_t m = tiles.start(tile);
@@ -356,7 +342,6 @@ void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 struct FloatStrips {
   using Dot = F32Dot;
   static constexpr int STEP = 1;
-  static void add(char* to, float value) { *reinterpret_cast<float*>(to) += value; }
 };
 
 // body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
@@ -416,7 +401,7 @@ void strip_float_product(const Arguments& a) {
   run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
     over_chunks<FloatStrips>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
       float_strip_slab<BITS>(work, group, first, last);
-      add_entries<FloatStrips>(work, first, last);
+      add_entries<F32Words<BITS>>(work, first, last);
     });
   });
 }
