@@ -26,7 +26,7 @@ def kernels():
 
 
 def layer_of(seed=0, rows=48, scheme="w4a16"):
-    """With inputs rounded to int8, for which every CPU reads strips faster."""
+    """With inputs rounded to int8."""
     torch.manual_seed(seed)
     layer = QuantLinear.from_linear(nn.Linear(K, rows).requires_grad_(False), scheme, 32)
     assert isinstance(layer, PackedLinear)
@@ -106,6 +106,19 @@ def test_a_gradient_of_the_input():
     layer.lay_in_strips()
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.dequantize().sum(0).expand(2, K))
+
+
+def test_codes_of_8_bits_go_back_to_planar_words_for_int8_inputs():
+    layer, x = layer_of(scheme="w8a16"), torch.randn(3, K)
+    layer.input_group = None
+    layer.lay_in_strips()
+    assert layer.in_strips
+    exact = layer(x)
+    layer.input_group = -1
+    layer.lay_in_strips()
+    assert not layer.in_strips
+    off = layer(x) - exact
+    assert 0 < off.norm() < 0.02 * exact.norm()
 
 
 def test_load_lays_out_what_is_faster_so_and_leaves_tables(tmp_path):
