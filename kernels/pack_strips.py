@@ -21,6 +21,7 @@ from compress.kernels.pack import Planar, pack_planar, planar_words, some_rows, 
 NIBBLE, BYTE = 4, 8
 ROWS = 16
 LINE_BYTES = 64
+STRIPS_DIMENSIONS = 3  # of words in strips; planar ones have two
 # Columns that rows are padded to: as many as bits of a row in a line.
 BLOCK = 32
 
@@ -58,29 +59,39 @@ def _by_row(part: Tensor) -> Tensor:
     return part.transpose(0, 1).reshape(part.shape[1], -1)
 
 
+def strips_of_words(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Planar words [N, ...] of `columns` columns -> words of strips [S, L, 64]."""
+    strips, lines = len(words) // ROWS, lines_of(columns, bits)
+    found = torch.empty(strips, lines, LINE_BYTES, dtype=torch.uint8, device=words.device)
+    for part in some_rows(strips, columns * ROWS):
+        codes = unpack_planar(words[part.start * ROWS : part.stop * ROWS], bits, columns)
+        codes = torch.nn.functional.pad(codes, (0, -columns % BLOCK)).view(-1, ROWS, lines, BYTE // bits, 4)
+        low, *high = codes.permute(3, 0, 2, 1, 4).unbind(0)
+        found[part] = (low | high[0] << NIBBLE if high else low).reshape(-1, lines, LINE_BYTES)
+    return found
+
+
+def words_of_strips(words: Tensor, bits: int, columns: int) -> Tensor:
+    """Inverse of `strips_of_words`."""
+    strips, lines, _ = words.shape
+    found = torch.empty(strips * ROWS, planar_words(columns, bits), dtype=torch.int16, device=words.device)
+    for part in some_rows(strips, columns * ROWS):
+        held = words[part].view(-1, lines, ROWS, 1, 4)
+        held = torch.cat([held & 15, held >> NIBBLE], 3) if bits == NIBBLE else held
+        codes = held.transpose(1, 2).flatten(2).flatten(0, 1)[:, :columns]
+        found[part.start * ROWS : part.stop * ROWS] = pack_planar(codes, bits)
+    return found
+
+
 def pack_strips(weight: Planar, columns: int) -> Strips:
     """A weight of `columns` columns, from planar words."""
-    strips, lines = len(weight.words) // ROWS, lines_of(columns, weight.bits)
-    words = torch.empty(strips, lines, LINE_BYTES, dtype=torch.uint8, device=weight.words.device)
-    for part in some_rows(strips, columns * ROWS):
-        codes = unpack_planar(weight.words[part.start * ROWS : part.stop * ROWS], weight.bits, columns)
-        codes = torch.nn.functional.pad(codes, (0, -columns % BLOCK)).view(-1, ROWS, lines, BYTE // weight.bits, 4)
-        low, *high = codes.permute(3, 0, 2, 1, 4).unbind(0)
-        words[part] = (low | high[0] << NIBBLE if high else low).reshape(-1, lines, LINE_BYTES)
+    words = strips_of_words(weight.words, weight.bits, columns)
     zero = None if weight.zero is None else _by_strip(weight.zero)
     return Strips(words, _by_strip(weight.scale), zero, weight.group_size, weight.bits)
 
 
 def unpack_strips(weight: Strips, columns: int) -> Planar:
     """Inverse of `pack_strips`."""
-    strips, lines, _ = weight.words.shape
-    words = torch.empty(
-        strips * ROWS, planar_words(columns, weight.bits), dtype=torch.int16, device=weight.words.device
-    )
-    for part in some_rows(strips, columns * ROWS):
-        held = weight.words[part].view(-1, lines, ROWS, 1, 4)
-        held = torch.cat([held & 15, held >> NIBBLE], 3) if weight.bits == NIBBLE else held
-        codes = held.transpose(1, 2).flatten(2).flatten(0, 1)[:, :columns]
-        words[part.start * ROWS : part.stop * ROWS] = pack_planar(codes, weight.bits)
+    words = words_of_strips(weight.words, weight.bits, columns)
     zero = None if weight.zero is None else _by_row(weight.zero)
     return Planar(words, _by_row(weight.scale), zero, weight.group_size, weight.bits)

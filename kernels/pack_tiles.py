@@ -9,7 +9,8 @@ N outputs, K inputs, g inputs a group, G = K / g groups, T tiles of R rows of on
 
     scale = s_lowest + s_step * scale code      zero = z_lowest + z_step * zero code      value = (code - zero) * scale
 
-in fp32 (fp64 where the ranges are), the value rounded to the dtype of the ranges. Nothing is wider than it is stored
+in fp32 (fp64 where the ranges are), the value rounded to the dtype of the ranges. On a CPU words lie in strips of 16 rows
+(`pack_strips`), and so do levels: words uint8 [S, L, 64], levels uint8 [1 or 2, S, G, 16]. Nothing is wider than it is stored
 but codes that are no 4 or 8 bits: 4.75 bits a weight for 3-bit codes in tiles of 16 x 16 with 16-bit ranges.
 """
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.pack import unpack_planar
+from compress.kernels.pack_strips import NIBBLE, ROWS, strips_of_words, words_of_strips
 
-NIBBLE = 4
 RANGES = 4
 
 
@@ -33,6 +34,30 @@ class TileWords(NamedTuple):
     bits: int
     group_size: int
     tile_rows: int
+
+
+class TileStrips(NamedTuple):
+    """The same in strips."""
+
+    words: Tensor
+    levels: Tensor
+    ranges: Tensor
+    bits: int
+    group_size: int
+    tile_rows: int
+
+
+def pack_tile_strips(weight: TileWords, columns: int) -> TileStrips:
+    """A weight of `columns` columns and whole strips of rows, from planar words."""
+    planes, N, G = weight.levels.shape
+    levels = weight.levels.view(planes, N // ROWS, ROWS, G).transpose(2, 3).contiguous()
+    return TileStrips(strips_of_words(weight.words, weight.bits, columns), levels, *weight[2:])
+
+
+def unpack_tile_strips(weight: TileStrips, columns: int) -> TileWords:
+    """Inverse of `pack_tile_strips`."""
+    levels = weight.levels.transpose(2, 3).flatten(1, 2).contiguous()
+    return TileWords(words_of_strips(weight.words, weight.bits, columns), levels, *weight[2:])
 
 
 def pack_levels(scale_NG: Tensor, zero_NG: Tensor, bits: int) -> Tensor:

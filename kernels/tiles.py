@@ -1,7 +1,8 @@
 """The linear of codes in tiles (`pack_tiles.TileWords`), with or without sparse rows beside them, as a torch operator.
 
-Like those of `ops` and `sparse`, and by the same paths: C++ on a CPU, one pass over codes and entries; Triton for few
-tokens (codes, then entries) and for many (blocks of the weight dequantized, entries added, cuBLAS); torch elsewhere.
+Like those of `ops` and `sparse`, and by the same paths: Triton for few tokens (codes, then entries) and for many (blocks
+of the weight dequantized, entries added, cuBLAS); C++ on a CPU for codes in strips (`pack_tiles.TileStrips`,
+`lay_tiles_in_strips`), one pass over codes and entries; torch elsewhere.
 
 Shapes: x [..., K], M tokens once flattened, N outputs, E entries.
 """
@@ -13,12 +14,22 @@ from torch import Tensor
 
 from compress.kernels import reference
 from compress.kernels.blocks import gradient_of_blocks, row_blocks
+from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.entries import Entries
 from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _check_words, _like_product, _rows, _why_not_triton
-from compress.kernels.pack_tiles import TileWords, tile_block, tile_weight
+from compress.kernels.pack_strips import ROWS, STRIPS_DIMENSIONS, why_not_strips
+from compress.kernels.pack_tiles import (
+    TileStrips,
+    TileWords,
+    pack_tile_strips,
+    tile_block,
+    tile_weight,
+    unpack_tile_strips,
+)
 from compress.kernels.sparse import DECODE_TOKENS, FLOATS, sparse_gradient, why_not_sparse
+from compress.kernels.strips import check_lines
 
 # Why many tokens are not multiplied by the fused kernel.
 MANY = "for so many tokens unpacking once is taken to be faster"
@@ -43,6 +54,27 @@ def why_not_tiles(x: Tensor, weight: TileWords) -> list[str]:
     return reasons
 
 
+def why_not_lay_tiles_in_strips(rows: int, columns: int, bits: int, group_size: int) -> list[str]:
+    """Reasons why codes in words of so many bits are not better off in strips on this CPU; empty when they are."""
+    reasons = why_not_strips(rows, bits) + cpu_gemm.why_not_sizes("tiles", columns, group_size)
+    return reasons or [*cpu.why_not()]
+
+
+def lay_tiles_in_strips(weight: TileWords, columns: int) -> TileStrips | None:
+    """A weight of `columns` columns on a CPU in strips; None where it is better off in planar words."""
+    if weight.words.device.type != "cpu":
+        return None
+    sizes = (len(weight.words), columns, weight.bits, weight.group_size)
+    return None if why_not_lay_tiles_in_strips(*sizes) else pack_tile_strips(weight, columns)
+
+
+def _planar(columns: int, words: Tensor, *others: Any) -> TileWords:
+    """A weight in planar words, laid out anew where it is in strips."""
+    if words.dim() == STRIPS_DIMENSIONS:
+        return unpack_tile_strips(TileStrips(words, *others), columns)
+    return TileWords(words, *others)
+
+
 def _blocks(weight: TileWords, columns: int) -> Iterator[tuple[slice, Tensor]]:
     """(rows, their values) of a weight, tiles of rows that unpack into bounded memory."""
     for rows in row_blocks(len(weight.words), columns, weight.tile_rows):
@@ -63,14 +95,17 @@ def tiles_linear(
     column: Tensor | None,
     value: Tensor | None,
 ) -> Tensor:
-    """[..., N] = x (weight + entries)^T + bias, in the dtype of x. The weight is the parts of a `TileWords`; the three
-    parts of `Entries` are all there, or none is."""
-    _check_words(x, words, bits)
-    weight, entries = (
-        TileWords(words, levels, ranges, bits, group_size, tile_rows),
-        Entries.of(row_start, column, value),
-    )
+    """[..., N] = x (weight + entries)^T + bias, in the dtype of x. The weight is the parts of a `TileWords` or of
+    `TileStrips`; the three parts of `Entries` are all there, or none is."""
+    entries, held = Entries.of(row_start, column, value), (words, levels, ranges, bits, group_size, tile_rows)
     x_MK = _rows(x)
+    if words.dim() == STRIPS_DIMENSIONS:
+        check_lines(words, x.shape[-1], bits)
+        if not cpu_gemm.why_not("tiles", x, ranges, group_size) and (value is None or value.dtype in FLOATS):
+            return cpu_gemm.tiles(x_MK, TileStrips(*held), bias, entries).view(*x.shape[:-1], len(words) * ROWS)
+    else:
+        _check_words(x, words, bits)
+    weight = _planar(x.shape[-1], *held)
     reasons = [] if value is None else why_not_sparse(x, value)
     if not reasons + why_not_dequantize_tiles(x, weight):
         from compress.kernels.triton.sparse_rows import add_product
@@ -81,14 +116,12 @@ def tiles_linear(
         else:
             out_MN = tile_gemm(x_MK, weight, bias)
             out_MN = out_MN if entries is None else add_product(x_MK, entries, out_MN)
-    elif not cpu_gemm.why_not("tiles", x, ranges, group_size) and (value is None or value.dtype in FLOATS):
-        out_MN = cpu_gemm.tiles(x_MK, weight, bias, entries)
     else:
-        out_MN = x_MK.new_empty(len(x_MK), len(words))
+        out_MN = x_MK.new_empty(len(x_MK), len(weight.words))
         for rows, dense_NK in _blocks(weight, x.shape[-1]):
             out_MN[:, rows] = reference.linear(x_MK, dense_NK, None if bias is None else bias[rows])
         out_MN = out_MN if entries is None else out_MN + reference.sparse_rows(x_MK, *entries)
-    return out_MN.view(*x.shape[:-1], len(words))
+    return out_MN.view(*x.shape[:-1], len(weight.words))
 
 
 @tiles_linear.register_fake
@@ -105,6 +138,8 @@ def _(
     column: Tensor | None,
     value: Tensor | None,
 ) -> Tensor:
+    if words.dim() == STRIPS_DIMENSIONS:
+        return x.new_empty(*x.shape[:-1], words.shape[0] * ROWS)
     return _like_product(x, words, bits)
 
 
@@ -137,7 +172,7 @@ def tiles_gradient(
     columns: int,
 ) -> Tensor:
     """[..., K] = grad weight, in the dtype of grad [..., N]: the input gradient of `tiles_linear` without entries."""
-    weight, grad_MN = TileWords(words, levels, ranges, bits, group_size, tile_rows), _rows(grad)
+    weight, grad_MN = _planar(columns, words, levels, ranges, bits, group_size, tile_rows), _rows(grad)
     if why_not_dequantize_tiles(grad.new_empty(0, columns), weight):
         out_MK = gradient_of_blocks(grad_MN, _blocks(weight, columns), columns)
     else:

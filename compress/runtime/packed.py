@@ -26,7 +26,7 @@ from compress.kernels.pack import (
     unpack_planar,
     unpack_rows,
 )
-from compress.kernels.pack_strips import Strips, unpack_strips
+from compress.kernels.pack_strips import STRIPS_DIMENSIONS, Strips, unpack_strips
 from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
 from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.runtime.words import WordLinear
@@ -34,7 +34,6 @@ from compress.weights.codes import Packed
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import NARROW, WIDE, Scheme
 
-STRIPS_DIMENSIONS = 3  # of the words
 
 
 class PackedLinear(WordLinear):

@@ -35,7 +35,6 @@
 #include "cpu_ints.h"
 #include "cpu_sparse24.h"
 #include "cpu_strips.h"
-#include "cpu_tiles.h"
 
 namespace {
 
@@ -82,16 +81,6 @@ extern "C" int32_t int8_activation(const Arguments* given) {
     if (a.strips) return strip_int_product(a);
     if (!a.planar) return int_product<Plain>(a);
     return a.bits == 4 ? int_product<Nibbles>(a) : int_product<Bytes>(a);
-  });
-}
-
-extern "C" int32_t tiles(const Arguments* given) {
-  return in_blocks(*given, [](const Arguments& a) {
-#if BF16_DOT
-    if (a.x_type == BF16 && a.scale_type == BF16)
-      return a.bits == 4 ? tile_product<Bf16Tiles<4>>(a) : tile_product<Bf16Tiles<8>>(a);
-#endif
-    return a.bits == 4 ? tile_product<F32Tiles<4>>(a) : tile_product<F32Tiles<8>>(a);
   });
 }
 

@@ -19,6 +19,7 @@
 
 #include "cpu_floats.h"
 #include "cpu_ints.h"
+#include "cpu_tiles.h"
 
 namespace {
 
@@ -125,35 +126,38 @@ void natural_dwords<Bf16Strips<8>>(const Arguments& a, int64_t m, int64_t dwords
   natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
 }
 
-// Codes less their zero point, pairs of them in bf16. CENTRED: all zero points are in the middle of the codes.
-template <int BITS, bool CENTRED>
+// What zero points are: all in the middle of the codes, codes themselves, or numbers.
+enum Zeros { MIDDLE, CODES, NUMBERS };
+
+// Pairs of bf16: codes less their zero point, or where that is a number, codes.
+template <int BITS, Zeros ZEROS>
 struct PairDecoder {
   Int table, zeros;  // of 4 bits
 
   INLINE PairDecoder() {
-    const Float low = minus(to_float(lanes()), every(CENTRED ? 8.0f : 0.0f));
+    const Float low = minus(to_float(lanes()), every(ZEROS == MIDDLE ? 8.0f : 0.0f));
     // Indices are five bits: of a code and one bit more of its word, or of a number from -15 on.
-    const Float high = CENTRED ? low : minus(low, every(16.0f));
+    const Float high = ZEROS == CODES ? minus(low, every(16.0f)) : low;
     table = (Int)_mm512_cvtne2ps_pbh(high, low);
   }
   INLINE void begin(const int32_t* zero) {
-    if constexpr (!CENTRED) zeros = either(load(zero), shift_left(load(zero), 16));
+    if constexpr (ZEROS == CODES) zeros = either(load(zero), shift_left(load(zero), 16));
   }
   template <int PAIR>
   INLINE Int decode(Int words) const {
     Int codes = shift_right<4 * PAIR>(words);
-    if constexpr (!CENTRED) codes = _mm512_sub_epi16(both(codes, every(0x000f000f)), zeros);
+    if constexpr (ZEROS == CODES) codes = _mm512_sub_epi16(both(codes, every(0x000f000f)), zeros);
     return _mm512_permutexvar_epi16(codes, table);
   }
 };
 
-template <bool CENTRED>
-struct PairDecoder<8, CENTRED> {
+template <Zeros ZEROS>
+struct PairDecoder<8, ZEROS> {
   Float zero;
 
-  INLINE PairDecoder() : zero(every(128.0f)) {}
+  INLINE PairDecoder() : zero(every(ZEROS == MIDDLE ? 128.0f : 0.0f)) {}
   INLINE void begin(const int32_t* zeros) {
-    if constexpr (!CENTRED) zero = to_float(load(zeros));
+    if constexpr (ZEROS == CODES) zero = to_float(load(zeros));
   }
   template <int PAIR>
   INLINE Int decode(Int words) const {
@@ -163,19 +167,25 @@ struct PairDecoder<8, CENTRED> {
   }
 };
 
-// As strip_floats, by pairs: x [lines][PAIRS][T].
-template <int BITS, int T, bool CENTRED>
-void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, int64_t columns, int64_t group,
-                 int64_t m0, int v) {
+// As strip_floats, by pairs: x [lines][PAIRS][T]. Where zero points are numbers, a group's sum of x times them is taken
+// from the codes' sum: x_sums [M][G].
+template <int BITS, int T, Zeros ZEROS>
+void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, const float* x_sums, int64_t columns,
+                 int64_t group, int64_t m0, int v) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS, SETS = T >= PAIRS ? 1 : PAIRS / T;
   const char* line = strip_of(work, v);
-  PairDecoder<BITS, CENTRED> decoder;
+  PairDecoder<BITS, ZEROS> decoder;
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
   for (int64_t g = 0, k = 0; k < columns; ++g) {
-    decoder.begin(&work.zero[g * ROWS + v * LANES]);
+    const int64_t of_group = g * ROWS + v * LANES;
+    decoder.begin(&work.zero[of_group]);
     Float sums[SETS][T];
     each<SETS>([&](auto i) { each<T>([&](auto t) { sums[i][t] = every(0.0f); }); });
+    if constexpr (ZEROS == NUMBERS) {
+      const Float taken = minus(every(0.0f), bits_to_float(load(&work.float_zero[of_group])));
+      each<T>([&](auto t) { sums[0][t] = times(taken, every(x_sums[(m0 + t) * work.a.G + g])); });
+    }
     const int64_t end = std::min(k + group, columns);
     for (; k < end; k += COLUMNS, line += VECTOR_BYTES, x += PAIRS * T) {
       const Int words = load(line);
@@ -185,7 +195,7 @@ void strip_pairs(const Work& work, const GatheredX& gathered, const int32_t* x, 
         each<T>([&](auto t) { sums[i % SETS][t] = Bf16Dot::dot(sums[i % SETS][t], pair, every(x[i * T + t])); });
       });
     }
-    const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
+    const Float scale = bits_to_float(load(&work.scale[of_group]));
     each<T>([&](auto t) {
       each<SETS - 1>([&](auto i) { sums[0][t] = plus(sums[0][t], sums[i + 1][t]); });
       totals[t] = fma(sums[0][t], scale, totals[t]);
@@ -219,51 +229,63 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
   });
 }
 
-// Pairs times the scales of their rows, rounded to bf16.
-INLINE Int scaled_pairs(Int pairs, Float scale) {
-  const Int in_pairs = either(lanes(), shift_left(plus(lanes(), every(LANES)), 16));  // of 16 numbers and 16 more
-  const Float low = times(bits_to_float(shift_left(pairs, 16)), scale);
-  const Float high = times(bits_to_float(both(pairs, every(static_cast<int32_t>(0xffff0000)))), scale);
-  return _mm512_permutexvar_epi16(in_pairs, (Int)_mm512_cvtne2ps_pbh(high, low));
+// Slabs of pairs, of columns that share their scales: `store_pair(pair, where)` of every one that `decoder` makes.
+template <int BITS, class Decoder, class Store>
+INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t first, int64_t last, char* to, Store store_pair) {
+  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
+  const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
+  for (int64_t k = first; k < last; k += COLUMNS, line += VECTOR_BYTES) {
+    const Int words = load(line);
+    _mm_prefetch(line + AHEAD, _MM_HINT_T0);
+    each<PAIRS>([&](auto i) {
+      store(to, store_pair(decoder.template decode<i>(words)));
+      to += VECTORS * VECTOR_BYTES;
+    });
+  }
 }
 
 // All columns of the rows that a thread works on, at most a chunk of those that share their scales at a time; every
-// tile of tokens runs over the chunk's slab, so that a token is summed alike in any company. Where entries are added to
-// it, a slab has values rounded to bf16.
-template <int BITS, bool CENTRED>
-void strip_pair_slabs(Work& work, const TokenTiles& tiles, const int32_t* packed, int64_t columns, int64_t group) {
-  constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
-  const bool entries = work.a.row_start != nullptr;
-  PairDecoder<BITS, CENTRED> decoder;
-  float ones[ROWS];
-  std::fill_n(ones, ROWS, 1.0f);
+// tile of tokens runs over the chunk's slab, so that a token is summed alike in any company.
+template <int BITS, Zeros ZEROS>
+void strip_pair_slabs(Work& work, const int32_t* packed, int64_t columns, int64_t group) {
+  const TokenTiles tiles(work.a.M);
+  PairDecoder<BITS, ZEROS> decoder;
   for (int64_t k = 0, end; k < columns; k = end) {
     const int64_t g = k / group, first = k / 2 / CHUNK * CHUNK, dwords = std::min(CHUNK, columns / 2 - first);
     end = std::min((g + 1) * group, (first + dwords) * 2);
     for (int v = 0; v * LANES < work.count(); ++v) {
-      const char* line = strip_of(work, v) + k / COLUMNS * VECTOR_BYTES;
-      char* to = work.slab.get() + v * VECTOR_BYTES;
-      const Float scale = bits_to_float(load(&work.scale[g * ROWS + v * LANES]));
       decoder.begin(&work.zero[g * ROWS + v * LANES]);
-      for (int64_t i = k; i < end; i += COLUMNS, line += VECTOR_BYTES) {
-        const Int words = load(line);
-        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-        each<PAIRS>([&](auto pair) {
-          const Int pairs = decoder.template decode<pair>(words);
-          store(to, entries ? scaled_pairs(pairs, scale) : pairs);
-          to += VECTORS * VECTOR_BYTES;
-        });
-      }
+      pair_strip_slab<BITS>(work, decoder, v, k, end, work.slab.get() + v * VECTOR_BYTES, [](Int pair) { return pair; });
     }
-    add_entries<Bf16Words<BITS>>(work, k, end, Bf16Strips<BITS>::place);
     for (int64_t tile = 0; tile < tiles.count; ++tile)
       with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
         const int64_t m = tiles.start(tile);
         const int32_t* x = &packed[first * work.a.M + m * dwords + (k / 2 - first) * t];
-        pair_tile<t>(work, x, (end - k) / 2, m, k == 0, entries ? ones : &work.scale[g * ROWS]);
+        pair_tile<t>(work, x, (end - k) / 2, m, k == 0, &work.scale[g * ROWS]);
       });
   }
   work.finish(0, static_cast<int>(work.a.M), nullptr);
+}
+
+// Slabs of values rounded to bf16, for `float_tile`: where entries are added to them, and where zero points are numbers.
+template <int BITS>
+void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
+  PairDecoder<BITS, NUMBERS> decoder;
+  const Int in_pairs = either(lanes(), shift_left(plus(lanes(), every(LANES)), 16));  // of 16 numbers and 16 more
+  for (int v = 0; v * LANES < work.count(); ++v)
+    for (int64_t k = first, end; k < last; k = end) {
+      end = std::min((k / group + 1) * group, last);
+      const int64_t at = k / group * ROWS + v * LANES;
+      const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
+      const auto valued = [&](Int pairs) __attribute__((always_inline)) {
+        const Float low = minus(bits_to_float(shift_left(pairs, 16)), zero);
+        const Float high = minus(bits_to_float(both(pairs, every(static_cast<int32_t>(0xffff0000)))), zero);
+        const Int halves = (Int)_mm512_cvtne2ps_pbh(times(high, scale), times(low, scale));
+        return _mm512_permutexvar_epi16(in_pairs, halves);
+      };
+      char* to = work.slab.get() + ((k - first) / 2 * VECTORS + v) * VECTOR_BYTES;
+      pair_strip_slab<BITS>(work, decoder, v, k, end, to, valued);
+    }
 }
 #endif
 
@@ -342,6 +364,7 @@ void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 struct FloatStrips {
   using Dot = F32Dot;
   static constexpr int STEP = 1;
+  static constexpr int64_t place(int64_t column) { return column; }
 };
 
 // body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
@@ -353,9 +376,10 @@ void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
     });
 }
 
-// x of D in tiles, and for entries: body(work, packed, gathered) for the rows that a thread works on.
-template <class D, class Body>
-void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, Body body) {
+// x of D in tiles, and for entries: body(work, packed, gathered) for the rows that a thread works on, whose strips are
+// read front to back; prepare(m) before, for every token.
+template <class D, class Prepare, class Body>
+void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, Prepare prepare_more, Body body) {
   const int64_t dwords = columns / D::STEP;
   const Memory<int32_t> packed = allocate<int32_t>(a.M * dwords);
   const Memory<int32_t> natural = allocate<int32_t>(a.threads * dwords);
@@ -363,22 +387,55 @@ void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, B
   const auto prepare = [&](int64_t m, int thread) {
     int32_t* own = &natural[thread * dwords];
     natural_dwords<D>(a, m, dwords, own);
-    tiles.arrange(own, packed.get(), m, dwords, a.by_rows ? dwords : CHUNK);
+    tiles.arrange(own, packed.get(), m, dwords, dwords);
     gathered.prepare(m);
+    prepare_more(m);
   };
-  run(a, a.by_rows ? 0 : CHUNK * ROWS * 4, prepare, [&](Work& work) { body(work, packed.get(), gathered); });
+  run(a, 0, prepare, [&](Work& work) {
+    if (a.levels != nullptr) decode_levels(work);
+    body(work, packed.get(), gathered);
+  });
+}
+
+// Slabs of values, which make_slab(work, first, last) makes, and entries added to them.
+template <class D, class Words, class MakeSlab>
+void strip_value_slabs(const Arguments& a, int64_t columns, MakeSlab make_slab) {
+  run_slabs<D>(a, columns / D::STEP, [&](Work* works, int64_t count, const int32_t* packed) {
+    for (int64_t i = 0; i < count && a.levels != nullptr; ++i) decode_levels(works[i]);
+    over_chunks<D>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
+      make_slab(work, first, last);
+      add_entries<Words>(work, first, last, D::place);
+    });
+  });
 }
 
 #if BF16_DOT
-template <int BITS, bool CENTRED>
+template <int BITS, Zeros ZEROS>
 void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
-  const TokenTiles tiles(a.M, a.by_rows ? STRIP_PAIR_TOKENS : TOKENS);
-  with_tokens<Bf16Strips<BITS>>(a, columns, tiles, [&](Work& work, const int32_t* packed, const GatheredX& gathered) {
-    if (!a.by_rows) return strip_pair_slabs<BITS, CENTRED>(work, tiles, packed, columns, group);
-    over_strips<STRIP_PAIR_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-      strip_pairs<BITS, t, CENTRED>(work, gathered, packed + m * (columns / 2), columns, group, m, v);
+  if (!a.by_rows) {
+    if (ZEROS == NUMBERS || a.row_start != nullptr)
+      return strip_value_slabs<Bf16Strips<BITS>, Bf16Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
+        value_strip_slab<BITS>(work, group, first, last);
+      });
+    return run_slabs<Bf16Strips<BITS>>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
+      for (int64_t i = 0; i < count; ++i) strip_pair_slabs<BITS, ZEROS>(works[i], packed, columns, group);
     });
-  });
+  }
+  const TokenTiles tiles(a.M, STRIP_PAIR_TOKENS);
+  const Memory<float> x_sums = allocate<float>(ZEROS == NUMBERS ? a.M * a.G : 0);
+  const auto sum_groups = [&](int64_t m) {
+    if (ZEROS != NUMBERS) return;
+    float* sums = &x_sums[m * a.G];
+    std::fill_n(sums, a.G, 0.0f);
+    const char* from = static_cast<const char*>(a.x) + m * a.K * 2;
+    for (int64_t k = 0; k < a.K; k += LANES) sums[k / group] += sum(load_floats(from + k * 2, BF16));
+  };
+  with_tokens<Bf16Strips<BITS>>(
+      a, columns, tiles, sum_groups, [&](Work& work, const int32_t* packed, const GatheredX& gathered) {
+        over_strips<STRIP_PAIR_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
+          strip_pairs<BITS, t, ZEROS>(work, gathered, packed + m * (columns / 2), x_sums.get(), columns, group, m, v);
+        });
+      });
 }
 #endif
 
@@ -386,24 +443,23 @@ template <int BITS>
 void strip_float_product(const Arguments& a) {
   const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
 #if BF16_DOT
-  if (a.x_type == BF16)
-    return a.zero == nullptr ? strip_pair_product<BITS, true>(a, columns, group)
-                             : strip_pair_product<BITS, false>(a, columns, group);
-#endif
-  if (a.by_rows) {
-    const TokenTiles tiles(a.M, STRIP_TOKENS);
-    return with_tokens<FloatStrips>(a, columns, tiles, [&](Work& work, const int32_t* x, const GatheredX& gathered) {
-      over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
-        strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
-      });
-    });
+  if (a.x_type == BF16) {
+    if (a.levels != nullptr) return strip_pair_product<BITS, NUMBERS>(a, columns, group);
+    return a.zero == nullptr ? strip_pair_product<BITS, MIDDLE>(a, columns, group)
+                             : strip_pair_product<BITS, CODES>(a, columns, group);
   }
-  run_slabs<FloatStrips>(a, columns, [&](Work* works, int64_t count, const int32_t* packed) {
-    over_chunks<FloatStrips>(works, count, packed, columns, [&](Work& work, int64_t first, int64_t last) {
+#endif
+  if (!a.by_rows)
+    return strip_value_slabs<FloatStrips, F32Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
       float_strip_slab<BITS>(work, group, first, last);
-      add_entries<F32Words<BITS>>(work, first, last);
     });
-  });
+  const TokenTiles tiles(a.M, STRIP_TOKENS);
+  with_tokens<FloatStrips>(
+      a, columns, tiles, [](int64_t) {}, [&](Work& work, const int32_t* x, const GatheredX& gathered) {
+        over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
+          strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
+        });
+      });
 }
 
 void strip_int_product(const Arguments& a) {

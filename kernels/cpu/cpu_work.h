@@ -47,6 +47,8 @@ struct Arguments {
   const int32_t* row_start;  // of sparse rows that are added to the weight; null: there are none
   const void *column, *value;
   const void* kept;  // of a 2:4 weight, which columns its codes or numbers belong to
+  const void* ranges;  // of scales and zero points that are codes, levels; null: these are numbers
+  const uint8_t* levels;
   void* out;
   int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
   Type x_type, scale_type, bias_type, value_type;
@@ -222,7 +224,7 @@ struct Work {
   void begin(int64_t first) {
     n0 = first;
     const int64_t size = size_of(a.scale_type);
-    for (int64_t g = 0; g < a.G; ++g)
+    for (int64_t g = 0; g < a.G && a.scale != nullptr; ++g)
       for (int v = 0; v < VECTORS; ++v) {
         const int64_t here = std::min<int64_t>(std::max<int64_t>(count() - v * LANES, 0), LANES);
         const int64_t at = a.strips ? ((n0 / LANES + v) * a.G + g) * LANES : g * a.N + n0 + v * LANES;

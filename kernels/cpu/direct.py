@@ -22,9 +22,8 @@ from torch.compiler import is_compiling
 from compress.kernels.cpu import build
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
-from compress.kernels.pack_strips import ROWS
+from compress.kernels.pack_strips import ROWS, STRIPS_DIMENSIONS
 
-STRIPS_DIMENSIONS = 3
 DIMENSIONS = 4  # of what attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))

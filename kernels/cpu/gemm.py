@@ -16,8 +16,8 @@ from torch import Tensor
 from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
-from compress.kernels.pack_strips import ROWS, Strips
-from compress.kernels.pack_tiles import NIBBLE, TileWords
+from compress.kernels.pack_strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
+from compress.kernels.pack_tiles import TileStrips
 
 Operation = Literal[
     "weight_only",
@@ -34,12 +34,12 @@ Operation = Literal[
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PAIRS = b"avx512-bf16"  # what the library says where it multiplies pairs of bfloat16
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
-ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4, "tiles": 6}
-ROWS_UP_TO |= {"strips": 8, "int8_strips": 64}
+ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
+ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64}
 ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse_rows"), sys.maxsize)
 # Above, a block of rows is made dense and torch multiplies it.
 ROWS_UP_TO["sparse24"] = 16
-ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"tiles": 4, "int8_strips": 8}
+ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
 # Activation groups are whole blocks of planar words, be they of 4 or of 8 bits.
@@ -47,7 +47,7 @@ INPUT_GROUP_STEP = 128
 # Groups of tiles are whole halves of a plane.
 TILE_GROUP = PLANE // 2
 POINTERS: tuple[str, ...] = ("x", "weight", "scale", "bias", "zero", "input_scale", "input_zero", "row_sum")
-POINTERS += ("row_start", "column", "value", "kept", "out")
+POINTERS += ("row_start", "column", "value", "kept", "ranges", "levels", "out")
 SIZES = ("M", "N", "K", "G", "row_bytes", "group", "input_group", "entries", "tile_rows")
 CHOICES: tuple[str, ...] = (
     "x_type",
@@ -104,7 +104,7 @@ def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1
         return "reference" if operation == "int8_activation" else "torch"
     if not by_rows(operation, M):
         return "blocks" if operation == "sparse24" else "slabs"
-    return "strips" if operation.endswith("strips") else "rows"
+    return "strips" if operation.endswith(("strips", "tiles")) else "rows"
 
 
 def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
@@ -173,7 +173,7 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> None:
 
 
 def call(
-    name: Literal["weight_only", "int8_activation", "tiles", "sparse_rows", "sparse24"], filled: Arguments, x_MK: Tensor
+    name: Literal["weight_only", "int8_activation", "sparse_rows", "sparse24"], filled: Arguments, x_MK: Tensor
 ) -> Tensor:
     """[M, N] in the dtype of x: what a loop makes of arguments that live until it returns."""
     out_MN = x_MK.new_empty(filled.M, filled.N)
@@ -250,15 +250,18 @@ def strips(
     return call("weight_only" if input_group is None else "int8_activation", filled, x_MK)
 
 
-def tiles(x_MK: Tensor, weight: TileWords, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
+def tiles(x_MK: Tensor, weight: TileStrips, bias: Tensor | None = None, entries: Entries | None = None) -> Tensor:
     """[M, N] = x (weight + entries)^T + bias, in the dtype of x."""
     x_MK, bias, entries = x_MK.contiguous(), bias_of(bias), _contiguous(entries)
     words, levels, ranges = weight.words.contiguous(), weight.levels.contiguous(), weight.ranges.contiguous()
     filled = _filled("tiles", x_MK, words, ranges, bias)
-    filled.zero, filled.bits, filled.level_bits = levels.data_ptr(), weight.bits, NIBBLE if len(levels) == 1 else 8
+    filled.N, filled.row_bytes = len(words) * ROWS, words.shape[1] * words.shape[2] // ROWS
+    filled.G = -(-words.shape[1] * LINE_BYTES * 8 // (ROWS * weight.bits) // weight.group_size)  # with padding
+    filled.scale, filled.ranges, filled.levels = None, ranges.data_ptr(), levels.data_ptr()
+    filled.bits, filled.strips, filled.level_bits = weight.bits, True, NIBBLE if len(levels) == 1 else BYTE
     filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
     _add_entries(filled, entries)
-    return call("tiles", filled, x_MK)
+    return call("weight_only", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:

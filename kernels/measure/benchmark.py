@@ -32,7 +32,7 @@ from compress.kernels.measure.timing import Call, time_cpu, time_gpu
 from compress.kernels.pack_strips import Strips
 from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
-from compress.kernels.tiles import tiles_linear
+from compress.kernels.tiles import lay_tiles_in_strips, tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
 GPU_SHAPES = (
@@ -78,6 +78,7 @@ class Operands:
         self.dense = reference.dequantize(self.codes, self.scale)
         self.entries = _outliers(N, K, dtype, g)
         self.tiles = _tiles(N, K, dtype, g)
+        self.tile_strips = lay_tiles_in_strips(self.tiles, K)
         self.halved = halve(self.dense, self.codes8, self.scale8, self.codes, self.scale, g)
 
     def four_bits(self, x: Tensor, input_group: int | None) -> Tensor:
@@ -90,6 +91,11 @@ class Operands:
         if laid is not None:
             return strips_sparse_linear(x, *laid[:3], None, laid.bits, laid.group_size, *self.entries)
         return weight_only_sparse_linear(x, *self.int4[:3], None, 4, self.int4.group_size, *self.entries)
+
+    def tiles_with_entries(self, x: Tensor) -> Tensor:
+        """x times the codes in tiles and sparse rows, as a loaded layer multiplies."""
+        words, levels, ranges, *sizes = self.tiles if self.tile_strips is None else self.tile_strips
+        return tiles_linear(x, words, levels, ranges, None, *sizes, *self.entries)
 
     def eight_bits(self, x: Tensor) -> Tensor:
         """x times the 8-bit codes, as a loaded layer multiplies."""
@@ -184,7 +190,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
             lambda w: lambda: w.with_entries(x),
             "w4 sparse",
         ),
-        "spqr + 1% sparse": (lambda w: lambda: tiles_linear(x, *w.tiles[:3], None, *w.tiles[3:], *w.entries), "spqr"),
+        "spqr + 1% sparse": (lambda w: lambda: w.tiles_with_entries(x), "spqr"),
         # On a GPU only words of 4 bits have a kernel.
         **({} if x.is_cuda else {"2:4": (lambda w: lambda: w.halved.product("2:4", x), "2:4")}),
         **({} if x.is_cuda else {"2:4 w8a16": (lambda w: lambda: w.halved.product("2:4 w8", x), "2:4 w8")}),
