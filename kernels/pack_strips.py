@@ -49,12 +49,12 @@ def lines_of(columns: int, bits: int) -> int:
     return -(-columns // BLOCK) * bits
 
 
-def _by_strip(part_GN: Tensor) -> Tensor:
+def by_strip(part_GN: Tensor) -> Tensor:
     """[G, N] -> [S, G, 16]."""
     return part_GN.view(len(part_GN), -1, ROWS).transpose(0, 1).contiguous()
 
 
-def _by_row(part: Tensor) -> Tensor:
+def by_row(part: Tensor) -> Tensor:
     """[S, G, 16] -> [G, N]."""
     return part.transpose(0, 1).reshape(part.shape[1], -1)
 
@@ -86,12 +86,12 @@ def words_of_strips(words: Tensor, bits: int, columns: int) -> Tensor:
 def pack_strips(weight: Planar, columns: int) -> Strips:
     """A weight of `columns` columns, from planar words."""
     words = strips_of_words(weight.words, weight.bits, columns)
-    zero = None if weight.zero is None else _by_strip(weight.zero)
-    return Strips(words, _by_strip(weight.scale), zero, weight.group_size, weight.bits)
+    zero = None if weight.zero is None else by_strip(weight.zero)
+    return Strips(words, by_strip(weight.scale), zero, weight.group_size, weight.bits)
 
 
 def unpack_strips(weight: Strips, columns: int) -> Planar:
     """Inverse of `pack_strips`."""
     words = words_of_strips(weight.words, weight.bits, columns)
-    zero = None if weight.zero is None else _by_row(weight.zero)
-    return Planar(words, _by_row(weight.scale), zero, weight.group_size, weight.bits)
+    zero = None if weight.zero is None else by_row(weight.zero)
+    return Planar(words, by_row(weight.scale), zero, weight.group_size, weight.bits)

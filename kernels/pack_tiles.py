@@ -9,9 +9,11 @@ N outputs, K inputs, g inputs a group, G = K / g groups, T tiles of R rows of on
 
     scale = s_lowest + s_step * scale code      zero = z_lowest + z_step * zero code      value = (code - zero) * scale
 
-in fp32 (fp64 where the ranges are), the value rounded to the dtype of the ranges. On a CPU words lie in strips of 16 rows
-(`pack_strips`), and so do levels: words uint8 [S, L, 64], levels uint8 [1 or 2, S, G, 16]. Nothing is wider than it is stored
+in fp32 (fp64 where the ranges are), the value rounded to the dtype of the ranges. Nothing is wider than it is stored
 but codes that are no 4 or 8 bits: 4.75 bits a weight for 3-bit codes in tiles of 16 x 16 with 16-bit ranges.
+
+On a CPU words lie in strips of 16 rows (`pack_strips`), and so do levels: words uint8 [S, L, 64], levels uint8
+[1 or 2, S, G, 16].
 """
 
 from typing import NamedTuple

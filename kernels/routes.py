@@ -2,14 +2,14 @@
 
 triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
-cpu strips   C++, few tokens, of 4-bit weights that are laid out in strips
-cpu blocks   blocks of the weight by C++, multiplied by torch
+cpu strips   C++, of weights that are laid out in strips
 torch        blocks of the weight unpacked by torch     reference    plain torch, fp64 integer products
 scaled_mm    torch's product of float8 matrices
 
 Where sparse rows are added to codes: "KERNEL with entries" is one pass over both, "KERNEL + entries" are two products.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ from compress.kernels.cpu.gemm import Operation
 from compress.kernels.int8_activation import why_not_int8
 from compress.kernels.pack import Planar
 from compress.kernels.pack24 import Sparse24
+from compress.kernels.pack_strips import NIBBLE, why_not_strips
+from compress.kernels.pack_strips24 import why_not_strips24
 from compress.kernels.pack_tiles import TileWords
 from compress.kernels.pairs24 import NO_KERNEL
 from compress.kernels.strips import why_not_lay_in_strips
@@ -115,7 +117,7 @@ def strips_route(
 def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """Of codes in tiles."""
     if device.type == "cpu":
-        return _cpu_route("tiles", M, N, K, group_size, dtype)
+        return _cpu_route("tiles", M, N, K, group_size, dtype, why_not_strips(N, NIBBLE))
     ranges = torch.empty(0, dtype=dtype, device="meta")
     weight = TileWords(ranges, ranges, ranges, 0, group_size, 1)
     x_MK = _tokens(M, K, dtype, device)
@@ -128,7 +130,7 @@ def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, dev
 def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """Of 2:4 codes of 4 bits."""
     if device.type == "cpu":
-        return _cpu_route("sparse24", M, N, K, group_size, dtype)
+        return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
     nothing = torch.empty(0, dtype=dtype, device="meta")
     weight = Sparse24(nothing, nothing, nothing, None, group_size)
     reasons = sparse24.why_not_sparse24(_tokens(M, K, dtype, device), weight)
@@ -138,7 +140,7 @@ def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, 
 def pairs24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
     """Of 2:4 pairs, of numbers or codes."""
     if device.type == "cpu":
-        return _cpu_route("sparse24", M, N, K, group_size, dtype)
+        return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
     return Route("torch", (NO_KERNEL,))
 
 
@@ -184,11 +186,12 @@ def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.de
     return Route(fp8_blocks.path_of(reasons), tuple(reasons))
 
 
-def _cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype) -> Route:
-    name = cpu_gemm.cpu_route(operation, M, N, K, group_size)
-    reasons = [*cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
+def _cpu_route(
+    operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype, rows: Sequence[str] = ()
+) -> Route:
+    """rows: why there is no loop for so many outputs."""
+    name = "torch" if rows else cpu_gemm.cpu_route(operation, M, N, K, group_size)
+    reasons = [*rows, *cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
     if dtype not in cpu_gemm.TYPES:
         name, reasons = "torch", [f"x is {dtype}; allowed: float32, float16, bfloat16"]
-    if name == "blocks":
-        reasons.append(MANY)
-    return Route(f"cpu {name}" if name in ("rows", "strips", "slabs", "blocks") else name, tuple(reasons))
+    return Route(f"cpu {name}" if name in ("rows", "strips", "slabs") else name, tuple(reasons))

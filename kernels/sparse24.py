@@ -1,8 +1,8 @@
 """The linear of 4-bit 2:4 weights as a torch operator: x times a weight in the words of `pack24.Sparse24`.
 
-Like those of `ops`: a Triton path, a CPU path (`cpu.sparse24`) and a reference, chosen by `why_not_sparse24`; weights
-are frozen, only x gets a gradient. The reference makes a block of rows dense at a time. Shapes: x [..., K], M tokens
-once flattened, N outputs.
+Like those of `ops`: a Triton path and a reference, chosen by `why_not_sparse24`; a CPU has another layout (`strips24`).
+Weights are frozen, only x gets a gradient. The reference makes a block of rows dense at a time. Shapes: x [..., K],
+M tokens once flattened, N outputs.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.kernels.blocks import gradient_of_blocks, product_of_blocks, row_blocks
-from compress.kernels.cpu import sparse24 as cpu24
 from compress.kernels.operators import operator
 from compress.kernels.ops import HALF, _rows, _why_not_triton
 from compress.kernels.pack import PLANE
@@ -30,11 +29,6 @@ def why_not_sparse24(x: Tensor, weight: Sparse24) -> list[str]:
     if weight.group_size != -1 and weight.group_size % QUAD:
         reasons.append(f"group size {weight.group_size}; allowed: multiples of {QUAD}, -1 (one scale per channel)")
     return reasons
-
-
-def half_of(weight: Sparse24) -> cpu24.Half:
-    """A weight as the CPU's loops read it."""
-    return cpu24.Half(*weight, cpu24.WORDS)
 
 
 def _blocks(weight: Sparse24, columns: int) -> Iterator[tuple[slice, Tensor]]:
@@ -59,8 +53,6 @@ def sparse24_linear(
         from compress.kernels.triton.sparse24_gemm import sparse24_gemm
 
         out_MN = sparse24_gemm(quad_planar(x_MK), columns, weight, bias)
-    elif not cpu24.why_not(x, half_of(weight)):
-        out_MN = cpu24.linear(x_MK, half_of(weight), bias)
     else:
         out_MN = product_of_blocks(x_MK, _blocks(weight, columns), len(codes), bias)
     return out_MN.view(*x.shape[:-1], len(codes))

@@ -399,7 +399,7 @@ def lay_in_strips(model: nn.Module) -> None:
     """Let layers hold their codes as this CPU reads them fastest, one after the other: no second copy stays."""
     for _, layer in compressed_layers(model):
         for part in layer.summands if isinstance(layer, SumLinear) else (layer,):
-            if isinstance(part, PackedLinear):
+            if isinstance(part, QuantLinear):
                 part.lay_in_strips()
 
 

@@ -5,8 +5,8 @@ A `QuantLinear` holds what the kernels read and nothing else, on every device. I
 stored comes back bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,27 @@ class QuantLinear(nn.Module):
         """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
         raise NotImplementedError
 
+    @property
+    def in_strips(self) -> bool:
+        """Whether the weight is laid out in strips (`kernels.pack_strips`)."""
+        return False
+
+    def lay_in_strips(self) -> None:
+        """Hold the weight in strips from now on where this CPU reads them, else in rows."""
+
+    def lay_in_rows(self) -> None:
+        """Inverse of `lay_in_strips`."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.in_strips and self.device.type != "cpu":
+            self.lay_in_rows()
+        return self
+
     def hold(self, found: Mapping[str, Tensor | None], rows: slice) -> None:
         """Keep tensors by the names of buffers: as they are when the layer is new, else in the place of some rows."""
+        again = self.in_strips
+        self.lay_in_rows()
         new = all(getattr(self, name) is None for name in self.BUFFERS)
         for name, tensor in found.items():
             buffer, along = getattr(self, name), self.BUFFERS[name]
@@ -108,6 +127,8 @@ class QuantLinear(nn.Module):
                 setattr(self, name, None if tensor is None else tensor.contiguous())
             elif buffer is not None and tensor is not None:
                 buffer[... if along is None else (slice(None),) * along + (rows,)] = tensor
+        if again:
+            self.lay_in_strips()
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         """Inverse of `fill`."""

@@ -153,8 +153,7 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
         raise InputError(f"layers cannot be fused: {'; '.join(reasons)}")
     first = layers[0]
     for layer in layers:
-        if isinstance(layer, PackedLinear):
-            layer.lay_in_rows()
+        layer.lay_in_rows()
     rows = sum(layer.out_features for layer in layers)
     bias = None
     if first.bias is not None:

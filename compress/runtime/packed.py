@@ -5,8 +5,8 @@ that read another one faster: the same three buffers then hold a `kernels.pack_s
 dimensions, until something needs planar words: another device, new codes.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from compress.runtime.words import WordLinear
 from compress.weights.codes import Packed
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import NARROW, WIDE, Scheme
-
 
 
 class PackedLinear(WordLinear):
@@ -72,7 +71,6 @@ class PackedLinear(WordLinear):
 
     @property
     def in_strips(self) -> bool:
-        """Whether the words are laid out in strips."""
         return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
 
     @property
@@ -84,7 +82,6 @@ class PackedLinear(WordLinear):
         return Planar(self.words, self.scale, self.zero, self.group_size, self.container)
 
     def lay_in_strips(self) -> None:
-        """Hold the weight in strips from now on where this CPU reads them (`kernels.strips`), else in planar words."""
         if self.in_strips:
             sizes = (self.out_features, self.in_features, self.container, self.group_size)
             if strips.why_not_lay_in_strips(*sizes, self.input_group is not None):
@@ -95,15 +92,8 @@ class PackedLinear(WordLinear):
             self.words, self.scale, self.zero = found[:3]
 
     def lay_in_rows(self) -> None:
-        """Inverse of `lay_in_strips`."""
         if self.in_strips:
             self.words, self.scale, self.zero = self.planar[:3]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        if self.in_strips and self.device.type != "cpu":
-            self.lay_in_rows()
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         words, scale, zero = self.held
@@ -157,11 +147,7 @@ class PackedLinear(WordLinear):
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         words, zero_GN = self.laid_out(parts, rows.stop - rows.start)
-        again = self.in_strips
-        self.lay_in_rows()
         self.hold({"words": words, "scale": parts["weight_scale"].t(), "zero": zero_GN}, rows)
-        if again:
-            self.lay_in_strips()
 
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
         """Planar words and zero points [G, N], of what is stored of so many rows."""

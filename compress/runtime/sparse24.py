@@ -1,4 +1,5 @@
-"""Layers on 2:4 weights: numbers as they are stored, codes in the words of `kernels.pack24` or as pairs."""
+"""Layers on 2:4 weights: numbers as they are stored, codes in the words of `kernels.pack24` or as pairs; in strips
+(`kernels.pack_strips24`) where `lay_in_strips` finds a CPU that reads them."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -8,22 +9,31 @@ from torch import Tensor
 
 from compress.kernels.pack import pack_rows, some_rows, unpack_rows
 from compress.kernels.pack24 import Sparse24, pack24, sparse24_weight, unpack24
-from compress.kernels.pairs24 import (
+from compress.kernels.pack_pairs24 import (
     Pairs,
     pack_positions,
-    pairs24_linear,
     pairs_weight,
     positions_of,
     spread,
     take,
     unpack_positions,
 )
+from compress.kernels.pack_strips import STRIPS_DIMENSIONS
+from compress.kernels.pack_strips24 import NUMBERS, Strips24, pack_pairs, pack_words24, unpack_pairs, unpack_words24
+from compress.kernels.pairs24 import pairs24_linear
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.kernels.sparse24 import sparse24_linear
+from compress.kernels.strips24 import strips24_linear, why_not_lay_in_strips24
 from compress.runtime.base import QuantLinear
 from compress.runtime.words import WordLinear
 from compress.weights.scheme import NARROW, WIDE, Scheme
 from compress.weights.sparse24 import half
+
+
+def _reads_strips(layer: QuantLinear, group_size: int) -> bool:
+    """Whether this CPU is faster with the layer's weight in strips."""
+    sizes = (layer.out_features, layer.in_features, group_size)
+    return layer.device.type == "cpu" and not why_not_lay_in_strips24(*sizes)
 
 
 class Sparse24Linear(QuantLinear):
@@ -39,10 +49,28 @@ class Sparse24Linear(QuantLinear):
         return self.value.dtype
 
     @property
+    def in_strips(self) -> bool:
+        return self.position is not None and self.position.dim() == STRIPS_DIMENSIONS
+
+    @property
     def pairs(self) -> Pairs:
+        """The weight as pairs; of one in strips, made anew each time."""
+        if self.in_strips:
+            laid = Strips24(self.value, self.position, None, None, -1, NUMBERS)
+            return unpack_pairs(laid, self.in_features)
         return Pairs(self.value, self.position, None, None, -1)
 
+    def lay_in_strips(self) -> None:
+        if not self.in_strips and _reads_strips(self, -1):
+            self.value, self.position = pack_pairs(self.pairs)[:2]
+
+    def lay_in_rows(self) -> None:
+        if self.in_strips:
+            self.value, self.position = self.pairs[:2]
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.in_strips:
+            return strips24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1, NUMBERS)
         return pairs24_linear(self._own(x), self.value, self.position, None, None, self.bias, -1)
 
     @classmethod
@@ -56,7 +84,8 @@ class Sparse24Linear(QuantLinear):
         self.hold({name: parts[name] for name in self.BUFFERS}, rows)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        value, position = self.value[rows], self.position[rows]
+        pairs = self.pairs
+        value, position = pairs.held[rows], pairs.position[rows]
         shape = torch.tensor([len(value), self.in_features], device=value.device)
         return {"value": value, "position": position, "weight_shape": shape}
 
@@ -76,9 +105,39 @@ class PackedSparse24Linear(WordLinear):
     def dtype(self) -> torch.dtype:
         return self.scale.dtype
 
+    @property
+    def in_strips(self) -> bool:
+        return self.kept is not None and self.kept.dim() == STRIPS_DIMENSIONS
+
+    @property
+    def rows(self) -> Sparse24 | Pairs:
+        """The weight in words or as pairs; of one in strips, made anew each time."""
+        held = (self.codes, self.kept, self.scale, self.zero, self.group_size)
+        if self.in_strips:
+            unpack = unpack_words24 if self.container == NARROW else unpack_pairs
+            return unpack(Strips24(*held, self.container), self.in_features)
+        return Sparse24(*held) if self.container == NARROW else Pairs(*held)
+
+    def lay_in_strips(self) -> None:
+        if self.in_strips or not _reads_strips(self, self.group_size):
+            return
+        rows = self.rows
+        laid = pack_words24(rows, self.in_features) if isinstance(rows, Sparse24) else pack_pairs(rows)
+        assert laid.scale is not None
+        self.codes, self.kept, self.scale, self.zero = laid.held, laid.position, laid.scale, laid.zero
+
+    def lay_in_rows(self) -> None:
+        if self.in_strips:
+            self.codes, self.kept, scale, self.zero, _ = self.rows
+            assert scale is not None
+            self.scale = scale
+
     def forward(self, x: Tensor) -> Tensor:
+        held = (self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size)
+        if self.in_strips:
+            return strips24_linear(self._own(x), *held, self.container)
         product = sparse24_linear if self.container == NARROW else pairs24_linear
-        return product(self._own(x), self.codes, self.kept, self.scale, self.zero, self.bias, self.group_size)
+        return product(self._own(x), *held)
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
@@ -86,12 +145,8 @@ class PackedSparse24Linear(WordLinear):
         return route(M, *shape, scheme.weights.group_size or -1, dtype, device)
 
     def dequantize(self) -> Tensor:
-        weight = (self.codes, self.kept, self.scale, self.zero, self.group_size)
-        return (
-            sparse24_weight(Sparse24(*weight), self.in_features)
-            if self.container == NARROW
-            else pairs_weight(Pairs(*weight))
-        )
+        weight = self.rows
+        return sparse24_weight(weight, self.in_features) if isinstance(weight, Sparse24) else pairs_weight(weight)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         count = rows.stop - rows.start
@@ -121,11 +176,13 @@ class PackedSparse24Linear(WordLinear):
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         bits, count = self.scheme.weights.bits, rows.stop - rows.start
-        codes, kept = self.codes[rows], self.kept[rows]
-        parts = {"weight_scale": self.scale[:, rows].t().contiguous()}
+        all_codes, all_kept, scale, zero, _ = self.rows
+        assert scale is not None
+        codes, kept = all_codes[rows], all_kept[rows]
+        parts = {"weight_scale": scale[:, rows].t().contiguous()}
         if not self.scheme.weights.symmetric:
-            assert self.zero is not None
-            zero_GN = self.zero[:, rows] - self.lift
+            assert zero is not None
+            zero_GN = zero[:, rows] - self.lift
             parts["weight_zero_point"] = pack_rows(zero_GN, bits, signed=False).t().contiguous()
         blocks = [self._stored(codes[some], kept[some]) for some in some_rows(count, self.in_features)]
         parts["weight_packed"], parts["position"] = (torch.cat(each) for each in zip(*blocks, strict=True))

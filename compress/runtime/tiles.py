@@ -8,9 +8,17 @@ from torch import Tensor
 
 from compress.kernels.entries import Entries
 from compress.kernels.pack import pack_rows, planar_from_rows, rows_from_planar, unpack_rows
-from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight, unpack_levels
+from compress.kernels.pack_strips import STRIPS_DIMENSIONS
+from compress.kernels.pack_tiles import (
+    TileStrips,
+    TileWords,
+    pack_levels,
+    tile_weight,
+    unpack_levels,
+    unpack_tile_strips,
+)
 from compress.kernels.routes import Route, tiles_route
-from compress.kernels.tiles import tiles_linear
+from compress.kernels.tiles import lay_tiles_in_strips, tiles_linear
 from compress.runtime.base import QuantLinear
 from compress.weights.scheme import NARROW, WIDE, Scheme
 from compress.weights.tiles import Tiles
@@ -18,7 +26,7 @@ from compress.weights.tiles import Tiles
 
 class TilesLinear(QuantLinear):
     """`kernels.pack_tiles.TileWords`: codes of 2 and 3 bits ride in words of 4, those of 5 to 7 in words of 8; scales
-    and zero points stay codes."""
+    and zero points stay codes. `lay_in_strips` makes the same buffers hold a `TileStrips`."""
 
     stackable = False
     adds_entries = True
@@ -40,9 +48,30 @@ class TilesLinear(QuantLinear):
         return self.ranges.dtype
 
     @property
-    def tiles(self) -> TileWords:
+    def held(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
+        """Buffers as they lie, and sizes."""
         sizes = (self.container, self.format.group_size, self.format.tile_rows)
-        return TileWords(self.words, self.levels, self.ranges, *sizes)
+        return self.words, self.levels, self.ranges, *sizes
+
+    @property
+    def in_strips(self) -> bool:
+        return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
+
+    @property
+    def tiles(self) -> TileWords:
+        """The weight in planar words; of one in strips, made anew each time."""
+        if self.in_strips:
+            return unpack_tile_strips(TileStrips(*self.held), self.in_features)
+        return TileWords(*self.held)
+
+    def lay_in_strips(self) -> None:
+        found = None if self.in_strips else lay_tiles_in_strips(self.tiles, self.in_features)
+        if found is not None:
+            self.words, self.levels = found[:2]
+
+    def lay_in_rows(self) -> None:
+        if self.in_strips:
+            self.words, self.levels = self.tiles[:2]
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(self._own(x), self.bias, (None, None, None))
@@ -51,7 +80,7 @@ class TilesLinear(QuantLinear):
         return self._product(x, bias, entries)
 
     def _product(self, x: Tensor, bias: Tensor | None, entries: Entries | tuple[None, None, None]) -> Tensor:
-        words, levels, ranges, *sizes = self.tiles
+        words, levels, ranges, *sizes = self.held
         return tiles_linear(x, words, levels, ranges, bias, *sizes, *entries)
 
     @classmethod
@@ -80,10 +109,11 @@ class TilesLinear(QuantLinear):
     def parts(self, rows: slice) -> dict[str, Tensor]:
         assert rows == self.whole(), "tiles are not read by rows"
         format_ = self.format
-        scale_NG, zero_NG = unpack_levels(self.levels)
+        tiles = self.tiles
+        scale_NG, zero_NG = unpack_levels(tiles.levels)
         return {
             "weight_packed": rows_from_planar(
-                self.words, format_.bits, self.in_features, self.container, centred=False
+                tiles.words, format_.bits, self.in_features, self.container, centred=False
             ),
             "scale_packed": pack_rows(scale_NG.reshape(1, -1), format_.scale_bits, signed=False)[0],
             "zero_packed": pack_rows(zero_NG.reshape(1, -1), format_.zero_bits, signed=False)[0],

@@ -1,6 +1,6 @@
 """2:4 weights: of every four consecutive inputs (a quad) at most two are not zero, and only two are stored.
 
-N outputs, K inputs, G groups, n bits. H = K / 2. Layouts are those of `kernels.pairs24`:
+N outputs, K inputs, G groups, n bits. H = K / 2. Layouts are those of `kernels.pack_pairs24`:
 
     Sparse24         value               model dtype [N, H]          what is kept of each quad, in order
                      position            int32 [N, ceil(H 2 / 32)]   where in its quad, 0 to 3, rising; two bits each
@@ -24,7 +24,7 @@ from torch import Tensor
 from compress.errors import CheckpointError, InputError
 from compress.kernels.pack import pack_rows, unpack_rows, words_of
 from compress.kernels.pack24 import KEPT, QUAD
-from compress.kernels.pairs24 import pack_positions, position_words, positions_of, spread, take, unpack_positions
+from compress.kernels.pack_pairs24 import pack_positions, position_words, positions_of, spread, take, unpack_positions
 from compress.weights.codes import Codes, CodesFormat, Packed, packed_zeros
 from compress.weights.dense import Dense
 from compress.weights.grid import Grid, Quantized

@@ -19,11 +19,10 @@
 //                 int32 sums; a zero point costs the sum of the x codes: sum (u - z) x = sum u x - z sum x. Every
 //                 segment of columns that shares its scales becomes fp32: ((sum x_scale) weight_scale).
 //
-// strips          weight_only, and int8_activation of 4 bits, of weights in another layout (pack_strips.py)
-// tiles           weight_only with scales and zero points that are codes themselves
-// sparse_rows     entries of a sparse weight times x, alone; weight_only and tiles add them in their own pass
-// sparse24        2:4 weights, rows only: of what is kept, times the columns of x that it belongs to; for more tokens
-//                 `expand24` makes blocks of rows dense and torch multiplies them
+// strips          weight_only, and int8_activation of 4 bits, of weights in another layout (pack_strips.py); tiles are
+//                 strips whose scales and zero points are codes themselves
+// sparse_rows     entries of a sparse weight times x, alone; weight_only adds them in its own pass
+// sparse24        2:4 weights in strips: what is kept, times the columns of x that it belongs to
 // attend          no product with a weight, but what stands between two of them when one token follows others
 //
 // cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
@@ -86,34 +85,10 @@ extern "C" int32_t int8_activation(const Arguments* given) {
 
 extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given, sparse_product); }
 
-// The weight is numbers (bits 16) or codes of 8 bits as pairs, or codes of 4 bits in words: body(its decoder).
-template <class Body>
-void with_decoder24(const Arguments& a, Body body) {
-  if (a.bits == 4) return a.group > 0 && a.group % Words24<true>::BLOCK ? body(Words24<false>()) : body(Words24<true>());
-  if (a.bits == 8) return body(CodePairs());
-  return body(NumberPairs());
-}
-
 extern "C" int32_t sparse24(const Arguments* given) {
-  return in_blocks(*given, [](const Arguments& a) {
-#if BF16_DOT
-    if (a.x_type == BF16 && type_of(a) == BF16) {
-      if (a.bits == 16) return product24<Bf16Pairs>(a);
-      if (a.bits == 4 && (a.group <= 0 || a.group % Bf16Quads::BLOCK == 0)) return product24<Bf16Quads>(a);
-    }
-#endif
-    with_decoder24(a, [&](auto decoder) { product24<decltype(decoder)>(a); });
-  });
-}
-
-// Values [N, K] of the weight, in the type of its scales or of its numbers.
-extern "C" int32_t expand24(const Arguments* a) {
-  try {
-    with_decoder24(*a, [&](auto decoder) { expand<decltype(decoder)>(*a); });
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  const int bits = given->bits;
+  return in_blocks(*given, bits == 4 ? halved_product<4> : bits == 8 ? halved_product<8> : halved_product<NUMBER_BITS>,
+                   STRIP_TOKEN_BLOCK);
 }
 
 // Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.

@@ -26,6 +26,12 @@ struct Entries {
   }
   float value(int64_t e) const { return load_float(values(e), a.value_type); }
 
+  // Entries that the next slab meets, which its chunks read a few of each row at a time.
+  void fetch(int64_t e, int64_t end) const {
+    for (const char* p = columns(e); p < columns(end); p += VECTOR_BYTES) _mm_prefetch(p, _MM_HINT_T1);
+    for (const char* p = values(e); p < values(end); p += VECTOR_BYTES) _mm_prefetch(p, _MM_HINT_T1);
+  }
+
   // Columns and values of the entries from e on, 16 of them; zeros from `end` on.
   INLINE void read(int64_t e, int64_t end, Int& at, Float& weights) const {
     if (e + LANES > a.entries) {  // no reads past the last of all
@@ -81,6 +87,8 @@ template <class D, class Place>
 void add_entries(Work& work, int64_t first, int64_t last, Place place) {
   if (work.a.row_start == nullptr) return;
   const Entries entries{work.a};
+  if (first == 0) entries.fetch(work.a.row_start[std::min(work.n0 + ROWS, work.a.N)],
+                                work.a.row_start[std::min(work.n0 + 2 * ROWS, work.a.N)]);
   for (int64_t r = 0; r < work.count(); ++r) {
     const int64_t end = work.a.row_start[work.n0 + r + 1];
     int64_t& e = work.next_entry[r];

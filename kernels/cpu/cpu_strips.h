@@ -267,21 +267,28 @@ void strip_pair_slabs(Work& work, const int32_t* packed, int64_t columns, int64_
   work.finish(0, static_cast<int>(work.a.M), nullptr);
 }
 
+// Words of 16 rows and 16 more, next to each other.
+INLINE Int in_pairs(Int words) {
+  return _mm512_permutexvar_epi16(either(lanes(), shift_left(plus(lanes(), every(LANES)), 16)), words);
+}
+
 // Slabs of values rounded to bf16, for `float_tile`: where entries are added to them, and where zero points are numbers.
-template <int BITS>
+template <int BITS, Zeros ZEROS>
 void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
-  PairDecoder<BITS, NUMBERS> decoder;
-  const Int in_pairs = either(lanes(), shift_left(plus(lanes(), every(LANES)), 16));  // of 16 numbers and 16 more
+  PairDecoder<BITS, ZEROS> decoder;
   for (int v = 0; v * LANES < work.count(); ++v)
     for (int64_t k = first, end; k < last; k = end) {
       end = std::min((k / group + 1) * group, last);
       const int64_t at = k / group * ROWS + v * LANES;
-      const Float zero = bits_to_float(load(&work.float_zero[at])), scale = bits_to_float(load(&work.scale[at]));
+      const Float scale = bits_to_float(load(&work.scale[at]));
+      const Float taken = times(minus(every(0.0f), bits_to_float(load(&work.float_zero[at]))), scale);
+      decoder.begin(&work.zero[at]);
+      const auto value = [&](Int code) __attribute__((always_inline)) {
+        return ZEROS == NUMBERS ? fma(bits_to_float(code), scale, taken) : times(bits_to_float(code), scale);
+      };
       const auto valued = [&](Int pairs) __attribute__((always_inline)) {
-        const Float low = minus(bits_to_float(shift_left(pairs, 16)), zero);
-        const Float high = minus(bits_to_float(both(pairs, every(static_cast<int32_t>(0xffff0000)))), zero);
-        const Int halves = (Int)_mm512_cvtne2ps_pbh(times(high, scale), times(low, scale));
-        return _mm512_permutexvar_epi16(in_pairs, halves);
+        const Float high = value(both(pairs, every(static_cast<int32_t>(0xffff0000))));
+        return in_pairs((Int)_mm512_cvtne2ps_pbh(high, value(shift_left(pairs, 16))));
       };
       char* to = work.slab.get() + ((k - first) / 2 * VECTORS + v) * VECTOR_BYTES;
       pair_strip_slab<BITS>(work, decoder, v, k, end, to, valued);
@@ -415,7 +422,7 @@ void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
   if (!a.by_rows) {
     if (ZEROS == NUMBERS || a.row_start != nullptr)
       return strip_value_slabs<Bf16Strips<BITS>, Bf16Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
-        value_strip_slab<BITS>(work, group, first, last);
+        value_strip_slab<BITS, ZEROS>(work, group, first, last);
       });
     return run_slabs<Bf16Strips<BITS>>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
       for (int64_t i = 0; i < count; ++i) strip_pair_slabs<BITS, ZEROS>(works[i], packed, columns, group);

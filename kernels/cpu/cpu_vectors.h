@@ -110,26 +110,9 @@ INLINE Float side_by_side(float a, float b) { return _mm512_mask_blend_ps(0xff00
 // Lanes of a where the top bit of `chosen` is set, of b elsewhere; those of a, zeros elsewhere.
 INLINE Float where(Int chosen, Float a, Float b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask(chosen), b, a); }
 INLINE Float where(Int chosen, Float a) { return _mm512_maskz_mov_ps(_mm512_movepi32_mask(chosen), a); }
-INLINE Float where_equal(Int x, Int y, Float a) { return _mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(x, y), a); }
-// Of 32 numbers in two vectors, eight runs of four: lane i has the one that at[i] % 4 names in run i / 2. at[i] is its
-// place among the 32.
-INLINE Float of_quads(Float a, Float b, Int at) { return _mm512_permutex2var_ps(a, at, b); }
-// Lane i has the number of lane 8 HALF + 2 (i / 4), or of its neighbour: what eight runs of four have of pairs.
-template <int HALF, int SECOND>
-INLINE Float of_pairs(Float v) {
-  const Int at = both(lanes(), every(12));
-  return _mm512_permutexvar_ps(plus(shift_right<1>(at), every(8 * HALF + SECOND)), v);
-}
-// Four vectors of 16 runs' first, second, third and fourth numbers: 128-bit quarter q of vector i becomes run 4 q + i.
-INLINE void interleave(Float (&v)[4]) {
-  const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])),
-                high = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])),
-                low2 = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3])),
-                high2 = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
-  v[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, low2));
-  v[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, low2));
-  v[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high, high2));
-  v[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high, high2));
+// Of four numbers, lane i has the one that the lowest two bits of at[i] name.
+INLINE Float of_quad(const void* p, Int at) {
+  return _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(static_cast<const float*>(p))), at);
 }
 
 INLINE Float from_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
@@ -307,33 +290,9 @@ INLINE Float where(Int chosen, Float x, Float y) {
           _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(chosen.b))};
 }
 INLINE Float where(Int chosen, Float x) { return where(chosen, x, every(0.0f)); }
-INLINE Float where_equal(Int x, Int y, Float v) {
-  return {_mm256_and_ps(v.a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(x.a, y.a))),
-          _mm256_and_ps(v.b, _mm256_castsi256_ps(_mm256_cmpeq_epi32(x.b, y.b)))};
-}
-INLINE __m256 of_quads(Float v, __m256i at) {  // two runs of the first half, two of the second
-  return _mm256_blend_ps(_mm256_permutevar8x32_ps(v.a, at), _mm256_permutevar8x32_ps(v.b, at), 0xf0);
-}
-INLINE Float of_quads(Float x, Float y, Int at) { return {of_quads(x, at.a), of_quads(y, at.b)}; }
-template <int HALF, int SECOND>
-INLINE Float of_pairs(Float v) {
-  const __m256i at = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
-  const __m256 from = HALF == 0 ? v.a : v.b;
-  return {_mm256_permutevar8x32_ps(from, _mm256_add_epi32(at, _mm256_set1_epi32(SECOND))),
-          _mm256_permutevar8x32_ps(from, _mm256_add_epi32(at, _mm256_set1_epi32(4 + SECOND)))};
-}
-INLINE void interleave(__m256& v0, __m256& v1, __m256& v2, __m256& v3) {
-  const __m256d low = _mm256_castps_pd(_mm256_unpacklo_ps(v0, v1)), high = _mm256_castps_pd(_mm256_unpackhi_ps(v0, v1)),
-                low2 = _mm256_castps_pd(_mm256_unpacklo_ps(v2, v3)),
-                high2 = _mm256_castps_pd(_mm256_unpackhi_ps(v2, v3));
-  v0 = _mm256_castpd_ps(_mm256_unpacklo_pd(low, low2));
-  v1 = _mm256_castpd_ps(_mm256_unpackhi_pd(low, low2));
-  v2 = _mm256_castpd_ps(_mm256_unpacklo_pd(high, high2));
-  v3 = _mm256_castpd_ps(_mm256_unpackhi_pd(high, high2));
-}
-INLINE void interleave(Float (&v)[4]) {
-  interleave(v[0].a, v[1].a, v[2].a, v[3].a);
-  interleave(v[0].b, v[1].b, v[2].b, v[3].b);
+INLINE Float of_quad(const void* p, Int at) {
+  const __m256 quad = _mm256_broadcast_ps(static_cast<const __m128*>(p));
+  return {_mm256_permutevar_ps(quad, at.a), _mm256_permutevar_ps(quad, at.b)};
 }
 
 INLINE Float from_half(const void* p) {

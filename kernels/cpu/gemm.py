@@ -17,6 +17,7 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.entries import Entries
 from compress.kernels.pack import PLANE, Planar
 from compress.kernels.pack_strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
+from compress.kernels.pack_strips24 import Strips24
 from compress.kernels.pack_tiles import TileStrips
 
 Operation = Literal[
@@ -36,9 +37,7 @@ PAIRS = b"avx512-bf16"  # what the library says where it multiplies pairs of bfl
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
 ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64}
-ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse_rows"), sys.maxsize)
-# Above, a block of rows is made dense and torch multiplies it.
-ROWS_UP_TO["sparse24"] = 16
+ROWS_UP_TO |= dict.fromkeys(("pair_strips", "sparse24", "sparse_rows"), sys.maxsize)
 ROWS_UP_TO_AVX2: dict[Operation, int] = ROWS_UP_TO | {"int8_strips": 8}
 # 255 * 128 * K, the largest sum of unsigned weights and signed activations, must stay within int32.
 MAX_INT8_COLUMNS = 2**16
@@ -98,13 +97,12 @@ def why_not(operation: Operation, x: Tensor, scale: Tensor, group_size: int = -1
 
 
 def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1) -> str:
-    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, strips, slabs, blocks, torch,
-    reference."""
+    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, strips, slabs, torch, reference."""
     if why_not_sizes(operation, K, group_size) or cpu.why_not():
         return "reference" if operation == "int8_activation" else "torch"
     if not by_rows(operation, M):
-        return "blocks" if operation == "sparse24" else "slabs"
-    return "strips" if operation.endswith(("strips", "tiles")) else "rows"
+        return "slabs"
+    return "strips" if operation.endswith(("strips", "tiles", "24")) else "rows"
 
 
 def strips_operation(int8_input: bool, dtype: torch.dtype) -> Operation:
@@ -262,6 +260,22 @@ def tiles(x_MK: Tensor, weight: TileStrips, bias: Tensor | None = None, entries:
     filled.group, filled.tile_rows = weight.group_size, weight.tile_rows
     _add_entries(filled, entries)
     return call("weight_only", filled, x_MK)
+
+
+def strips24(x_MK: Tensor, weight: Strips24, bias: Tensor | None = None) -> Tensor:
+    """[M, N] = x weight^T + bias, in the dtype of x."""
+    x_MK, bias = x_MK.contiguous(), bias_of(bias)
+    held, position = weight.held.contiguous(), weight.position.contiguous()
+    scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
+    filled = _filled("sparse24", x_MK, held, held if scale is None else scale, bias)
+    filled.N, filled.row_bytes = len(held) * ROWS, held[0].nbytes // ROWS
+    filled.kept, filled.bits, filled.group, filled.strips = position.data_ptr(), weight.bits, weight.group_size, True
+    if scale is None:
+        filled.scale, filled.G, filled.value_type = None, 0, TYPES[held.dtype]
+    else:
+        filled.G = scale.shape[1]
+        filled.zero = None if zero is None else zero.data_ptr()
+    return call("sparse24", filled, x_MK)
 
 
 def sparse_rows(x_MK: Tensor, entries: Entries, bias: Tensor | None = None) -> Tensor:

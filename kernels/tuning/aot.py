@@ -18,7 +18,7 @@ import triton.language as tl
 
 from compress.kernels.pack import PLANE, planar_block
 from compress.kernels.pack24 import BLOCK
-from compress.kernels.pack_tiles import NIBBLE
+from compress.kernels.pack_strips import NIBBLE
 from compress.kernels.scale_blocks import BLOCK as SCALE_BLOCK
 from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
 from compress.kernels.triton.fp8_block_gemm import (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import InputError
-from compress.kernels import blocks, pairs24, reference
+from compress.kernels import blocks, pack_pairs24, pairs24, reference
 from compress.kernels.pack import pack_rows, unpack_rows
 
 
@@ -21,7 +21,7 @@ def kept(N: int, K: int, seed: int = 0) -> torch.Tensor:
 def arguments(codes: bool, dtype=torch.bfloat16, gradient=False, N=40, K=192, group=64):
     draw = torch.Generator().manual_seed(1)
     mask = kept(N, K)
-    position = pairs24.positions_of(mask)
+    position = pack_pairs24.positions_of(mask)
     held = (torch.randn(N, K, generator=draw) * mask).to(dtype)
     scale = zero = None
     if codes:
@@ -30,42 +30,42 @@ def arguments(codes: bool, dtype=torch.bfloat16, gradient=False, N=40, K=192, gr
         held = torch.randint(0, 256, (N, K), dtype=torch.uint8, generator=draw)
     x = torch.randn(2, 3, K, generator=draw).to(dtype).requires_grad_(gradient)
     bias = torch.randn(N, generator=draw).to(dtype)
-    words = pairs24.pack_positions(position)
-    return x, pairs24.take(held, position), words, scale, zero, bias, group
+    words = pack_pairs24.pack_positions(position)
+    return x, pack_pairs24.take(held, position), words, scale, zero, bias, group
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(N=st.integers(1, 20), quads=st.integers(1, 40), seed=st.integers(0, 1000))
 def test_places_and_values_come_back(N, quads, seed):
     mask = kept(N, 4 * quads, seed)
-    position = pairs24.positions_of(mask)
+    position = pack_pairs24.positions_of(mask)
     first, second = position.view(N, -1, 2).unbind(-1)
     assert (second > first).all()
     assert int(second.max()) <= 3
-    words = pairs24.pack_positions(position)
-    assert words.shape == (N, pairs24.position_words(4 * quads))
-    assert torch.equal(pairs24.unpack_positions(words, 4 * quads), position)
+    words = pack_pairs24.pack_positions(position)
+    assert words.shape == (N, pack_pairs24.position_words(4 * quads))
+    assert torch.equal(pack_pairs24.unpack_positions(words, 4 * quads), position)
     assert torch.equal(position, unpack_rows(words, 2, 2 * quads, signed=False))
     values = torch.randn(N, 4 * quads, generator=torch.Generator().manual_seed(seed)) * mask
-    assert torch.equal(pairs24.spread(pairs24.take(values, position), position), values)
+    assert torch.equal(pack_pairs24.spread(pack_pairs24.take(values, position), position), values)
     others = torch.full_like(values, 7.0)
-    assert torch.equal(pairs24.spread(pairs24.take(values, position), position, others)[mask], values[mask])
+    assert torch.equal(pack_pairs24.spread(pack_pairs24.take(values, position), position, others)[mask], values[mask])
 
 
 def test_what_is_kept_beside_too_few_is_always_the_same():
     """Of a quad by its kept columns: the first of the others fill it up."""
     mask = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 1, 0, 1]]).bool()
-    assert pairs24.positions_of(mask).tolist() == [[0, 1], [0, 1], [0, 2], [0, 3], [1, 3]]
+    assert pack_pairs24.positions_of(mask).tolist() == [[0, 1], [0, 1], [0, 2], [0, 3], [1, 3]]
     assert pack_rows(torch.tensor([[1, 3]], dtype=torch.uint8), 2, signed=False).item() == 1 | 3 << 2
     with pytest.raises(InputError, match="not 2:4: row 1 keeps 3 of columns 0 to 3"):
-        pairs24.positions_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]]).bool())
+        pack_pairs24.positions_of(torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]]).bool())
 
 
 @every("codes", [False, True])
 @every("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_operator_is_the_reference(codes, dtype, monkeypatch):
     given = arguments(codes, dtype)
-    dense = pairs24.pairs_weight(pairs24.Pairs(*given[1:5], given[6]))
+    dense = pack_pairs24.pairs_weight(pack_pairs24.Pairs(*given[1:5], given[6]))
     x = given[0].double().view(6, -1)
     truth = x @ dense.double().t() + given[5].double()
     # Codes of few tokens are not rounded to the dtype of their scales.
@@ -91,7 +91,7 @@ def test_gradient(codes):
     given = arguments(codes, torch.float32, gradient=True)
     grad = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
     pairs24.pairs24_linear(*given).backward(grad)
-    dense = pairs24.pairs_weight(pairs24.Pairs(*given[1:5], given[6]))
+    dense = pack_pairs24.pairs_weight(pack_pairs24.Pairs(*given[1:5], given[6]))
     torch.testing.assert_close(given[0].grad, grad @ dense)
 
 
