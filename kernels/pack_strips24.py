@@ -4,7 +4,7 @@ Of every four consecutive inputs (a quad) two are kept. Sixteen rows side by sid
 of each, padded to blocks of eight (32 columns):
 
     held       numbers   [S, Q, 2, 16]         of quad q what 16 rows keep first, then what they keep second
-               codes     uint8 [S, L, 64]      line j: row r has bytes 4 r ... 4 r + 3, four quads of 4 bits or two of 8,
+               codes     uint8 [S, L, 64]      line j: row r has bytes 4 r ... 4 r + 3, four quads of 4 bits, two of 8,
                                                first what is kept first, then what is kept second, lowest bits first
     position   int32 [S, ceil(K / 32), 16]     of each row the places of eight quads, four bits each (`pack_pairs24`)
 

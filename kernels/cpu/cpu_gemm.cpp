@@ -87,8 +87,9 @@ extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given
 
 extern "C" int32_t sparse24(const Arguments* given) {
   const int bits = given->bits;
+  const bool pairs = BF16_DOT && given->x_type == BF16;
   return in_blocks(*given, bits == 4 ? halved_product<4> : bits == 8 ? halved_product<8> : halved_product<NUMBER_BITS>,
-                   STRIP_TOKEN_BLOCK);
+                   pairs ? STRIP_TOKEN_BLOCK : HALVED_FLOAT_BLOCK);
 }
 
 // Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.

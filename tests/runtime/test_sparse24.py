@@ -13,7 +13,6 @@ from torch import nn
 
 from compress.kernels import blocks
 from compress.kernels.cpu import build as cpu
-from compress.kernels.tiles import MANY
 from compress.runtime.fused import FusedLinear
 from compress.runtime.linear import PackedSparse24Linear, QuantLinear, Sparse24Linear, SumLinear, run_of
 from compress.runtime.twin import error, plain
@@ -67,7 +66,7 @@ def test_right_is_allowed_and_slightly_wrong_is_not(name, dtype, M, monkeypatch)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(KINDS)),
-    N=st.integers(1, 70),
+    N=st.integers(1, 70) | st.sampled_from([16, 48]),
     groups=st.integers(1, 20),
     dtype=st.sampled_from(DTYPES),
 )
@@ -77,6 +76,11 @@ def test_any_size_is_stored_bit_for_bit(name, N, groups, dtype):
     layer = QuantLinear.from_parts(parts, scheme, term.shape)
     x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(N)).to(dtype)
     holds(layer, term.dequantize(), parts, x)
+    layer.lay_in_strips()
+    assert layer.in_strips == (not cpu.why_not() and N % 16 == 0)
+    holds(layer, term.dequantize(), parts, x)
+    layer.to("meta")
+    assert not layer.in_strips
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -136,14 +140,14 @@ def test_memory_is_that_of_the_layout(name, bits):
 
 
 def test_routes_name_the_kernel_and_what_speaks_against_a_faster_one(monkeypatch):
-    def route(name, dtype=torch.bfloat16, device="cpu", M=8):
+    def route(name, dtype=torch.bfloat16, device="cpu", M=8, rows=4096):
         scheme = scheme_of(term_of(name))
-        return run_of(scheme).route(scheme, M, (4096, 4096), dtype, torch.device(device))
+        return run_of(scheme).route(scheme, M, (rows, 4096), dtype, torch.device(device))
 
     if not cpu.why_not():
         for name in ("numbers", "8 bits", "4 bits"):
-            assert route(name) == ("cpu rows", ())
-            assert route(name, M=64) == ("cpu blocks", (MANY,))
+            assert route(name) == route(name, M=512) == ("cpu strips", ())
+            assert route(name, rows=40) == ("torch", ("40 outputs are not whole strips of 16",))
             assert route(name, torch.float64)[0] == "torch"
     monkeypatch.setattr("compress.kernels.cpu.build._loaded", lambda name: (None, ("no compiler",)))
     assert route("numbers") == route("4 bits") == ("torch", ("no compiler",))

@@ -15,6 +15,7 @@ from torch import nn
 
 import compress
 from compress.errors import InputError
+from compress.kernels.cpu import build as cpu
 from compress.kernels.measure import ceilings
 from compress.kernels.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
@@ -90,7 +91,7 @@ def test_codes_and_entries_are_one_product(name, monkeypatch):
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
-    N=st.integers(1, 70),
+    N=st.integers(1, 70) | st.sampled_from([16, 48]),
     groups=st.integers(1, 9),
     group=st.sampled_from([16, 24, 32, 48]),
     tile_rows=st.sampled_from([1, 3, 16]),
@@ -105,6 +106,11 @@ def test_tiles_of_any_size_are_stored_bit_for_bit(N, groups, group, tile_rows, b
     assert isinstance(layer, TilesLinear)
     x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(N)).to(dtype)
     holds(layer, tiles.dequantize(), parts, x)
+    layer.lay_in_strips()
+    assert layer.in_strips == (not cpu.why_not() and N % 16 == group % 16 == 0)
+    holds(layer, tiles.dequantize(), parts, x)
+    layer.to("meta")
+    assert not layer.in_strips
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -188,10 +194,10 @@ def test_routes_name_the_kernels_and_what_speaks_against_faster_ones():
 
     assert route("codes + sparse", 1) == ("cpu strips with entries", ())
     assert route("codes + sparse", 512, dtype=torch.float32) == ("cpu slabs with entries", ())
-    assert route("tiles + sparse", 1) == ("cpu rows with entries", ())
+    assert route("tiles + sparse", 1) == ("cpu strips with entries", ())
     assert route("tiles", 512) == ("cpu slabs", ())
     assert route("sparse", 1) == ("cpu rows", ())
-    assert route("codes + tiles + sparse", 1).kernel == "cpu strips with entries + cpu rows"
+    assert route("codes + tiles + sparse", 1).kernel == "cpu strips with entries + cpu strips"
     kernel, reasons = route("tiles + sparse", 1, group_size=24)
     assert kernel == "torch + entries"
     assert reasons == (
@@ -239,7 +245,7 @@ def test_terms_without_a_kernel_are_still_multiplied_as_they_know():
 def test_a_checkpoint_of_sums_runs_by_its_kernels_and_says_so(tiles, tmp_path, monkeypatch):
     for name, value in {"COPY_BYTES": {"cpu": 2**16}, "SIDE": {"cpu": 32}, "MAX_ROUNDS": 20}.items():
         monkeypatch.setattr(ceilings, name, value)
-    out, said = tmp_path / "out", f"cpu {'rows' if tiles else 'strips'} with entries"
+    out, said = tmp_path / "out", "cpu strips with entries"
     method = Outliers(tiles=tiles, share=0.03, group_size=32)
     compress.quantize(build("llama"), method, output=out, verify=False)
     model = compress.load(out, torch.float32)
