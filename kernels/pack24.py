@@ -77,6 +77,11 @@ def pack24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
     Raises InputError where the weight is not 2:4.
     """
     check_kept(kept_NK)
+    return words24(codes_NK, kept_NK)
+
+
+def words24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of a weight that is known to be 2:4."""
     rows, columns = codes_NK.shape
     pad = (0, blocks_of(columns) * BLOCK - columns)
     shape = (rows, -1, QUARTERS, PLANE, QUAD)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.pack24 import KEPT, MIDDLE, QUAD, Sparse24, pack24, unpack24
+from compress.kernels.pack24 import KEPT, MIDDLE, QUAD, Sparse24, unpack24, words24
 from compress.kernels.pack_pairs24 import Pairs, pack_positions, positions_of, spread, take, unpack_positions
 from compress.kernels.pack_strips import BLOCK, BYTE, LINE_BYTES, NIBBLE, ROWS, by_row, by_strip
 
@@ -96,5 +96,5 @@ def unpack_words24(weight: Strips24, columns: int) -> Sparse24:
     pairs = unpack_pairs(weight, columns)
     assert pairs.scale is not None
     at = unpack_positions(pairs.position, columns)
-    words = pack24(spread(pairs.held, at), spread(torch.ones_like(pairs.held, dtype=torch.bool), at))
+    words = words24(spread(pairs.held, at), spread(torch.ones_like(pairs.held, dtype=torch.bool), at))
     return Sparse24(*words, pairs.scale, None if weight.zero is None else pairs.zero, weight.group_size)
