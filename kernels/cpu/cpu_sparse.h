@@ -93,7 +93,7 @@ void add_entries(Work& work, int64_t first, int64_t last, Place place) {
     const int64_t end = work.a.row_start[work.n0 + r + 1];
     int64_t& e = work.next_entry[r];
     for (int64_t k; e < end && (k = entries.column(e)) < last; ++e) {
-      const int64_t at = place(k - first);
+      const uint64_t at = place(k - first);
       char* dword = work.slab.get() + (at / D::STEP * ROWS + r) * 4;
       D::add(dword + at % D::STEP * (4 / D::STEP), entries.value(e));
     }
@@ -101,7 +101,7 @@ void add_entries(Work& work, int64_t first, int64_t last, Place place) {
 }
 template <class D>
 void add_entries(Work& work, int64_t first, int64_t last) {
-  add_entries<D>(work, first, last, [](int64_t column) { return column; });
+  add_entries<D>(work, first, last, [](uint64_t column) { return column; });
 }
 
 // Of a weight that is entries and nothing else, with any number of tokens.

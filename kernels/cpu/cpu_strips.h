@@ -103,8 +103,8 @@ template <int WIDTH>
 struct Bf16Strips {
   using Dot = Bf16Dot;
   static constexpr int STEP = 2, BITS = WIDTH, PAIRS = 16 / BITS;
-  static constexpr int64_t place(int64_t column) {
-    const int64_t within = column % (2 * PAIRS);
+  static constexpr uint64_t place(uint64_t column) {
+    const uint64_t within = column % (2 * PAIRS);
     return column - within + within / 2 + within % 2 * PAIRS;
   }
 };
@@ -371,7 +371,7 @@ void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 struct FloatStrips {
   using Dot = F32Dot;
   static constexpr int STEP = 1;
-  static constexpr int64_t place(int64_t column) { return column; }
+  static constexpr uint64_t place(uint64_t column) { return column; }
 };
 
 // body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
