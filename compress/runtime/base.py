@@ -20,7 +20,28 @@ from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named,
 from compress.weights.terms import Format, Summand, Weight
 
 
-class QuantLinear(nn.Module):
+class InStrips(nn.Module):
+    """A layer whose weight may lie in strips on a CPU; here it never does."""
+
+    @property
+    def in_strips(self) -> bool:
+        """Whether the weight is laid out in strips (`kernels.pack_strips`)."""
+        return False
+
+    def lay_in_strips(self) -> None:
+        """Hold the weight in strips from now on where this CPU reads them, else in rows."""
+
+    def lay_in_rows(self) -> None:
+        """Inverse of `lay_in_strips`."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.in_strips and next(self.buffers()).device.type != "cpu":
+            self.lay_in_rows()
+        return self
+
+
+class QuantLinear(InStrips):
     """y = x W^T + b on packed codes. x [..., in_features] in the dtype of the layer, y [..., out_features] in the same.
 
     Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
@@ -98,23 +119,6 @@ class QuantLinear(nn.Module):
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
         raise NotImplementedError
-
-    @property
-    def in_strips(self) -> bool:
-        """Whether the weight is laid out in strips (`kernels.pack_strips`)."""
-        return False
-
-    def lay_in_strips(self) -> None:
-        """Hold the weight in strips from now on where this CPU reads them, else in rows."""
-
-    def lay_in_rows(self) -> None:
-        """Inverse of `lay_in_strips`."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        if self.in_strips and self.device.type != "cpu":
-            self.lay_in_rows()
-        return self
 
     def hold(self, found: Mapping[str, Tensor | None], rows: slice) -> None:
         """Keep tensors by the names of buffers: as they are when the layer is new, else in the place of some rows."""

@@ -105,8 +105,6 @@ INLINE Float gather(const float* p, Int indices) { return _mm512_i32gather_ps(in
 INLINE Float leading(Float v, int64_t count) {
   return _mm512_maskz_mov_ps(static_cast<__mmask16>((1u << std::min<int64_t>(count, LANES)) - 1), v);
 }
-// a in the first eight lanes, b in the others.
-INLINE Float side_by_side(float a, float b) { return _mm512_mask_blend_ps(0xff00, every(a), every(b)); }
 // Lanes of a where the top bit of `chosen` is set, of b elsewhere; those of a, zeros elsewhere.
 INLINE Float where(Int chosen, Float a, Float b) { return _mm512_mask_blend_ps(_mm512_movepi32_mask(chosen), b, a); }
 INLINE Float where(Int chosen, Float a) { return _mm512_maskz_mov_ps(_mm512_movepi32_mask(chosen), a); }
@@ -284,7 +282,6 @@ INLINE Float leading(Float v, int64_t count) {
   return {_mm256_and_ps(v.a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.a))),
           _mm256_and_ps(v.b, _mm256_castsi256_ps(_mm256_cmpgt_epi32(end, at.b)))};
 }
-INLINE Float side_by_side(float a, float b) { return {_mm256_set1_ps(a), _mm256_set1_ps(b)}; }
 INLINE Float where(Int chosen, Float x, Float y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(chosen.a)),
           _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(chosen.b))};
