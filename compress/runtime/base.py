@@ -24,6 +24,10 @@ class InStrips(nn.Module):
     """A layer whose weight may lie in strips on a CPU; here it never does."""
 
     @property
+    def device(self) -> torch.device:
+        return next(self.buffers()).device
+
+    @property
     def in_strips(self) -> bool:
         """Whether the weight is laid out in strips (`kernels.pack_strips`)."""
         return False
@@ -36,7 +40,7 @@ class InStrips(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if self.in_strips and next(self.buffers()).device.type != "cpu":
+        if self.in_strips and self.device.type != "cpu":
             self.lay_in_rows()
         return self
 
@@ -241,10 +245,6 @@ class QuantLinear(InStrips):
         self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
         if self.bias is not None:
             self.bias.data[rows] = given["bias"].to(self.bias)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.buffers()).device
 
 
 def _problem(prefix: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> str | None:
