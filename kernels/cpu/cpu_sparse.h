@@ -81,8 +81,8 @@ INLINE void add_entries(const Work& work, const GatheredX& x, int64_t m0, int r0
   });
 }
 
-// The entries of columns first ... last, added to a slab of dwords that hold D::STEP columns; place(column): where it has
-// a column, counted from the first.
+// The entries of columns first ... last, added to a slab of dwords that hold D::STEP columns; place(column): where it
+// has a column, counted from the first.
 template <class D, class Place>
 void add_entries(Work& work, int64_t first, int64_t last, Place place) {
   if (work.a.row_start == nullptr) return;

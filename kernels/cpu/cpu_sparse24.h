@@ -51,11 +51,11 @@ INLINE void over_quads(const Work& work, int64_t columns, int64_t first, int64_t
   }
 }
 
-// T tokens times a strip: product(first, last, x, sums, v) adds those of columns that share their scales, of which numbers
-// have none.
+// T tokens times a strip: product(where its scales are, first, last, x, sums) adds those of columns that share their
+// scales, of which numbers have none.
 template <int BITS, int T, class Product>
-INLINE void over_groups(const Work& work, const int32_t* x, int64_t step, int64_t columns, int64_t group, int64_t m0, int v,
-                        Product product) {
+INLINE void over_groups(const Work& work, const int32_t* x, int64_t step, int64_t columns, int64_t group, int64_t m0,
+                        int v, Product product) {
   Float totals[T];
   each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
   for (int64_t g = 0, k = 0; k < columns; ++g) {
@@ -94,7 +94,8 @@ void halved_floats(const Work& work, const int32_t* packed, int64_t columns, int
 template <int BITS, int T, Zeros ZEROS>
 void halved_pairs(const Work& work, const int32_t* packed, int64_t columns, int64_t group, int64_t m0, int v) {
   // Of positions p, q in bits p | q << 2: bytes 2 p, 2 p + 1, 2 q, 2 q + 1.
-  const Int low = times(both(lanes(), every(QUAD - 1)), every(0x0202)), high = times(shift_right<2>(lanes()), every(0x0202));
+  const Int low = times(both(lanes(), every(QUAD - 1)), every(0x0202));
+  const Int high = times(shift_right<2>(lanes()), every(0x0202));
   const Int bytes = either(plus(low, every(0x0100)), shift_left(plus(high, every(0x0100)), 16));
   PairDecoder<BITS == NUMBER_BITS ? 4 : BITS, ZEROS> decoder;
   const auto product = [&](int64_t of_group, int64_t k, int64_t end, const int32_t* x, Float(&sums)[T]) {
@@ -130,7 +131,8 @@ void over_halves(const Arguments& a, Product product) {
     natural_dwords<D>(a, m, dwords, own);
     const int64_t tile = tiles.of(m), start = tiles.start(tile);
     int32_t* to = &packed[start * dwords + (m - start) * of_quad];
-    for (int64_t k = 0; k < dwords; k += of_quad, to += tiles.size(tile) * of_quad) memcpy(to, own + k, of_quad * sizeof *to);
+    for (int64_t k = 0; k < dwords; k += of_quad, to += tiles.size(tile) * of_quad)
+      memcpy(to, own + k, of_quad * sizeof *to);
   };
   run(a, 0, prepare, [&](Work& work) {
     over_strips<HALVED_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) {
@@ -143,13 +145,14 @@ template <int BITS>
 void halved_product(const Arguments& a) {
 #if BF16_DOT
   if (a.x_type == BF16 && (BITS != NUMBER_BITS || a.value_type == BF16))
-    return over_halves<Bf16Words<4>>(a, [&](const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m,
-                                            auto t, int v) {
+    return over_halves<Bf16Words<4>>(a, [&](const Work& work, const int32_t* x, int64_t columns, int64_t group,
+                                            int64_t m, auto t, int v) {
       a.zero == nullptr ? halved_pairs<BITS, t, MIDDLE>(work, x, columns, group, m, v)
                         : halved_pairs<BITS, t, BITS == NUMBER_BITS ? MIDDLE : CODES>(work, x, columns, group, m, v);
     });
 #endif
-  over_halves<F32Words<4>>(a, [](const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m, auto t, int v) {
+  over_halves<F32Words<4>>(a, [](const Work& work, const int32_t* x, int64_t columns, int64_t group, int64_t m, auto t,
+                                 int v) {
     halved_floats<BITS, t>(work, x, columns, group, m, v);
   });
 }

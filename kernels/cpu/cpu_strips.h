@@ -231,7 +231,8 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
 
 // Slabs of pairs, of columns that share their scales: `store_pair(pair, where)` of every one that `decoder` makes.
 template <int BITS, class Decoder, class Store>
-INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t first, int64_t last, char* to, Store store_pair) {
+INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t first, int64_t last, char* to,
+                            Store store_pair) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
   const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
   for (int64_t k = first; k < last; k += COLUMNS, line += VECTOR_BYTES) {
@@ -255,7 +256,8 @@ void strip_pair_slabs(Work& work, const int32_t* packed, int64_t columns, int64_
     end = std::min((g + 1) * group, (first + dwords) * 2);
     for (int v = 0; v * LANES < work.count(); ++v) {
       decoder.begin(&work.zero[g * ROWS + v * LANES]);
-      pair_strip_slab<BITS>(work, decoder, v, k, end, work.slab.get() + v * VECTOR_BYTES, [](Int pair) { return pair; });
+      char* to = work.slab.get() + v * VECTOR_BYTES;
+      pair_strip_slab<BITS>(work, decoder, v, k, end, to, [](Int pair) { return pair; });
     }
     for (int64_t tile = 0; tile < tiles.count; ++tile)
       with_constant<TOKENS>(tiles.size(tile), [&](auto t) {
@@ -272,7 +274,7 @@ INLINE Int in_pairs(Int words) {
   return _mm512_permutexvar_epi16(either(lanes(), shift_left(plus(lanes(), every(LANES)), 16)), words);
 }
 
-// Slabs of values rounded to bf16, for `float_tile`: where entries are added to them, and where zero points are numbers.
+// Slabs of values rounded to bf16, for `float_tile`: where entries are added, and where zero points are numbers.
 template <int BITS, Zeros ZEROS>
 void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
   PairDecoder<BITS, ZEROS> decoder;
@@ -419,12 +421,13 @@ void strip_value_slabs(const Arguments& a, int64_t columns, MakeSlab make_slab) 
 #if BF16_DOT
 template <int BITS, Zeros ZEROS>
 void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
+  using Held = Bf16Strips<BITS>;
   if (!a.by_rows) {
     if (ZEROS == NUMBERS || a.row_start != nullptr)
-      return strip_value_slabs<Bf16Strips<BITS>, Bf16Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
+      return strip_value_slabs<Held, Bf16Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
         value_strip_slab<BITS, ZEROS>(work, group, first, last);
       });
-    return run_slabs<Bf16Strips<BITS>>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
+    return run_slabs<Held>(a, columns / 2, [&](Work* works, int64_t count, const int32_t* packed) {
       for (int64_t i = 0; i < count; ++i) strip_pair_slabs<BITS, ZEROS>(works[i], packed, columns, group);
     });
   }

@@ -1,6 +1,6 @@
-// Scales and zero points that are codes themselves (SpQR; pack_tiles.py draws the layout), decoded as fp32 for the loops
-// over strips when the turn of their rows comes: scale = lowest + step * code, and the zero point likewise, in the order of
-// `pack_tiles.tile_scales`. A tile's range is that of some lanes of a strip, mostly of all.
+// Scales and zero points that are codes themselves (SpQR; pack_tiles.py draws the layout), decoded as fp32 for the
+// loops over strips when the turn of their rows comes: scale = lowest + step * code, and the zero point likewise, in the
+// order of `pack_tiles.tile_scales`. A tile's range is that of some lanes of a strip, mostly of all.
 
 #pragma once
 
@@ -43,7 +43,8 @@ INLINE void decode_levels(Work& work, int64_t r, int64_t first) {
 INLINE void decode_levels(Work& work) {
   const Arguments& a = work.a;
   for (int64_t r = 0; r < work.count(); r += LANES) {
-    for (int64_t first = 0; first < LANES; first = (work.n0 + r + first) / a.tile_rows * a.tile_rows + a.tile_rows - work.n0 - r)
+    const int64_t n = work.n0 + r;
+    for (int64_t first = 0; first < LANES; first = ((n + first) / a.tile_rows + 1) * a.tile_rows - n)
       decode_levels(work, r, first);
     for (int64_t g = a.K / a.group; g < a.G; ++g) std::fill_n(&work.scale[g * ROWS + r], LANES, 0.0f);
   }
