@@ -66,9 +66,15 @@ class Operator(Protocol):
 
 
 def operator(name: str) -> Callable[[Callable[..., Tensor]], Operator]:
-    """Register a function of tensors, numbers and None, which changes none of them, as the operator NAME."""
+    """Register a function of tensors, numbers and None, which changes none of them, as the operator NAME. Whether
+    autocast is on has no say in what it computes."""
 
-    def registering(function: Callable[..., Tensor]) -> Operator:
+    def registering(of_tensors: Callable[..., Tensor]) -> Operator:
+        @wraps(of_tensors)
+        def function(*arguments: Any) -> Tensor:
+            with _C._DisableAutocast():
+                return of_tensors(*arguments)
+
         registered: Any = torch.library.custom_op(name, mutates_args=())(function)
 
         @wraps(function)

@@ -193,6 +193,10 @@ def test_without_kernels_torch_gives_the_same_numbers(fresh):
     assert cpu_gemm.cpu_route("weight_only", 1, 64, 64) == "torch"
     for one, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(one, other)
+    with torch.autocast("cpu", torch.bfloat16):  # which has no say in it
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_instructions_can_be_chosen(fresh):
