@@ -75,9 +75,11 @@ def by_gptqmodel(job: Mapping[str, Any]) -> Callable[[], Any]:
         stored = load_file(Path(job["model"]) / "model.safetensors")
         for name, module in model.model.named_modules():
             if hasattr(module, "dequantize_weight"):
-                found = module.dequantize_weight().detach().float()
-                like = stored[f"{name}.weight"]
-                stored[f"{name}.weight"] = (found if found.shape == like.shape else found.t()).contiguous()
+                found = module.dequantize_weight().detach().float()  # [K, N]
+                # In the format in which it writes, zero points are one less than what was rounded with.
+                found -= module.scales.float()[module.g_idx.long()]
+                assert found.t().shape == stored[f"{name}.weight"].shape
+                stored[f"{name}.weight"] = found.t().contiguous()
         target = Path(job["values"])
         target.mkdir()
         save_file(stored, target / "model.safetensors", {"format": "pt"})
