@@ -8,8 +8,7 @@ N outputs, K inputs, G groups.
 
 The positions of a quad rise, so a quad that keeps fewer than two has a zero among its pair. This is the layout on
 disk, and that of every 2:4 weight but codes of up to 4 bits: 16-bit numbers (9 bits a weight instead of 16) and codes
-of more than 4 bits (5 instead of 8). A CPU multiplies by another layout
-(`pack_strips24`).
+of more than 4 bits (5 instead of 8). A CPU multiplies by another layout (`pack_strips24`).
 """
 
 from typing import NamedTuple

@@ -1,8 +1,9 @@
-"""The linear of 2:4 weights as pairs (`pack_pairs24.Pairs`) as a torch operator, which makes a block of
-rows dense at a time.
+"""The linear of 2:4 weights as pairs (`pack_pairs24.Pairs`) as a torch operator, which makes a block of rows dense at a
+time.
 
-No GPU kernel reads pairs, and a CPU has another layout (`strips24`), in which nothing is made dense. Shapes: x
-[..., K], M tokens once flattened, N outputs.
+No GPU kernel reads pairs, and a CPU has another layout (`strips24`), in which nothing is made dense.
+
+Shapes: x [..., K], M tokens once flattened, N outputs.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 """The linear of 2:4 weights in strips (`pack_strips24.Strips24`) as a torch operator: what a CPU multiplies by in place
-of pairs and of the words of `pack24`, where that can be (`why_not_lay_in_strips24`).
+of pairs and of the words of `pack24`, where that can be (`lay_in_strips24`).
 
 The numbers are those of `pairs24_linear` and `sparse24_linear`, up to the order of the sums, and with values of codes
 that are not rounded to the type of their scales. Where no loop of `cpu_gemm` takes a call, pairs are laid out for it.
@@ -16,14 +16,24 @@ from compress.kernels.blocks import gradient_of_blocks
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.operators import operator
+from compress.kernels.pack24 import Sparse24
+from compress.kernels.pack_pairs24 import Pairs
 from compress.kernels.pack_strips import BLOCK, ROWS
-from compress.kernels.pack_strips24 import Strips24, unpack_pairs, why_not_strips24
+from compress.kernels.pack_strips24 import Strips24, pack_pairs, pack_words24, unpack_pairs, why_not_strips24
 from compress.kernels.pairs24 import dense_blocks, pairs24_linear
 
 
 def why_not_lay_in_strips24(rows: int, columns: int, group_size: int) -> list[str]:
     """Reasons why a weight is not better off in strips on this CPU; empty when it is."""
     return [*why_not_strips24(rows), *cpu_gemm.why_not_sizes("sparse24", columns, group_size)] or [*cpu.why_not()]
+
+
+def lay_in_strips24(weight: Pairs | Sparse24, columns: int) -> Strips24 | None:
+    """A weight of `columns` columns on a CPU in strips; None where it is better off as it is."""
+    held = weight[0]
+    if held.device.type != "cpu" or why_not_lay_in_strips24(len(held), columns, weight.group_size):
+        return None
+    return pack_words24(weight, columns) if isinstance(weight, Sparse24) else pack_pairs(weight)
 
 
 @operator("compress::strips24_linear")

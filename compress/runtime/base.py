@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, InputError
 from compress.kernels.entries import Entries
+from compress.kernels.pack_strips import STRIPS_DIMENSIONS
 from compress.kernels.routes import Route
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.rounding import ActivationCodes, Side
@@ -21,7 +22,10 @@ from compress.weights.terms import Format, Summand, Weight
 
 
 class InStrips(nn.Module):
-    """A layer whose weight may lie in strips on a CPU; here it never does."""
+    """A layer whose weight may lie in strips on a CPU. STRIPS: the buffer that has three dimensions there and two in
+    rows; None where the weight never does."""
+
+    STRIPS: ClassVar[str | None] = None
 
     @property
     def device(self) -> torch.device:
@@ -30,7 +34,8 @@ class InStrips(nn.Module):
     @property
     def in_strips(self) -> bool:
         """Whether the weight is laid out in strips (`kernels.pack_strips`)."""
-        return False
+        held: Tensor | None = None if self.STRIPS is None else getattr(self, self.STRIPS)
+        return held is not None and held.dim() == STRIPS_DIMENSIONS
 
     def lay_in_strips(self) -> None:
         """Hold the weight in strips from now on where this CPU reads them, else in rows."""

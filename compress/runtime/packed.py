@@ -26,7 +26,7 @@ from compress.kernels.pack import (
     unpack_planar,
     unpack_rows,
 )
-from compress.kernels.pack_strips import STRIPS_DIMENSIONS, Strips, unpack_strips
+from compress.kernels.pack_strips import Strips, unpack_strips
 from compress.kernels.routes import Route, planar_route, strips_route, why_not_batch_invariant
 from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
 from compress.runtime.words import WordLinear
@@ -48,6 +48,7 @@ class PackedLinear(WordLinear):
     adds_entries = True
     takes_ranges = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": 0, "scale": 1, "zero": 1}
+    STRIPS = "words"
     words: Tensor
     scale: Tensor
     zero: Tensor | None
@@ -68,10 +69,6 @@ class PackedLinear(WordLinear):
         which a call of a small product shows."""
         buffers: Any = self._buffers
         return buffers["words"], buffers["scale"], buffers["zero"]
-
-    @property
-    def in_strips(self) -> bool:
-        return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
 
     @property
     def planar(self) -> Planar:

@@ -18,22 +18,15 @@ from compress.kernels.pack_pairs24 import (
     take,
     unpack_positions,
 )
-from compress.kernels.pack_strips import STRIPS_DIMENSIONS
-from compress.kernels.pack_strips24 import NUMBERS, Strips24, pack_pairs, pack_words24, unpack_pairs, unpack_words24
+from compress.kernels.pack_strips24 import NUMBERS, Strips24, unpack_pairs, unpack_words24
 from compress.kernels.pairs24 import pairs24_linear
 from compress.kernels.routes import Route, pairs24_route, sparse24_route
 from compress.kernels.sparse24 import sparse24_linear
-from compress.kernels.strips24 import strips24_linear, why_not_lay_in_strips24
+from compress.kernels.strips24 import lay_in_strips24, strips24_linear
 from compress.runtime.base import QuantLinear
 from compress.runtime.words import WordLinear
 from compress.weights.scheme import NARROW, WIDE, Scheme
 from compress.weights.sparse24 import half
-
-
-def _reads_strips(layer: QuantLinear, group_size: int) -> bool:
-    """Whether this CPU is faster with the layer's weight in strips."""
-    sizes = (layer.out_features, layer.in_features, group_size)
-    return layer.device.type == "cpu" and not why_not_lay_in_strips24(*sizes)
 
 
 class Sparse24Linear(QuantLinear):
@@ -41,16 +34,13 @@ class Sparse24Linear(QuantLinear):
 
     takes_codes: ClassVar[bool] = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"value": 0, "position": 0}
+    STRIPS = "position"
     value: Tensor
     position: Tensor
 
     @property
     def dtype(self) -> torch.dtype:
         return self.value.dtype
-
-    @property
-    def in_strips(self) -> bool:
-        return self.position is not None and self.position.dim() == STRIPS_DIMENSIONS
 
     @property
     def pairs(self) -> Pairs:
@@ -61,8 +51,9 @@ class Sparse24Linear(QuantLinear):
         return Pairs(self.value, self.position, None, None, -1)
 
     def lay_in_strips(self) -> None:
-        if not self.in_strips and _reads_strips(self, -1):
-            self.value, self.position = pack_pairs(self.pairs)[:2]
+        found = None if self.in_strips else lay_in_strips24(self.pairs, self.in_features)
+        if found is not None:
+            self.value, self.position = found[:2]
 
     def lay_in_rows(self) -> None:
         if self.in_strips:
@@ -96,6 +87,7 @@ class PackedSparse24Linear(WordLinear):
 
     takes_codes: ClassVar[bool] = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"codes": 0, "kept": 0, "scale": 1, "zero": 1}
+    STRIPS = "kept"
     codes: Tensor
     kept: Tensor
     scale: Tensor
@@ -104,10 +96,6 @@ class PackedSparse24Linear(WordLinear):
     @property
     def dtype(self) -> torch.dtype:
         return self.scale.dtype
-
-    @property
-    def in_strips(self) -> bool:
-        return self.kept is not None and self.kept.dim() == STRIPS_DIMENSIONS
 
     @property
     def rows(self) -> Sparse24 | Pairs:
@@ -119,12 +107,10 @@ class PackedSparse24Linear(WordLinear):
         return Sparse24(*held) if self.container == NARROW else Pairs(*held)
 
     def lay_in_strips(self) -> None:
-        if self.in_strips or not _reads_strips(self, self.group_size):
-            return
-        rows = self.rows
-        laid = pack_words24(rows, self.in_features) if isinstance(rows, Sparse24) else pack_pairs(rows)
-        assert laid.scale is not None
-        self.codes, self.kept, self.scale, self.zero = laid.held, laid.position, laid.scale, laid.zero
+        found = None if self.in_strips else lay_in_strips24(self.rows, self.in_features)
+        if found is not None:
+            assert found.scale is not None
+            self.codes, self.kept, self.scale, self.zero = found.held, found.position, found.scale, found.zero
 
     def lay_in_rows(self) -> None:
         if self.in_strips:

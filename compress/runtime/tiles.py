@@ -8,7 +8,6 @@ from torch import Tensor
 
 from compress.kernels.entries import Entries
 from compress.kernels.pack import pack_rows, planar_from_rows, rows_from_planar, unpack_rows
-from compress.kernels.pack_strips import STRIPS_DIMENSIONS
 from compress.kernels.pack_tiles import (
     TileStrips,
     TileWords,
@@ -31,6 +30,7 @@ class TilesLinear(QuantLinear):
     stackable = False
     adds_entries = True
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "levels": None, "ranges": None}
+    STRIPS = "words"
     words: Tensor
     levels: Tensor
     ranges: Tensor
@@ -52,10 +52,6 @@ class TilesLinear(QuantLinear):
         """Buffers as they lie, and sizes."""
         sizes = (self.container, self.format.group_size, self.format.tile_rows)
         return self.words, self.levels, self.ranges, *sizes
-
-    @property
-    def in_strips(self) -> bool:
-        return self.words is not None and self.words.dim() == STRIPS_DIMENSIONS
 
     @property
     def tiles(self) -> TileWords:

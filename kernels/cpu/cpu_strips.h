@@ -229,17 +229,17 @@ void pair_tile(const Work& work, const int32_t* x, int64_t steps, int64_t m0, bo
   });
 }
 
-// Slabs of pairs, of columns that share their scales: `store_pair(pair, where)` of every one that `decoder` makes.
-template <int BITS, class Decoder, class Store>
+// Slabs of pairs, of columns that share their scales: stored(pair) of every one that the decoder makes.
+template <int BITS, class Decoder, class Stored>
 INLINE void pair_strip_slab(const Work& work, Decoder& decoder, int v, int64_t first, int64_t last, char* to,
-                            Store store_pair) {
+                            Stored stored) {
   constexpr int COLUMNS = 32 / BITS, PAIRS = Bf16Strips<BITS>::PAIRS;
   const char* line = strip_of(work, v) + first / COLUMNS * VECTOR_BYTES;
   for (int64_t k = first; k < last; k += COLUMNS, line += VECTOR_BYTES) {
     const Int words = load(line);
     _mm_prefetch(line + AHEAD, _MM_HINT_T0);
     each<PAIRS>([&](auto i) {
-      store(to, store_pair(decoder.template decode<i>(words)));
+      store(to, stored(decoder.template decode<i>(words)));
       to += VECTORS * VECTOR_BYTES;
     });
   }
@@ -386,7 +386,7 @@ void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
 }
 
 // x of D in tiles, and for entries: body(work, packed, gathered) for the rows that a thread works on, whose strips are
-// read front to back; prepare(m) before, for every token.
+// read front to back; prepare_more(m) before, for every token.
 template <class D, class Prepare, class Body>
 void with_tokens(const Arguments& a, int64_t columns, const TokenTiles& tiles, Prepare prepare_more, Body body) {
   const int64_t dwords = columns / D::STEP;

@@ -110,7 +110,7 @@ class Operands:
             )
             return values.index_put_((row, self.entries.column.long()), self.entries.value.double(), accumulate=True)
         if kind in HALVED_KINDS:
-            return self.halved.values(kind).double()
+            return self.halved.values(kind, self.dense.shape[1]).double()
         if kind in ("dense", "dense fp32", "w4"):
             return self.dense.double()
         if kind == "w4a8":

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from compress.kernels.pack24 import KEPT, QUAD, Sparse24, sparse24_weight, to_sparse24
 from compress.kernels.pack_pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
-from compress.kernels.pack_strips24 import Strips24, pack_pairs, pack_words24
+from compress.kernels.pack_strips24 import Strips24
 from compress.kernels.pairs24 import pairs24_linear
 from compress.kernels.sparse24 import sparse24_linear
-from compress.kernels.strips24 import strips24_linear, why_not_lay_in_strips24
+from compress.kernels.strips24 import lay_in_strips24, strips24_linear
 
 # {candidate: the same bits of a weight without zeros}, whose ratio is what 2:4 gains.
 HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}
@@ -18,29 +18,24 @@ MIDDLE = 128
 
 
 class Halved(NamedTuple):
-    """Numbers, codes of 8 bits with one scale per output, codes of 4 bits in groups."""
+    """Numbers, codes of 8 bits with one scale per output, codes of 4 bits in groups, by the kinds of
+    `roofline.HALVED_KINDS`."""
 
-    numbers: Pairs
-    eight: Pairs
-    four: Sparse24
-    laid: dict[str, Strips24]  # the same in strips, by kind, as `compress.load` lays them out on a CPU
+    rows: dict[str, Pairs | Sparse24]
+    laid: dict[str, Strips24]  # the same in strips, as `compress.load` lays them out on a CPU
 
-    def values(self, kind: str) -> Tensor:
-        """[N, K] what the weight of a kind of `roofline.HALVED_KINDS` stands for."""
-        if kind == "2:4 w4":
-            return sparse24_weight(self.four, self.numbers.held.shape[1] * QUAD // KEPT)
-        return pairs_weight(self.numbers if kind == "2:4" else self.eight)
+    def values(self, kind: str, columns: int) -> Tensor:
+        """[N, K] what the weight of a kind stands for."""
+        weight = self.rows[kind]
+        return sparse24_weight(weight, columns) if isinstance(weight, Sparse24) else pairs_weight(weight)
 
     def product(self, kind: str, x: Tensor) -> Tensor:
         """[M, N] x times that weight."""
-        kinds: dict[str, Pairs | Sparse24] = {"2:4": self.numbers, "2:4 w8": self.eight, "2:4 w4": self.four}
-        weight = kinds[kind]
-        laid = self.laid.get(kind)
+        laid, weight = self.laid.get(kind), self.rows[kind]
         if laid is not None:
             return strips24_linear(x, *laid[:4], None, *laid[4:])
-        if isinstance(weight, Sparse24):
-            return sparse24_linear(x, *weight[:4], None, weight.group_size)
-        return pairs24_linear(x, *weight[:4], None, weight.group_size)
+        product = sparse24_linear if isinstance(weight, Sparse24) else pairs24_linear
+        return product(x, *weight[:4], None, weight.group_size)
 
 
 def halve(
@@ -54,10 +49,10 @@ def halve(
     scale8_1N = scale8_N1.to(dtype).t().contiguous()
     middle = torch.full_like(scale8_1N, MIDDLE, dtype=torch.uint8)
     unsigned = codes8_NK.view(torch.uint8) ^ MIDDLE
-    numbers = Pairs(take(dense_NK, position), words, None, None, -1)
-    eight = Pairs(take(unsigned, position), words, scale8_1N, middle, -1)
-    four = to_sparse24(codes4_NK, scale4_NG, None, dtype, kept)
-    if dense_NK.is_cuda or why_not_lay_in_strips24(N, K, four.group_size):
-        return Halved(numbers, eight, four, {})
-    laid = {"2:4": pack_pairs(numbers), "2:4 w8": pack_pairs(eight), "2:4 w4": pack_words24(four, K)}
-    return Halved(numbers, eight, four, laid)
+    rows: dict[str, Pairs | Sparse24] = {
+        "2:4": Pairs(take(dense_NK, position), words, None, None, -1),
+        "2:4 w8": Pairs(take(unsigned, position), words, scale8_1N, middle, -1),
+        "2:4 w4": to_sparse24(codes4_NK, scale4_NG, None, dtype, kept),
+    }
+    laid = {kind: found for kind, weight in rows.items() if (found := lay_in_strips24(weight, K)) is not None}
+    return Halved(rows, laid)
