@@ -126,6 +126,11 @@ def share_of_outliers(weight: Summand | Weight) -> float:
     return sum(len(term.value) / (term.shape[0] * term.inputs) for term in found)
 
 
+def has_outliers(weight: Summand | Weight) -> bool:
+    """Whether a weight has a place for exact values, be it empty."""
+    return any(isinstance(term, Sparse) for term in summands(weight))
+
+
 def set_apart(
     weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, share: float, cost_K: Tensor | None = None
 ) -> tuple[Tensor, Sparse]:

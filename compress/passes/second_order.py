@@ -17,7 +17,7 @@ from compress.passes.base import Pass
 from compress.passes.columns import POLISH_DAMP, ActOrder, Ordered, ordered
 from compress.passes.drift import Correction, aimed, check_drift, drift_correction
 from compress.passes.halves import borne_out
-from compress.passes.outliers import share_of_outliers
+from compress.passes.outliers import has_outliers, share_of_outliers
 from compress.passes.sites import Site
 from compress.passes.solve import Solve, quadratic, solve_stacked
 from compress.passes.stages import Decide
@@ -180,7 +180,6 @@ class SecondOrder(Pass):
             quadratic(site.comm, target - w.dequantize(hessian.dtype), hessian) / energy
             for w in (solved.weight, self.nearest(site, name, hessian.dtype))
         )
-        exact = share_of_outliers(solved.weight)
         return {
             "loss": loss,
             self.nearest_loss: nearest_loss,
@@ -189,5 +188,5 @@ class SecondOrder(Pass):
             "tokens": relied.statistics.tokens,
             "shrinkage": relied.statistics.shrinkage if self.shrink else 0.0,
             "drift": solved.drift,
-            **({"outliers": exact} if exact else {}),
+            **({"outliers": share_of_outliers(solved.weight)} if has_outliers(solved.weight) else {}),
         }

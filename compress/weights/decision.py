@@ -54,19 +54,36 @@ def joined(parts: Sequence[Decision]) -> Decision:
     """The decisions about the groups of a layer as one about the layer: rows below each other, figures averaged."""
     if len(parts) == 1:
         return parts[0]
-    figures: dict[str, float | int | str] = {}
-    for key, first in parts[0].figures.items():
-        values = [part.figures[key] for part in parts]
-        numbers = [value for value in values if isinstance(value, int | float)]
-        figures[key] = sum(numbers) / len(numbers) if isinstance(first, float) and numbers else first
-        if isinstance(first, str):
-            figures[key] = ", ".join(sorted({str(value) for value in values}))
+    figures = {key: _together([part.figures[key] for part in parts if key in part.figures]) for key in _keys(parts)}
     if "dead_channels" in figures:
-        figures["dead_channels"] = sum(int(part.figures["dead_channels"]) for part in parts)
-    masks = [part.kept for part in parts if part.kept is not None]
+        figures["dead_channels"] = sum(int(part.figures.get("dead_channels", 0)) for part in parts)
+    mask = next((part.kept for part in parts if part.kept is not None), None)
     return Decision(
         Weight.stacked([part.sum for part in parts]),
         {**figures, "groups": len(parts)},
         parts[0].inputs,
-        kept=torch.cat(masks) if len(masks) == len(parts) else None,
+        kept=None if mask is None else torch.cat([_kept(part, mask) for part in parts]),
     )
+
+
+def _kept(decision: Decision, like: Tensor) -> Tensor:
+    """Bool [N, K], which weights are not pruned, on the device of another mask."""
+    return (
+        torch.ones_like(decision.sum.dequantize(), dtype=torch.bool, device=like.device)
+        if decision.kept is None
+        else decision.kept
+    )
+
+
+def _keys(parts: Sequence[Decision]) -> list[str]:
+    """The figures that any of the decisions has, in their order."""
+    return list(dict.fromkeys(key for part in parts for key in part.figures))
+
+
+def _together(values: Sequence[float | int | str]) -> float | int | str:
+    """One figure of several: the mean where there are fractions among them, the first of whole numbers, all words."""
+    words = [value for value in values if isinstance(value, str)]
+    if words:
+        return ", ".join(sorted({str(value) for value in values}))
+    numbers = [value for value in values if not isinstance(value, str)]
+    return sum(numbers) / len(numbers) if any(isinstance(number, float) for number in numbers) else numbers[0]

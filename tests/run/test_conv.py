@@ -17,9 +17,13 @@ import compress
 from compress.errors import CompressError, InputError
 from compress.model.convolution import elements, geometry_of, patches, patches_in_parts
 from compress.model.layers import Layer, find_stacks
+from compress.passes.outliers import share_of_outliers
 from compress.runtime.integer import integer_layer, zero_of
+from compress.weights.decision import Decision, joined
+from compress.weights.dense import dense
 from compress.weights.grid import Grid, encode, quantize
 from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import Weight
 
 STATIC = {"scheme": "w8a8", "activations": "static"}
 PLAIN = {"drift": 0.0, "statistics": "float64"}
@@ -142,6 +146,34 @@ def test_gptq_decides_what_it_would_about_linear_layers_that_read_the_patches(na
     figures = done.layers[0].figures
     assert figures["loss"] < figures["rtn_loss"]
     assert figures.get("groups", 1) == layer.geometry.groups
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_convolution_some_of_whose_groups_have_no_outliers_counts_them_as_none(seed):
+    model = net()
+    nn.init.uniform_(model.depthwise.weight[:3], 0.9, 1.0, generator=torch.Generator().manual_seed(seed))
+    method = compress.only(fast_gptq(group_size=-1, outliers=0.02), "depthwise")
+    decided, whole = [], Weight.stacked.__func__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Weight, "stacked", classmethod(lambda cls, parts: decided.extend(parts) or whole(cls, parts)))
+        (layer,) = compress.quantize(model, method, calibration=calibration()).record.layers
+    shares = [share_of_outliers(part) for part in decided]
+    assert len(shares) == layer.figures["groups"] == 8
+    assert min(shares) == 0 < max(shares)
+    assert layer.figures["outliers"] == pytest.approx(sum(shares) / len(shares))
+
+
+def test_decisions_about_groups_become_one_whatever_each_of_them_says():
+    weight, kept = dense(torch.ones(2, 3)), torch.tensor([[True, False, True]] * 2)
+    parts = [
+        Decision(weight, {"loss": 0.5, "rank": 2, "solution": "gptq"}, kept=kept),
+        Decision(weight, {"rank": 3, "solution": "rounding", "share": 0.25, "dead_channels": 2}),
+    ]
+    whole = joined(parts)
+    expected = {"loss": 0.5, "rank": 2, "solution": "gptq, rounding", "share": 0.25, "dead_channels": 2, "groups": 2}
+    assert whole.figures == expected
+    assert torch.equal(whole.kept, torch.cat([kept, torch.ones(2, 3, dtype=torch.bool)]))
+    assert joined(parts[::-1]).figures.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("method", [compress.GPTQ, compress.AWQ])
