@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
@@ -71,7 +71,7 @@ def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
     arguments = {}
     for key, value in options.items():
         one_of(f"option of {name}", key, known)
-        arguments[key] = _typed(name, key, value, known[key].default)
+        arguments[key] = _typed(name, key, value, known[key])
     try:
         return kind(**arguments)
     except TypeError as error:
@@ -96,19 +96,32 @@ def _third_party(path: str) -> "type[Pass]":
     return kind
 
 
-def _typed(name: str, key: str, value: Any, default: Any) -> Any:
-    """`value` in the type of the option's default; words like "0.5" and "true" are read."""
+def _typed(name: str, key: str, value: Any, option: "Field[Any]") -> Any:
+    """`value` in the type of the option's default; words like "0.5" and "true" are read. An option that is
+    None by default takes that, or the word none, too."""
+    default = option.default
     if default is MISSING or isinstance(default, tuple):
         return tuple(value) if isinstance(value, list) else value
-    wanted, given = type(default), value
+    if default is None and value in (None, "none"):
+        return None
+    wanted, given = type(default) if default is not None else _other_than_none(option), value
+    if wanted is None:
+        return value
     if isinstance(value, str) and wanted is not str:
         value = _read_word(value, wanted)
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not wanted or (isinstance(value, float) and not math.isfinite(value)):
         kind = TYPE_NAMES.get(wanted, wanted.__name__)
-        raise InputError(f"option {key} of {name} is {given!r}; it must be {kind}, like {default!r}")
+        like = "or none" if default is None else f"like {default!r}"
+        raise InputError(f"option {key} of {name} is {given!r}; it must be {kind}, {like}")
     return value
+
+
+def _other_than_none(option: "Field[Any]") -> type | None:
+    """The one type that an option has where it is not None; None where its annotation does not say one."""
+    kinds = [kind for kind in get_args(option.type) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) else None
 
 
 def _read_word(word: str, wanted: type) -> Any:

@@ -130,19 +130,22 @@ WRONG = {
     float: ["much", "nan", "inf", True, None, [1.0]],
     bool: ["maybe", 1, None],
     str: [4, True, None, ["w4a16"]],
+    type(None): ["many", "nan", True, [1]],  # a number, or none
 }
 
 
 @every(("name", "option", "default"), OPTIONS)
 def test_every_option_refuses_values_of_another_type(name: str, option: str, default: object) -> None:
+    like = "or none" if default is None else f"like {default!r}"
     for value in WRONG[type(default)]:
-        with pytest.raises(InputError, match=f"option {option} of {name} is .*; it must be .*, like {default!r}"):
+        with pytest.raises(InputError, match=f"option {option} of {name} is .*; it must be .*, {like}"):
             make_pass(name, {option: value})
 
 
 @every(("name", "option", "default"), OPTIONS)
 def test_every_option_is_read_from_a_word_as_from_yaml(name: str, option: str, default: object) -> None:
-    assert make_pass(name, {option: str(default)}) == make_pass(name, {option: default}) == pass_class(name)()
+    word = "none" if default is None else str(default)
+    assert make_pass(name, {option: word}) == make_pass(name, {option: default}) == pass_class(name)()
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ class Option:
     @property
     def shown(self) -> str:
         """The default as a recipe or the command line would give it."""
-        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+        lowered = self.default is None or isinstance(self.default, bool)
+        return str(self.default).lower() if lowered else str(self.default)
 
 
 @dataclass(frozen=True)

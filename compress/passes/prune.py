@@ -73,8 +73,8 @@ class Prune(Pass):
     pattern: str = ""
     """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
 
-    sparsity: float = 0.0
-    """above 0, below 1: share of weights that become zero; 0: what `pattern` says, or half."""
+    sparsity: float | None = None
+    """above 0, below 1: share of weights that become zero; none: what `pattern` says, or half."""
 
     permute: int = 0
     """0 or more: rounds in which input channels change groups of N:M, to keep more of their scores, wherever the rows
@@ -96,9 +96,9 @@ class Prune(Pass):
             raise InputError(f"store {self.store!r}; allowed: {TWO_OF_FOUR}, or nothing")
         if self.store and self.pattern != TWO_OF_FOUR:
             raise InputError(f"store {self.store} is of layers that are pruned so; give pattern {TWO_OF_FOUR} with it")
-        if not 0 <= self.sparsity < 1:
+        if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise InputError(
-                f"sparsity {self.sparsity}; allowed: above 0, below 1; 0 is what the pattern says, or half"
+                f"sparsity {self.sparsity}; allowed: above 0, below 1 (0.5 makes half of the weights zero)"
             )
         if self.per not in self.rankings:
             raise InputError(f"per {self.per!r}; allowed: {', '.join(self.rankings)}")
@@ -107,7 +107,7 @@ class Prune(Pass):
             raise InputError("sparsities name a layer twice; give each once")
         said = HALF if self.of_each is None else self.of_each.sparsity
         if self.of_each is not None:
-            if self.sparsity not in (0, said):
+            if self.sparsity not in (None, said):
                 raise InputError(
                     f"pattern {self.pattern} makes {said:.4g} of weights zero, not sparsity {self.sparsity}; give one"
                 )
@@ -119,7 +119,13 @@ class Prune(Pass):
             raise InputError(f"permute {self.permute}; allowed: 0 or more rounds")
         if self.permute and self.of_each is None:
             raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
-        object.__setattr__(self, "sparsity", self.sparsity or said)
+        object.__setattr__(self, "sparsity", said if self.sparsity is None else self.sparsity)
+
+    @property
+    def zeros(self) -> float:
+        """The share of weights that become zero."""
+        assert self.sparsity is not None  # settled when the pass is made
+        return self.sparsity
 
     @property
     def of_each(self) -> Pattern | None:
@@ -164,7 +170,7 @@ class Prune(Pass):
 
     def choice(self, layer: str) -> Choice:
         """What is to stay of a layer."""
-        share = dict(self.sparsities).get(layer, self.sparsity)
+        share = dict(self.sparsities).get(layer, self.zeros)
         return Choice(self.of_each, share, together=self.per != "row")
 
     def by_score(self, site: Site, name: str, score_NK: Tensor) -> Survivors:

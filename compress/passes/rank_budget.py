@@ -36,8 +36,9 @@ class RankBudget(Pass):
     or_whole: ClassVar[bool] = False
     by_rows: ClassVar[bool] = False
 
-    rank: int = 0
-    """0 or more: rank of every layer, or with `allocate` what all of them have to share."""
+    rank: int | None = None
+    """1 or more: rank of every layer, or with `allocate` what all of them have to share; none: what `share`
+    says."""
 
     allocate: Allocation = "uniform"
     """Who gets how much: all layers the same part, or each rank goes where it takes most for its size off the loss that
@@ -54,8 +55,8 @@ class RankBudget(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 0:
-            raise InputError(f"rank {self.rank}; allowed: 0 or more")
+        if self.rank is not None and self.rank < self.least:
+            raise InputError(f"rank {self.rank}; allowed: {self.least} or more")
         if self.allocate not in get_args(Allocation):
             raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Allocation))}")
         check_bits("factor_bits", self.factor_bits)
@@ -68,7 +69,7 @@ class RankBudget(Pass):
 
     def uniform_rank(self, shape: tuple[int, int]) -> int:
         """The rank of a layer that has the same part as the others."""
-        return self.rank
+        return self.rank or 0
 
     def budget(self, shapes: Mapping[str, tuple[int, int]]) -> float:
         """What all of these layers' factors may take, in bits."""
@@ -88,7 +89,7 @@ class RankBudget(Pass):
         if strange := next((name for name, _ in self.ranks if name not in shapes), None):
             raise InputError(f"ranks of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}")
         for name, shape in shapes.items():
-            given = dict(self.ranks).get(name, self.rank)
+            given = dict(self.ranks).get(name, self.rank or 0)
             if given > min(shape):
                 raise InputError(
                     f"rank {given} of {name}, which is {shape[0]} x {shape[1]}; allowed: up to {min(shape)}, or leave "

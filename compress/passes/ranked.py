@@ -65,7 +65,7 @@ class Ranked(Prune):
     def ranked_as_one(self, layers: Mapping[str, ScoreHistogram]) -> Settled:
         """The pass that makes the lowest scores of all layers zero, layer by layer."""
         sizes = {name: layer.size for name, layer in layers.items()}
-        pruned = pruned_before(sum(sizes.values()), self.sparsity)
+        pruned = pruned_before(sum(sizes.values()), self.zeros)
         if not pruned:
             return Settled(self.with_shares(dict.fromkeys(sizes, 0.0)))
         counts, boundary = lowest(layers, pruned)

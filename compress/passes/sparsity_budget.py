@@ -72,10 +72,10 @@ class SparsityBudget(Prune):
         if self.sparsities or self.per not in get_args(Per):
             other = "sparsities" if self.sparsities else f"per={self.per}"
             raise InputError(f"{other} and allocate={self.allocate} both say how many zeros a layer has; give one")
-        if self.allocate == "owl" and not 0 < self.deviation <= widest(self.sparsity):
+        if self.allocate == "owl" and not 0 < self.deviation <= widest(self.zeros):
             raise InputError(
-                f"deviation {self.deviation} around sparsity {self.sparsity}; allowed: above 0, at most "
-                f"{widest(self.sparsity):.4g}, which keeps every share between 0 and 1"
+                f"deviation {self.deviation} around sparsity {self.zeros}; allowed: above 0, at most "
+                f"{widest(self.zeros):.4g}, which keeps every share between 0 and 1"
             )
 
     def trial(self, site: Site, statistics: HessianResult) -> Callable[[str, float], Tensor]:
@@ -108,7 +108,7 @@ class SparsityBudget(Prune):
         for name, finding in found.items():
             blocks.setdefault(finding.block if several else name, {})[name] = added(finding.parts)
         of_block = {block: added(list(layers.values())) for block, layers in blocks.items()}
-        shares = by_outliers(of_block, self.sparsity, self.outlier, self.deviation)
+        shares = by_outliers(of_block, self.zeros, self.outlier, self.deviation)
         own = {name: shares[block] for block, layers in blocks.items() for name in layers}
         alone = ("the model runs as one block: owl takes every layer for one",) if not several else ()
         return self._settled(own, found, alone)
@@ -120,13 +120,13 @@ class SparsityBudget(Prune):
             energy = sum(part.energy for part in finding.parts) or 1.0
             curves[name] = sum(part.losses for part in finding.parts) / energy
             sizes[name] = math.prod(finding.shape)
-        return self._settled(by_losses(curves, sizes, self.sparsity), found)
+        return self._settled(by_losses(curves, sizes, self.zeros), found)
 
     def _settled(
         self, shares: Mapping[str, float], found: Mapping[str, Finding], notes: tuple[str, ...] = ()
     ) -> Settled:
         if self.per == "row":
-            shares = by_rows(shares, {name: finding.shape for name, finding in found.items()}, self.sparsity)
+            shares = by_rows(shares, {name: finding.shape for name, finding in found.items()}, self.zeros)
         alike = {"allocate": "uniform", "outlier": OUTLIER, "deviation": DEVIATION}
         made = replace(self, **alike, sparsities=tuple(shares.items()))  # type: ignore[arg-type]
         return Settled(made, notes=(*notes, *told(self.name, shares)))

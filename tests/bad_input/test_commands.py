@@ -305,8 +305,9 @@ OPTIONS: dict[str, Case] = {
     ),
     "rank below 0": (
         lambda d: low_rank(d, "rank=-1"),
-        ("rank -1", "0 or more"),
+        ("rank -1", "1 or more"),
     ),
+    "rank 0 for what is left out": (lambda d: low_rank(d, "rank=0"), ("rank 0; allowed: 1 or more",)),
     "share that leaves no rank": (
         lambda d: low_rank(d, "share=0.01"),
         ("share 0.01 leaves no rank for model.layers.0", "64 x 64", "from 0.0312 up"),
@@ -412,7 +413,19 @@ MASKS: dict[str, Case] = {
         lambda d: prune(d, "magnitude", "--sparsity", 1),
         ("sparsity 1.0", "above 0, below 1"),
     ),
-    "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", -0.5), ("sparsity -0.5", "above 0, below 1")),
+    "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", 0), ("sparsity 0.0", "above 0, below 1")),
+    "less than nothing pruned": (
+        lambda d: prune(d, "magnitude", "--sparsity", -0.5),
+        ("sparsity -0.5", "above 0, below 1"),
+    ),
+    "nothing pruned by a recipe": (
+        lambda d: d.recipe("passes: [wanda: {sparsity: 0}]", "--calibration", d.tokens),
+        ("step 1: sparsity 0.0", "above 0, below 1"),
+    ),
+    "sparsity that is no number": (
+        lambda d: d.recipe("passes: [magnitude: {sparsity: half}]"),
+        ("option sparsity of magnitude is 'half'; it must be a finite number, or none",),
+    ),
     "structure of what there is not": (
         lambda d: command("prune", d.model, "--structure", "head:0.5", "--output", d.output),
         ("structure 'head:0.5'", "heads, channels, hidden, layers", "heads:0.25,channels:0.25,hidden:0.25,layers:1"),
