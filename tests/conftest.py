@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # Read when these libraries are imported: no test asks a server for anything, and none waits for one.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 
 import pytest
 import torch
-from commands import VOCABULARY, Desk, make_llama, save
+from commands import VOCABULARY, Desk, in_this_process, make_llama, save
 from places import SHARED
 
 import compress
@@ -41,6 +42,15 @@ def _own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr("compress.evaluation.kept.cache_directory", lambda: folder)
         sensitivities = "compress.checkpoint.kept_sensitivity.cache_directory"
         patch.setattr(sensitivities, lambda: Path(os.environ.get("COMPRESS_CACHE_DIR", folder)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _verified_in_this_process() -> Iterator[None]:
+    """Outputs are verified as always, but by this process: a fresh one takes seconds to import all again. The command
+    in a process of its own (`cli/test_cli.py`) starts one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compress.verification.subprocess", SimpleNamespace(run=in_this_process))
         yield
 
 

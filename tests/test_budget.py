@@ -150,7 +150,7 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
     found = command("allocate", model, *words, *data, *fast, "--json", tmp_path / "found.json")
     assert found.code == 0, found.err
     assert "predicted KL" in found.out
-    made = command("quantize", model, "--recipe", recipe, *data, "--output", tmp_path / "out", "--no-verify")
+    made = command("quantize", model, "--recipe", recipe, *data, "--output", tmp_path / "out")
     assert made.code == 0, made.err
     assert compress.evaluate(tmp_path / "out").bits_per_weight <= 4
     how = {"samples": 2, "text": "demo"}
@@ -169,7 +169,7 @@ def test_a_command_finds_a_recipe_and_another_runs_it(tmp_path, monkeypatch):
     )
     other = compress.evaluate(tmp_path / "out", reference=tmp_path / "out", **how)
     assert (other.sensitivity, "compress allocate" in other.missing["sensitivity"]) == (None, True)
-    within = ["--max-kl", "0.05", "--group-size", "32", "--output", tmp_path / "within", "--no-verify"]
+    within = ["--max-kl", "0.05", "--group-size", "32", "--output", tmp_path / "within"]
     kept = command("quantize", model, *within, *data, *fast, "--json", "-")
     assert kept.code == 0, kept.err
     assert kept.json()["achieved_kl"] <= 0.05

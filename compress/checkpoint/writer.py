@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -107,7 +108,11 @@ class Writer:
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
+        values = {name: d.sum.dequantize() for name, d in decided.items()}
+        dense = {name: written_dense(layers[name], values[name], opened) for name in decided if name not in stored}
+        values |= dense
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
+        plain |= _by_parameter(block, opened, {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
         owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
         mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
@@ -119,7 +124,7 @@ class Writer:
         if self.comm.rank == 0:
             mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
         for record in finished.records:
-            record.figures["sha256"] = checksum(decided[record.name].sum.dequantize())
+            record.figures["sha256"] = checksum(values[record.name])
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
@@ -244,6 +249,19 @@ def halved(layer: Layer, decision: Decision) -> Decision:
         raise CompressError(
             f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
         ) from None
+
+
+def written_dense(layer: Layer, values_NK: Tensor, opened: Opened) -> Tensor:
+    """[N, K] decided values in the dtype that the model stores, in which a checkpoint has a layer without a format: not
+    through the dtype that the model computes in."""
+    assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
+    return values_NK.to(opened.dtype_of(layer.parameter))
+
+
+def _by_parameter(block: str, opened: Opened, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Values of parameters of a block, given by the parameters' identities, under their full names."""
+    prefix = f"{block}." if block else ""
+    return {prefix + name: values[id(p)] for name, p in opened.block.named_parameters() if id(p) in values}
 
 
 def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:

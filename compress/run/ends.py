@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -29,8 +28,10 @@ def begin(
         latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
         layer.parameter.data.copy_(layer.stored(latent_NK))
 
+    wide = _exact(residency)
+    wide.stores = {}
     if any(table.name in places for table in plan.tables):
-        with _outside(model, plan, residency, keep=True):
+        with wide.open(model, plan.blocks - {model}, keep=True):
             for table in plan.tables:
                 closest(table)
     for stack in plan.stacks:
@@ -38,7 +39,7 @@ def begin(
             layers = [layer for layer in plan.layers[name] if layer.name in places]
             if not layers:
                 continue
-            with _exact(residency).open(block, keep=True):
+            with wide.open(block, keep=True):
                 for layer in layers:
                     closest(layer)
 
@@ -50,14 +51,9 @@ def left_of(
     passes = (Trained(decisions=_decisions(plan, residency, before)), *rest)
     if not plan.tables:
         return replace(plan, passes=passes)
-    with _outside(model, plan, residency, keep=False) as opened:
+    with _exact(residency).open(model, plan.blocks - {model}, keep=False) as opened:
         tables = {t.name: _decision(t, opened.inside(t.module), before.get(t.name)) for t in plan.tables}
     return replace(plan, passes=passes, embeddings=Trained(decisions=tables))
-
-
-def _outside(model: nn.Module, plan: Plan, residency: Residency, keep: bool) -> AbstractContextManager[Opened]:
-    """What lies in no block, opened."""
-    return _exact(residency).open(model, plan.blocks - {model}, keep)
 
 
 def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
@@ -74,7 +70,7 @@ def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision])
 
 
 def _exact(residency: Residency) -> Residency:
-    """The same place, as it is trained, whatever products are computed in."""
+    """The same place, with parameters as they are trained, whatever dtype products have."""
     exact = copy.copy(residency)
     exact.dtype = None
     return exact

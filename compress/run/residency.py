@@ -8,7 +8,7 @@
 one block and nothing else. Code under `open` cannot tell which.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -17,19 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from compress.errors import InputError
 from compress.model.layers import Stack
 from compress.model.opened import Opened
 from compress.train.shards import reshard
 
+Stores = MutableMapping[Tensor, torch.dtype]
+
 
 class Residency(Protocol):
-    """What `tests/contracts/test_residency.py` and `tests/run/test_sharded.py` hold both residencies to."""
+    """What `tests/contracts/test_residency.py` and `tests/run/test_sharded.py` hold both residencies to.
+
+    stores: the dtypes in which the model stores parameters that have been widened to be trained.
+    """
 
     device: torch.device
     dtype: torch.dtype | None
     keep: bool
+    stores: Stores
 
     def open(
         self, block: nn.Module, excluded: set[nn.Module] | None = None, keep: bool | None = None
@@ -93,9 +100,11 @@ class Local:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None, keep: bool = True) -> None:
         self.device, self.dtype, self.keep = device, dtype, keep
+        self.stores: Stores = WeakTensorKeyDictionary()  # parameters that are sharded meanwhile may go
 
     def widen(self, model: nn.Module) -> Callable[[], None]:
         """Move the model to the device, and leave it no parameters of fewer than 32 bits."""
+        self.stores.update((p, p.dtype) for p in model.parameters() if is_narrow(p))
         # By name: what is sharded meanwhile has other parameters, and these ones may go.
         before = {name: (p.device, p.dtype) for name, p in model.named_parameters()}
         buffers = [(module, name, buffer.device) for module, name, buffer in _buffers(model, set())]
@@ -123,7 +132,7 @@ class Local:
         named = _parameters(block, excluded or set())
         kept: dict[str, Tensor] = {}
         with _working_copies(named, _buffers(block, excluded or set()), self.device, self.dtype) as home:
-            opened = Opened(block, home)
+            opened = Opened(block, home, {name: self.stores[p] for name, p in named.items() if p in self.stores})
             yield opened
             if keep:
                 kept = {name: opened.value(name, p).to(home[name].device) for name, p in named.items()}
@@ -149,7 +158,8 @@ class Sharded:
         self.require()
         self.model, self.device, self.dtype = model, device, dtype
         named = dict(model.named_parameters())
-        self.stores = {id(named[name]): stored for name, stored in (stores or {}).items()}
+        self.stores: Stores = WeakTensorKeyDictionary()
+        self.stores.update((named[name], stored) for name, stored in (stores or {}).items())
 
     def widen(self, model: nn.Module) -> Callable[[], None]:
         """Nothing: it has been widened before it was sharded. Raises InputError otherwise."""
@@ -187,7 +197,7 @@ class Sharded:
                 )
             buffers = _buffers(block, excluded or set())
             with _without_fsdp_hooks(units), _working_copies(named, buffers, self.device, self.dtype) as home:
-                opened = Opened(block, home, {n: self.stores[id(p)] for n, p in shards.items() if id(p) in self.stores})
+                opened = Opened(block, home, {name: self.stores[p] for name, p in shards.items() if p in self.stores})
                 yield opened
                 if keep:
                     with torch.no_grad():

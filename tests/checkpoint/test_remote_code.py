@@ -5,13 +5,11 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from commands import command, configured, in_this_process
+from commands import command, configured
 
 import compress
-from compress import verification
 from compress.errors import InputError
 from compress.runtime.linear import QuantLinear
 
@@ -83,8 +81,7 @@ def test_code_of_a_model_is_not_run_and_the_refusal_names_the_flag(llama: Path, 
     assert not out.exists()
 
 
-def test_a_trusted_model_is_like_any_other(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+def test_a_trusted_model_is_like_any_other(llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="transformers reads packed weights with it")
     model, marker = with_code(llama, tmp_path, "configuration")
     configured(**KINDS["tokenizer"]["tokenizer_config.json"])(model / "tokenizer_config.json")

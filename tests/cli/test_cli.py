@@ -237,7 +237,7 @@ BETWEEN = 24_000
 
 def test_a_full_disk_keeps_the_finished_blocks_and_resume_ends_in_the_same_files(desk: Desk) -> None:
     recipe = desk.file("recipe.yaml", TWO_SIZES)
-    words = ["quantize", desk.model, "--recipe", recipe, "--calibration", desk.tokens, "--no-verify"]
+    words = ["quantize", desk.model, "--recipe", recipe, "--calibration", desk.tokens]
     words = [*map(str, words), "--output", str(desk.output)]
     with files_of_at_most(BETWEEN):
         done = command(*words)
@@ -367,7 +367,7 @@ def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
 
 
 def test_a_built_in_recipe_runs_by_its_name_and_with_another_group_size(desk: Desk) -> None:
-    words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens, "--no-verify"]
+    words = ["quantize", desk.model, "--recipe", "w4a16-mixed", "--calibration", desk.tokens]
     words += ["--samples", 2]
     named = command(*words, "--output", desk.here / "named")
     assert named.code == 0, named
@@ -398,7 +398,7 @@ def test_json_on_standard_output_is_all_there_is(desk: Desk, llama_w4: Path) -> 
     for arguments in (
         ["evaluate", llama_w4, "--reference", desk.model, "--text", desk.tokens, "--no-keep"],
         ["inspect", llama_w4],
-        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
+        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output],
     ):
         outcome = command(*arguments, "--json", "-")
         assert outcome.code == 0
@@ -440,7 +440,7 @@ def test_evaluate_says_what_its_figures_are_of(desk: Desk, llama_w4: Path) -> No
 
 def test_quiet_prints_nothing_on_success(desk: Desk, llama_w4: Path) -> None:
     for arguments in (
-        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output, "--no-verify"],
+        ["quantize", desk.model, "--method", "rtn", "--group-size", 32, "--output", desk.output],
         ["evaluate", llama_w4, "--text", desk.tokens, "--no-keep"],
         ["inspect", llama_w4],
     ):
@@ -452,7 +452,7 @@ def test_progress_is_plain_lines_on_standard_error(desk: Desk) -> None:
     lines = outcome.err.splitlines()
     assert lines[0] == "quantize: 0/2"
     assert re.fullmatch(r"quantize: 1/2 model\.layers\.0, \d+ s left", lines[1])
-    assert lines[2:] == ["quantize: 2/2 model.layers.1"]
+    assert lines[2:] == ["quantize: 2/2 model.layers.1", "note: verifying the output in a fresh process"]
     assert "\x1b" not in outcome.err + outcome.out
     assert "quantize: " not in outcome.out
 
@@ -462,7 +462,8 @@ def test_quantize_says_what_it_did(desk: Desk) -> None:
     assert "12 layers compressed" in outcome.out
     assert "1 embedding, 2 ignored by '*.down_proj', 1 output head" in outcome.out
     assert "against" in outcome.out  # the loss of plain rounding
-    assert "not verified: run `compress verify`" in outcome.out
+    assert "verified in a fresh process: 12 layers bit for bit" in outcome.out
+    assert "not verified: run `compress verify`" in desk.rtn(desk.model, "--no-verify", "--overwrite").out
 
 
 def test_fewer_samples_than_asked_for_are_said_before_the_work(desk: Desk) -> None:
@@ -625,7 +626,7 @@ def test_a_trained_model_loses_less_by_gptq_than_by_rounding(tmp_path: Path) -> 
     for method in ("rtn", "gptq"):
         words = ["--calibration", tokens / "babyllama-105.calib.pt", "--samples", 16, *FAST] if method == "gptq" else []
         output = tmp_path / method
-        words += ["--method", method, "--scheme", "w3a16", "--group-size", 32, "--output", output, "--no-verify"]
+        words += ["--method", method, "--scheme", "w3a16", "--group-size", 32, "--output", output]
         assert command("quantize", model, *words).code == 0
         words = ["--reference", model, "--text", tokens / "babyllama-105.eval.pt", "--samples", 8, "--json", "-"]
         kl[method] = command("evaluate", output, *words).json()["texts"][0]["figures"]["kl_mean"]["value"]

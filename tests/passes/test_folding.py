@@ -175,7 +175,7 @@ def test_awq_then_gptq(tmp_path):
         "passes:\n  - awq: {scheme: w4a16, group_size: 16, rounding: none}\n  - gptq: {scheme: w4a16, group_size: 16}\n"
     )
     source = save(build("llama"), tmp_path / "in")
-    words = ("--calibration", _token_file(tmp_path), "--output", tmp_path / "out", "--no-verify")
+    words = ("--calibration", _token_file(tmp_path), "--output", tmp_path / "out")
     outcome = command("quantize", source, "--recipe", recipe, *words)
     assert outcome.code == 0, outcome.err
     record = json.loads((tmp_path / "out" / "compress.json").read_text())
@@ -285,7 +285,7 @@ def test_every_calibrator_fixes_a_range(calibrator, kind):
 def test_methods_by_their_command(tmp_path):
     source = save(build("llama"), tmp_path / "in")
     ids = _token_file(tmp_path)
-    words = ["--calibration", ids, "--no-verify", "--quiet"]
+    words = ["--calibration", ids, "--quiet"]
     for arguments in (
         ["--method", "smoothquant", "--scheme", "w8a8"],
         ["--method", "awq", "--group-size", "16"],

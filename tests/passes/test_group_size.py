@@ -95,8 +95,8 @@ def test_the_command_line_needs_no_group_size_and_the_record_states_it(
     llama: Path, token_file: Path, tmp_path: Path, method: str
 ) -> None:
     words = ["quantize", llama, "--method", method, "--calibration", token_file]
-    asked = command(*words, "--group-size", 32, "--output", tmp_path / "asked", "--no-verify")
-    found = command(*words, "--output", tmp_path / "found", "--no-verify")
+    asked = command(*words, "--group-size", 32, "--output", tmp_path / "asked")
+    found = command(*words, "--output", tmp_path / "found")
     assert (asked.code, found.code) == (0, 0), found
     note = "groups of 32 instead of groups of 128: model.layers.0.self_attn.q_proj has 64 inputs"
     assert f"note: {note}" in found.err.split("quantize: 0/2")[0]  # before the work

@@ -255,7 +255,7 @@ def test_ranges_per_channel_stay_in_memory(tmp_path):
 def test_the_command_line_rounds_outputs(tmp_path, token_file):
     source = save(make_llama(), tmp_path / "in")
     words = ("--method", "rtn", "--scheme", "w8a8", "--set", "outputs=static", "--calibration", token_file, "--quiet")
-    done = command("quantize", source, *words, "--output", tmp_path / "out", "--no-verify")
+    done = command("quantize", source, *words, "--output", tmp_path / "out")
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()

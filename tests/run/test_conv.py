@@ -379,7 +379,7 @@ def test_convolutions_join_when_asked_and_are_written_dense(tmp_path):
 
 def test_the_command_line_takes_convolutions_along(tmp_path):
     vit().save_pretrained(tmp_path / "in")
-    words = ("--method", "rtn", "--group-size", -1, "--one-block", "--convolutions", "--no-verify", "--quiet")
+    words = ("--method", "rtn", "--group-size", -1, "--one-block", "--convolutions", "--quiet")
     done = command("quantize", tmp_path / "in", *words, "--output", tmp_path / "out")
     assert done.code == 0, done.err
     rows = command("inspect", tmp_path / "out", "--json", "-").json()["layers"]

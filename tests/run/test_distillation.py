@@ -13,7 +13,7 @@ import compress
 
 
 def distill(desk: Desk, model: object, *more: object, output: str = "out"):
-    words = ["--rows", 4, "--learning-rate", 1e-3, "--train", "held_out=0.25", "--no-verify", "--quiet"]
+    words = ["--rows", 4, "--learning-rate", 1e-3, "--train", "held_out=0.25", "--quiet"]
     return command("distill", model, "--output", desk.here / output, *words, *more)
 
 

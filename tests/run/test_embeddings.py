@@ -328,7 +328,7 @@ def test_a_recipe_holds_it():
 
 
 def test_the_command_line(llama, token_file, tmp_path):
-    words = ("quantize", llama, "--output", tmp_path / "out", "--no-verify", "--quiet")
+    words = ("quantize", llama, "--output", tmp_path / "out", "--quiet")
     done = command(*words, "--method", "rtn", "--group-size", 32, "--embeddings", "w8a16")
     assert (done.code, done.err) == (0, "")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -339,7 +339,7 @@ def test_the_command_line(llama, token_file, tmp_path):
     assert done.code == 0, done.err
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("passes:\n- rtn: {group_size: 32}\n- embeddings: {scheme: w8a16}\n")
-    done = command("quantize", llama, "--output", tmp_path / "recipe", "--recipe", recipe, "--no-verify", "--quiet")
+    done = command("quantize", llama, "--output", tmp_path / "recipe", "--recipe", recipe, "--quiet")
     assert done.code == 0, done.err
     one, other = stored(tmp_path / "out"), stored(tmp_path / "recipe")
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -113,7 +113,7 @@ def test_students_of_the_command(llama, tmp_path):
     ids = tmp_path / "ids.pt"
     torch.save(torch.randint(2048, (4, 16), generator=torch.Generator().manual_seed(3)), ids)
     teacher = save(make_llama(), tmp_path / "teacher")
-    words = ["--student-hidden", 32, "--steps", 1, "--rows", 4, "--train", "held_out=0", "--no-verify", "--quiet"]
+    words = ["--student-hidden", 32, "--steps", 1, "--rows", 4, "--train", "held_out=0", "--quiet"]
     for name, more in {
         "by-data": ["--calibration", ids, "--student-layers", 1],
         "by-weights": ["--training", ids],

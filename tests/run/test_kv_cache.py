@@ -337,7 +337,7 @@ def test_a_run_that_is_stopped_resumes_with_its_caches(tmp_path):
 
 def test_on_the_command_line(tmp_path):
     source = save(make_llama(), tmp_path / "in")
-    common = ("quantize", source, "--method", "rtn", "--group-size", 16, "--output", tmp_path / "out", "--no-verify")
+    common = ("quantize", source, "--method", "rtn", "--group-size", 16, "--output", tmp_path / "out")
     data = ("--calibration", "demo", "--samples", 4, "--length", 16)
     done = command(*common, "--kv-cache", "int8:head", *data)
     assert done.code == 0, done.err

@@ -2,15 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import PLAIN_GPTQ, StopAfterOne, command, in_this_process
+from commands import PLAIN_GPTQ, StopAfterOne, command
 from models import build, tokens
 
 import compress
-from compress import verification
 from compress.checkpoint.files import OWN_WHOLE
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
@@ -59,8 +57,7 @@ def test_what_is_written_is_what_was_decided_and_resumes_to_the_same_bits(
         assert max(worst.values()) <= 1, worst
 
 
-def test_what_was_written_is_verified_and_shown(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+def test_what_was_written_is_verified_and_shown(llama: Path, tmp_path: Path) -> None:
     options = {"rank": 3, "outliers": 0.02, "iterations": 1, **PLAIN_GPTQ}
     out, words = tmp_path / "out", [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     torch.save(IDS, tmp_path / "ids.pt")

@@ -151,12 +151,10 @@ class Desk:
         return path
 
     def rtn(self, model: object, *more: object) -> Outcome:
-        return command(
-            *("quantize", model, "--method", "rtn", "--group-size", 32, "--output", self.output, "--no-verify", *more)
-        )
+        return command(*("quantize", model, "--method", "rtn", "--group-size", 32, "--output", self.output, *more))
 
     def gptq(self, calibration: object, *more: object, model: object = None) -> Outcome:
-        words = ["--group-size", 32, "--calibration", calibration, "--output", self.output, "--no-verify"]
+        words = ["--group-size", 32, "--calibration", calibration, "--output", self.output]
         return command("quantize", model or self.model, *words, *more)
 
     def spqr(self, *more: object) -> Outcome:
@@ -167,7 +165,7 @@ class Desk:
 
     def recipe(self, text: str, *more: object) -> Outcome:
         path = self.file("recipe.yaml", textwrap.dedent(text))
-        return command("quantize", self.model, "--recipe", path, "--output", self.output, "--no-verify", *more)
+        return command("quantize", self.model, "--recipe", path, "--output", self.output, *more)
 
 
 def last_line(outcome: Outcome) -> str:

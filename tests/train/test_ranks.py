@@ -133,7 +133,7 @@ def test_a_loop_of_ones_own_is_the_same_sharded_before_it_is_prepared_or_after(f
 def test_compiled_blocks_on_two_ranks_learn_what_others_learn(tmp_path):
     """As a person runs it: `torchrun -m compress qat --fsdp --train compile=true`."""
     words = ["demo", "--scheme", "w4a16", "--group-size", "32", "--calibration", "demo", "--samples", "16"]
-    words += ["--training", "demo", "--steps", "3", "--rows", "4", "--fsdp", "--no-verify"]
+    words += ["--training", "demo", "--steps", "3", "--rows", "4", "--fsdp"]
     losses = []
     for compiled in ("true", "false"):
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compress", "qat"]

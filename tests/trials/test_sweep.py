@@ -3,15 +3,13 @@
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import VOCABULARY, command, fast_gptq, in_this_process, make_llama, save
+from commands import VOCABULARY, command, fast_gptq, make_llama, save
 
 import compress
 import compress.trials.trial as trial
-from compress import verification
 from compress.errors import InputError
 from compress.evaluation import kept
 from compress.evaluation.speed import side_by_side
@@ -24,8 +22,7 @@ TEXT = ["--text", "demo", "--text-samples", "4"]
 
 
 @pytest.fixture
-def desk(tmp_path, monkeypatch):
-    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+def desk(tmp_path):
     save(make_llama(), tmp_path / "model")
     for name, line in {
         "w8": "rtn: {scheme: w8a16, group_size: 32}",
