@@ -129,10 +129,12 @@ def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales:
 
 @contextmanager
 def requiring(parameters: Iterable[nn.Parameter], wanted: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """Within: those of the parameters that are wanted have gradients. Afterwards they are as before, with none."""
+    """Within: the wanted parameters require gradients, and begin without any. Afterwards each requires what it did,
+    with no gradient (`run.restore` puts a caller's back where the work failed)."""
     before = [(p, p.requires_grad) for p in parameters]
     try:
         for p, _ in before:
+            p.grad = None  # a caller's would be added to that of the first step
             p.requires_grad_(wanted(p))
         yield
     finally:

@@ -50,8 +50,10 @@ def failing(method, after: int, error: BaseException):
 
 
 def small():
-    """A Llama in a mixed training mode, with a buffer that its forward changes in place."""
+    """A Llama in a mixed training mode, with gradients of its owner's, and a buffer that its forward changes in place."""
     model = build("llama").train()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
     model.model.layers[1].eval()
     model.register_buffer("seen", torch.zeros(()), persistent=False)
     model.model.layers[0].register_forward_pre_hook(lambda *_: model.seen.add_(1) and None)
@@ -61,6 +63,7 @@ def small():
 def state(model):
     """All that a run may change, by place."""
     found = {f"parameter {n}": (p.detach().clone(), p.data_ptr()) for n, p in model.named_parameters()}
+    found |= {f"gradient {n}": (p.grad.clone(), id(p.grad)) for n, p in model.named_parameters() if p.grad is not None}
     found |= {f"buffer {n}": (b.clone(), id(b)) for n, b in model.named_buffers()}
     for name, module in model.named_modules():
         hooks = {key: list(getattr(module, key).items()) for key in HOOKS}
@@ -103,6 +106,29 @@ def test_whatever_is_raised_the_model_is_as_it_was(passes, tmp_path, monkeypatch
                 )
         assert_same(before, state(model))
         compress.quantize(model, compress.RTN(group_size=16))  # nothing of the failed run is in the way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_training_that_fails_leaves_the_gradients_of_its_caller(dtype):
+    train = compress.Train(steps=3, rows=2, learning_rate=1e-3, held_out=0.0)
+    reconstruct = compress.Reconstruct(steps=1, rows=2)
+    for p, done in ((train, 3), (reconstruct, 2)):  # more than the blocks before training; both blocks, trained
+        model = small().to(dtype)
+        before = state(model)
+        with pytest.raises(KeyboardInterrupt):
+            reporter = FailsAt(done, KeyboardInterrupt())
+            compress.quantize(model, [compress.RTN(group_size=16), p], calibration=tokens(), reporter=reporter)
+        assert_same(before, state(model))
+
+
+def test_gradients_of_the_caller_have_no_part_in_a_training():
+    passes = [compress.RTN(scheme="w2a16", group_size=16), compress.Train(steps=1, learning_rate=1e-3, rows=2)]
+    models = [build("llama"), build("llama")]
+    for p in models[0].parameters():
+        p.grad = torch.full_like(p, 1e3)
+    for model in models:
+        compress.quantize(model, passes, calibration=tokens())
+    assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in models), strict=True))
 
 
 def test_without_restoring_the_exception_says_which_blocks_are_changed(monkeypatch):
