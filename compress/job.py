@@ -32,7 +32,7 @@ from compress.run.pipeline import decide, run
 from compress.run.plan import Plan, plan
 from compress.run.remarks import nothing_done
 from compress.run.residency import Residency
-from compress.run.restore import hooks_and_buffers, naming, undone, values
+from compress.run.restore import gradients, hooks_and_buffers, naming, undone, values
 from compress.run.restructure import Restructured
 from compress.run.rewrite import FoldFinder
 from compress.run.state import Run, Steps
@@ -118,7 +118,7 @@ class Job:
         if not self.request.work.restore:
             return naming(self.record.changed)
         before = [] if self.restructured is None else [self.restructured.undo]
-        return undone(values(self.model), hooks_and_buffers(self.model), *before)
+        return undone(values(self.model), hooks_and_buffers(self.model), *before, gradients(self.model))
 
     def walk(self, how: Callable[[Run], T]) -> T:
         """Through all blocks of the plan; through the model as one block, where they do not hand the hidden state

@@ -48,6 +48,7 @@ from compress.run.storable import cache_entry_of, check_storable
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
 from compress.teachers import Teachers
+from compress.train.loss_options import ORIGINAL
 from compress.train.offline import TopKRows
 from compress.train.rows import LABELS, Rows, rows_of
 from compress.verification import probe_of
@@ -79,13 +80,13 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     device = find_device(request.work.device) if source is not None or request.work.device is not None else None
     config = read_config(source) if source is not None else getattr(request.model, "config", None)
     tokens, batches = _calibration(request, config, source)
-    trains = any(p.stage(Learn) for p in request.passes)
-    if trains and structural and source is None:
+    learning = [stage.options for p in request.passes if (stage := p.stage(Learn)) is not None]
+    if structural and source is None and any(options.teacher == ORIGINAL for options in learning):
         raise InputError(
             "train learns from the original, which a model in memory is no longer once structure has cut it; give the "
-            "model by name"
+            "model by name, or train with teacher=none, or the directory of another model"
         )
-    rows = training_rows(request, config, source) if trains else None
+    rows = training_rows(request, config, source) if learning else None
     cached = {} if rows is None else _cached(request, rows)
     if len(batches) < comm.world and any(p.calibrated for p in request.passes):
         raise InputError(

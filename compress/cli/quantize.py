@@ -19,6 +19,18 @@ EFFORTS = ("fast", "default", "best")
 FAST = {"clip": False, "refit": 0, "sweeps": 0}
 OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
 
+kv_cache_option = click.option(
+    "--kv-cache",
+    metavar="TYPE[:PER]",
+    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: minmax, "
+    "or what a recipe says).",
+)
+embeddings_option = click.option(
+    "--embeddings",
+    metavar="SCHEME",
+    help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
+)
+
 
 @click.command(short_help="Quantize a model and write a checkpoint.")
 @click.argument("model")
@@ -50,18 +62,9 @@ OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrato
 @click.option(
     "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
 )
-@click.option(
-    "--kv-cache",
-    metavar="TYPE[:PER]",
-    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: minmax, "
-    "or what a recipe says).",
-)
+@kv_cache_option
 @setting_option
-@click.option(
-    "--embeddings",
-    metavar="SCHEME",
-    help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
-)
+@embeddings_option
 @budget_options
 @run_options
 @exits_cleanly

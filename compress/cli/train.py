@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.exits import exits_cleanly
-from compress.cli.quantize import OF_A_METHOD, chosen_options, passes_of
+from compress.cli.quantize import (
+    OF_A_METHOD,
+    added_passes,
+    chosen_options,
+    embeddings_option,
+    kv_cache_option,
+    passes_of,
+)
 from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
 from compress.errors import InputError
 
@@ -55,6 +62,8 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
 @click.option("--activations", help="Of rounded inputs: dynamic or static.  [default: dynamic]")
 @click.option("--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.")
 @click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
+@kv_cache_option
+@embeddings_option
 @training_options
 @setting_option
 @run_options
@@ -63,6 +72,8 @@ def qat(
     model: str,
     method: str,
     teacher: str | None,
+    kv_cache: str | None,
+    embeddings: str | None,
     training_settings: tuple[str, ...],
     settings: tuple[str, ...],
     fsdp: bool,
@@ -82,7 +93,8 @@ def qat(
         options["task"] = 1.0 if options["task"] is None else options["task"]
     training = training_pass(options, training_settings, **taught)
     passes, notes = passes_of(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
-    run("train", model, (*passes, training), f"method {method!r}", notes, fsdp=fsdp, **options)
+    passes = (*passes, training, *added_passes(embeddings, kv_cache))
+    run("train", model, passes, f"method {method!r}", notes, fsdp=fsdp, **options)
 
 
 @click.command(short_help="Train a smaller model, or any other, to do what a teacher does.")

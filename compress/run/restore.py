@@ -52,10 +52,9 @@ def hooks_and_buffers(module: nn.Module) -> Undo:
 
 
 def values(model: nn.Module) -> Undo:
-    """Puts back the values of parameters and buffers, and the gradients that parameters had. Keeps the present tensors
-    of parameters alive; copies what may be overwritten: buffers, by some forwards, and this rank's shards."""
+    """Puts back the values of parameters and buffers. Keeps the present tensors of parameters alive; copies what may be
+    overwritten: buffers, by some forwards, and this rank's shards."""
     whole = [(p, p.data) for p in model.parameters() if not isinstance(p, DTensor)]
-    gradients = [(p, p.grad) for p in model.parameters()]
     overwritten = [p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor)]
     overwritten += [b.detach() for b in model.buffers() if b.layout is torch.strided]
     copies = [(tensor, tensor.clone()) for tensor in overwritten]
@@ -67,8 +66,17 @@ def values(model: nn.Module) -> Undo:
         for tensor, copy in copies:
             if not torch.equal(tensor, copy):  # what is as it was may be an expanded view, which takes no copy
                 tensor.copy_(copy)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient  # once the parameter is of its dtype and shape again
+
+    return undo
+
+
+def gradients(model: nn.Module) -> Undo:
+    """Puts back the gradients that parameters have; after everything else, once parameters have their shapes again."""
+    before = [(p, p.grad) for p in model.parameters()]
+
+    def undo() -> None:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
     return undo
 

@@ -89,6 +89,19 @@ def test_a_model_of_16_bits_is_trained_in_32_and_stays_one_of_16(folder, tmp_pat
     assert torch.equal(logits(loaded), logits(result.model))
 
 
+def test_the_command_trains_embeddings_and_caches_too(folder, tmp_path):
+    torch.save(tokens(12), tmp_path / "ids.pt")
+    words = ["--method", "rtn", "--scheme", "w2a16", "--group-size", 16, "--calibration", tmp_path / "ids.pt"]
+    few = ["--steps", 2, "--rows", 4, "--learning-rate", 1e-3, "--embeddings", "w4a16", "--kv-cache", "int8:head"]
+    done = command("qat", folder / "model", *words, *few, "--output", tmp_path / "out", "--json", "-")
+    assert done.code == 0, done.err
+    found = {layer["name"]: layer["method"] for layer in done.json()["layers"]}
+    assert found["model.embed_tokens"] == found["model.layers.0.mlp.up_proj"] == "train"
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert written["kv_cache_scheme"]["num_bits"] == 8
+    assert "model.embed_tokens" in json.dumps(written["config_groups"])
+
+
 class StopAfter(Silent):
     """Interrupts a run after a step of training, or after a block that is finished later."""
 
