@@ -50,7 +50,7 @@ def failing(method, after: int, error: BaseException):
 
 
 def small():
-    """A Llama in a mixed training mode, with gradients of its owner's, and a buffer that its forward changes in place."""
+    """A Llama in a mixed training mode, with gradients of its own, and a buffer that its forward changes in place."""
     model = build("llama").train()
     for p in model.parameters():
         p.grad = torch.full_like(p, 0.5)
