@@ -108,9 +108,7 @@ class Writer:
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
-        values = {name: d.sum.dequantize() for name, d in decided.items()}
-        dense = {name: written_dense(layers[name], values[name], opened) for name in decided if name not in stored}
-        values |= dense
+        dense = {n: written_dense(layers[n], d.sum.dequantize(), opened) for n, d in decided.items() if n not in stored}
         plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
         plain |= _by_parameter(block, opened, {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()})
         costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
@@ -124,7 +122,8 @@ class Writer:
         if self.comm.rank == 0:
             mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
         for record in finished.records:
-            record.figures["sha256"] = checksum(values[record.name])
+            name = record.name
+            record.figures["sha256"] = checksum(dense[name] if name in dense else decided[name].sum.dequantize())
         files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
         if finished.edits:
             file = f"edits-{len(self.blocks):05d}.safetensors"
