@@ -19,7 +19,7 @@ from compress.cli.prune import prune
 from compress.cli.quantize import quantize
 from compress.cli.report import report
 from compress.cli.sweep import sweep
-from compress.cli.terminal import visible
+from compress.cli.terminal import spell_what_streams_lack, visible
 from compress.cli.train import distill, qat
 
 
@@ -90,4 +90,5 @@ for command in (
 
 def main() -> None:
     """Entry point of `compress` and `python -m compress`."""
+    spell_what_streams_lack()
     cli()
