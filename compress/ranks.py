@@ -78,7 +78,7 @@ def _runs(pid: int) -> bool:
     """Whether a process is there."""
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in GONE
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in GONE
     except ProcessLookupError:
         return False
     except OSError:  # another user's, or a system without /proc

@@ -283,7 +283,7 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
         words += [word for module in modules for word in ("--plugin", module)]
         known = [*dict.fromkeys(map(folder_of, modules)), environment.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, known))
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise CompressError(

@@ -34,7 +34,7 @@ def peak_bytes(model: str, device: torch.device, trust_remote_code: bool = False
     words = [sys.executable, "-P", "-m", "compress.evaluation.peak", model, str(device)]
     words += [TRUSTED] if trust_remote_code else []
     environment = {**os.environ, "PYTHONPATH": known}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise CompressError(f"the memory of {model} cannot be measured: {lines[-1] if lines else 'no message'}")
@@ -47,7 +47,7 @@ def _most(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if STATUS.exists():  # of this program alone: getrusage also counts what its parent held when it was started
-        lines = STATUS.read_text().splitlines()
+        lines = STATUS.read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -56,7 +56,7 @@ def write_model(folder: Path, layers: int, hidden: int, intermediate: int) -> in
 def children(pid: int) -> list[int]:
     """Processes that a process started."""
     try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
     except OSError:
         return []
 

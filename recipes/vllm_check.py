@@ -245,7 +245,7 @@ def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor,
 def flags() -> list[str]:
     """The vector instructions of this CPU, where the system tells."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
     return sorted(name for name in names if name.startswith(("sse4", "f16c", "fma", "avx", "amx")))
 

@@ -35,7 +35,7 @@ def read_bytes(model: nn.Module) -> int:
 def anonymous_bytes(process: int | None = None) -> int | None:
     """Anonymous memory of a process, or of this one; None where the system does not say, or of one that is gone."""
     try:
-        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text().splitlines()
+        lines = Path(f"/proc/{'self' if process is None else process}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)

@@ -51,7 +51,7 @@ def origin(device: torch.device) -> dict[str, Any]:
 def cpu_name() -> str:
     """The model of this machine's processor."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
@@ -66,7 +66,7 @@ def _git(*arguments: str) -> str | None:
     """What git says about the checkout that holds this file."""
     words = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

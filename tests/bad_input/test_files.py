@@ -104,12 +104,12 @@ def test_only_regular_files_are_opened(
 
 def changed(path: Path, *keys: str | int, to: Any) -> None:
     """One value of a JSON file, replaced."""
-    whole = json.loads(path.read_text())
+    whole = json.loads(path.read_text(encoding="utf-8"))
     place = whole
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = to
-    path.write_text(json.dumps(whole))
+    path.write_text(json.dumps(whole), encoding="utf-8")
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layers"])

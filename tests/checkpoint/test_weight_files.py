@@ -51,7 +51,7 @@ def test_a_loaded_model_keeps_no_file_open(llama_w4: Path) -> None:
 def test_nothing_else_opens_weight_files_but_what_reads_unfinished_runs() -> None:
     root = Path(compress.__file__).parent
     sources = [path for folder in (root, root / "evaluation") for path in folder.rglob("*.py")]  # a link, not followed
-    opening = {path.relative_to(root).as_posix() for path in sources if "safe_open" in path.read_text()}
+    opening = {path.relative_to(root).as_posix() for path in sources if "safe_open" in path.read_text(encoding="utf-8")}
     assert opening == {
         "checkpoint/weight_files.py",
         "checkpoint/writer.py",

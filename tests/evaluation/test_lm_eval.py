@@ -55,7 +55,7 @@ def lm_eval() -> None:
     with warnings.catch_warnings():  # of what lm-eval imports
         warnings.simplefilter("ignore")
         pytest.importorskip("lm_eval", reason="needs the eval extra (lm-eval), which is not installed")
-        import lm_eval.models.huggingface
+        import lm_eval.models.huggingface  # noqa: F401
         import lm_eval.tasks  # noqa: F401
 
 

@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def written(path: Path) -> dict:
     assert not path.with_name(path.name + ".partial").exists()
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def tiny(scheme: str = "w4a16", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -123,7 +123,7 @@ def check_facts(found: dict) -> None:
 def needs_no_network(directory: Path) -> None:
     """The page beside the report is whole."""
     assert {path.name for path in directory.iterdir()} == {"speed.json", "speed.html"}
-    page = (directory / "speed.html").read_text()
+    page = (directory / "speed.html").read_text(encoding="utf-8")
     assert "<script src" not in page
     assert "Plotly.newPlot" in page
 

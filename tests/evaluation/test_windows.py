@@ -58,7 +58,9 @@ def hugging_face(model: torch.nn.Module, ids: torch.Tensor, length: int, stride:
 
 def test_strided_perplexity_is_hugging_faces(llama: Path, text_file: Path) -> None:
     model = compress.load(llama, torch.float32)
-    ids = load_tokenizer(find_source(str(llama)))(text_file.read_text(), return_tensors="pt")["input_ids"][0][:1000]
+    ids = load_tokenizer(find_source(str(llama)))(text_file.read_text(encoding="utf-8"), return_tensors="pt")[
+        "input_ids"
+    ][0][:1000]
     (text_file.parent / "part.txt").write_text(
         load_tokenizer(find_source(str(llama))).decode(ids[:1000], skip_special_tokens=False)
     )
@@ -122,7 +124,7 @@ def test_special_tokens_and_a_beginning_of_text(llama: Path, copy_of, tmp_path: 
     found = compress.evaluate(llama, text=str(tmp_path / "text.txt"), length=16, stride=8)
     assert found.tokens == len(bare) - 1
     with_bos = copy_of(llama)
-    description = json.loads((with_bos / "tokenizer.json").read_text())
+    description = json.loads((with_bos / "tokenizer.json").read_text(encoding="utf-8"))
     first = tokenizer.convert_tokens_to_ids(special)
     description["post_processor"] = {
         "type": "TemplateProcessing",
