@@ -5,6 +5,7 @@ Keys that nobody here reads are let through. What one says about the other is fo
 
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,8 +14,10 @@ from compress.schema import fits
 from compress.weights import own_words
 
 METHOD = "compressed-tensors"
-# Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, encoder_layers, depths ...
-COUNTS = re.compile(r"(^|_)(layers?|depths?)$")
+# Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, depths, num_experts ...
+COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
+LABELS = "num_labels"  # transformers makes a name for each
+Header = tuple[tuple[int, ...], str]  # of a tensor: its shape, and safetensors' name of its dtype
 FEW = 1000  # modules that are made in seconds, whatever the files hold
 
 
@@ -81,18 +84,26 @@ def check_config(config: Any, path: Path) -> None:
         fits(config, kinds[method], path)
 
 
-def check_counts(config: Mapping[str, Any], tensors: int, path: Path) -> None:
-    """Raises CheckpointError for a configuration that asks for more layers than the files can fill, before they are
-    made: a million of them takes hours. A few too many are for the loader, which names the tensor that is missing."""
+def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:
+    """Raises CheckpointError for a configuration that asks for more layers, experts or labels than the files can fill,
+    before they are made: a million of them takes hours. A few too many are for the loader, which names the tensor that
+    is missing."""
+    values = sum(prod(shape) for shape, _ in headers.values())
     for key, count in _counts(config):
-        if count > max(FEW, tensors):
-            raise CheckpointError(f"{path} asks for {count} layers ({key}) and the weight files hold {tensors} tensors")
+        what = key.rpartition(".")[2]
+        if what == LABELS and count > max(FEW, values):
+            raise CheckpointError(f"{path} asks for {count} labels ({key}) and the weight files hold {values} values")
+        if what != LABELS and count > max(FEW, len(headers)):
+            noun = "experts" if what.endswith("experts") else "layers"
+            raise CheckpointError(
+                f"{path} asks for {count} {noun} ({key}) and the weight files hold {len(headers)} tensors"
+            )
 
 
 def _counts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _counts(value, f"{prefix}{key}.")
-        elif COUNTS.search(key):
+        elif COUNTS.search(key) or key == LABELS:
             listed = value if isinstance(value, list) else [value]
             yield f"{prefix}{key}", sum(each for each in listed if isinstance(each, int))

@@ -1,6 +1,7 @@
 """Models, configurations and tokenizers by way of transformers: what does not fit is one clear line."""
 
 import hashlib
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from compress.checkpoint.configuration import check_counts
 from compress.checkpoint.files import VARIANT, read_json
+from compress.checkpoint.room import check_room
 from compress.checkpoint.shown import shown
 from compress.checkpoint.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
 from compress.errors import CheckpointError, CompressError, InputError, first_line
@@ -27,7 +29,7 @@ from compress.errors import CheckpointError, CompressError, InputError, first_li
 def read_config(source: Source) -> PretrainedConfig:
     """The configuration as transformers reads it. Raises CheckpointError where it cannot, or where it asks for more
     layers than the files can fill; InputError for one that needs code which is not trusted."""
-    check_counts(source.config, len(source.weights), source.path / "config.json")
+    check_counts(source.config, source.headers, source.path / "config.json")
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
@@ -81,6 +83,11 @@ def from_pretrained(
 
     strict: tensors that the model has no place for are an error, too.
     """
+    empty = None
+    with suppress(CheckpointError):  # where transformers makes no model, it says below why
+        empty = empty_model(source)
+    if empty is not None:
+        check_room(source, empty)
     if path is not None and source.weights.of_variant:  # the very files that were found, whatever else lies there
         arguments["variant"] = VARIANT
     if source.trusted and own_code(source.config):  # such a class does not find its configuration by itself

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from compress.checkpoint.configuration import check_config
+from compress.checkpoint.configuration import Header, check_config
 from compress.checkpoint.files import read_json
-from compress.checkpoint.weight_files import Header, WeightFiles, weight_files
+from compress.checkpoint.weight_files import WeightFiles, weight_files
 from compress.errors import CheckpointError, InputError, first_line
 from compress.reading import special
 

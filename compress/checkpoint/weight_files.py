@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compress.checkpoint.configuration import Index
+from compress.checkpoint.configuration import Header, Index
 from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
 from compress.errors import CheckpointError
 from compress.reading import special
@@ -31,7 +31,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-Header = tuple[tuple[int, ...], str]
 
 
 class WeightFiles(Mapping[str, Path]):
@@ -98,6 +97,11 @@ def weight_files(path: Path) -> WeightFiles:
         weight_map = index["weight_map"]
         if not weight_map:
             raise CheckpointError(f"{named_by} has an empty weight_map")
+        for name, holder in weight_map.items():
+            if Path(holder).is_absolute() or ".." in Path(holder).parts:
+                raise CheckpointError(
+                    f"{named_by} says that {name} is in {holder}, outside of the model; weights lie beside their index"
+                )
         files = sorted({path / file for file in weight_map.values()})
     else:
         # What transformers reads; otherwise whatever there is.

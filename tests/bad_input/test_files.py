@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from commands import PLAIN_GPTQ, Outcome, StopAfterOne, command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from compress.checkpoint.journal import Journal
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
-from compress.errors import InputError
+from compress.errors import CheckpointError, InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
 from compress.recipe import load_recipe
@@ -90,8 +91,9 @@ def test_only_regular_files_are_opened(
         command(*quantize[:1], *quantize[3:], llama, "--recipe", tmp_path / "recipe.yaml"), f"recipe.yaml' is {kind}"
     )
     indexed = copy_of(llama, "indexed")
-    make(tmp_path / "weights")
-    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": str(tmp_path / "weights")}}))
+    (indexed / "deeper").mkdir()
+    make(indexed / "deeper" / "weights")
+    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "deeper/weights"}}))
     refused(command("inspect", indexed), f"names weights, which is {kind}")
     if kind == "a loop of symbolic links":
         make(tmp_path / "model")
@@ -126,6 +128,40 @@ def test_more_layers_than_the_files_can_fill_are_not_made(llama: Path, copy_of: 
         ["generate", model, "--prompt", "a"],
     ):
         refused(command(*words), "config.json asks for 1000000000000 layers", key, "21 tensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("vocab_size", 2**21, ("describes a LlamaForCausalLM of 268,", "[2048, 64], the model's has [2097152, 64]")),
+        ("num_local_experts", 10**9, ("asks for 1000000000 experts (num_local_experts)", " tensors")),
+        ("num_labels", 10**9, ("asks for 1000000000 labels (num_labels)", "values")),
+    ],
+)
+def test_a_model_that_the_files_cannot_fill_takes_no_memory(
+    key: str,
+    value: int,
+    says: tuple[str, ...],
+    llama: Path,
+    llama_w4: Path,
+    copy_of: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused before transformers loads it: that takes memory for what is missing, and gives it random values."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it is loaded"))
+    for name, model in (("dense", llama), ("w4", llama_w4)):
+        changed((bomb := copy_of(model, name)) / "config.json", key, to=value)
+        with pytest.raises(CheckpointError) as refusal:
+            compress.load(bomb)
+        assert [words for words in says if words not in str(refusal.value)] == [], refusal.value
+
+
+def test_an_index_names_files_of_its_own_directory(llama: Path, copy_of: Callable[..., Path]) -> None:
+    model = copy_of(llama)
+    for outside in ("../copy-2/model.safetensors", str(llama / "model.safetensors"), "deeper/../../model.safetensors"):
+        index = {"weight_map": dict.fromkeys(load_file(llama / "model.safetensors"), outside)}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        refused(command("inspect", model), f"is in {outside}, outside of the model")
 
 
 def test_files_without_a_tensor_are_refused(llama: Path, copy_of: Callable[..., Path]) -> None:
