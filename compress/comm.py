@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compress.errors import CompressError
+from compress.errors import CompressError, WriteError
 
 Reduction = Literal["sum", "max", "min"]
 
@@ -70,12 +70,12 @@ class Comm:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def fail_together(self, problem: str | None) -> None:
-        """Raise CompressError on every rank where any rank has a problem: a rank that raises alone leaves the others
-        waiting in a collective for ever."""
+    def fail_together(self, problem: str | WriteError | None) -> None:
+        """Raise CompressError on every rank where any rank has a problem (WriteError for one of that kind): a rank that
+        raises alone leaves the others waiting in a collective for ever."""
         first = next((p for p in self.gather_objects(problem) if p is not None), None)
         if first is not None:
-            raise CompressError(first)
+            raise first if isinstance(first, WriteError) else CompressError(first)
 
     def barrier(self) -> None:
         if self.active:

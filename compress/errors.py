@@ -16,6 +16,10 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be read as what it says it is."""
 
 
+class WriteError(CompressError):
+    """A file could not be written, on a disk that is full, say. What was written before it stays."""
+
+
 class RankLostError(CompressError):
     """Another process of a sharded run has ended; what this one was doing cannot be finished."""
 

@@ -31,7 +31,7 @@ from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.shown import command
 from compress.comm import Comm
-from compress.errors import CheckpointError, InputError, RankLostError
+from compress.errors import CheckpointError, InputError, RankLostError, WriteError
 from compress.reading import LOOP, special
 
 LOCK, BLOCKS, MODEL, REPLACED, TRAINING = "lock", "blocks", "model", "replaced", "training"
@@ -144,7 +144,7 @@ class Directory:
     def trained(self) -> bool:
         """Whether there is a checkpoint of training that a run can go on from."""
         done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
-        return not done and any(self.training.glob("*/step-*"))
+        return not done and any(self.training.glob("*/step-*[0-9]"))  # not those that are unfinished (`train.saved`)
 
     def _clear(self) -> None:
         """Remove what runs make here, but the lock. First the journal: a part of what it names is no run."""
@@ -235,7 +235,8 @@ class Directory:
     def _unlock(self) -> None:
         assert self._lock is not None
         (self.partial / LOCK).unlink(missing_ok=True)
-        self._lock.close()
+        with suppress(OSError):  # what it says of the holder did not fit on the disk
+            self._lock.close()
         self._lock = None
 
 
@@ -325,12 +326,13 @@ def claimed(
     assert directory is not None
     try:
         yield directory
-    except (KeyboardInterrupt, RankLostError) as error:
+    except (KeyboardInterrupt, RankLostError, WriteError) as error:
+        again = "make room and run again" if isinstance(error, WriteError) else "run again"
         if finished := directory.finished():
             kept = "1 finished block is" if finished == 1 else f"{finished} finished blocks are"
-            error.add_note(f"{kept} kept in {directory.partial}: run again with --resume")
+            error.add_note(f"{kept} kept in {directory.partial}: {again} with --resume")
         elif directory.trained():
-            error.add_note(f"what was trained so far is kept in {directory.partial}: run again with --resume")
+            error.add_note(f"what was trained so far is kept in {directory.partial}: {again} with --resume")
         raise
     finally:
         directory.release()

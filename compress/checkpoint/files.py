@@ -37,8 +37,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
-    except BaseException:
+    except BaseException as error:
         scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(scratch)):
+            error.filename, error.filename2 = str(path), None
         raise
 
 

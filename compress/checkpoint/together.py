@@ -8,10 +8,9 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from compress.comm import Comm
-from compress.errors import CheckpointError, CompressError
+from compress.errors import CheckpointError, CompressError, WriteError
 
 T = TypeVar("T")
-KEPT = "finished blocks are kept: make room and run again with --resume"
 
 
 class Together:
@@ -23,13 +22,13 @@ class Together:
     def __call__(self, what: str, work: Callable[[], T]) -> T:
         """Write `what`; a failure, here or on another rank, is an error on every rank."""
         result: list[T] = []
-        problem = None
+        problem: str | WriteError | None = None
         try:
             result.append(work())
         except CompressError as error:
             problem = str(error)
         except (OSError, SafetensorError) as error:
-            problem = f"cannot write {what} in {self.partial}: {error}; {KEPT}"
+            problem = WriteError(f"cannot write {what} in {self.partial}: {error}")
         self.comm.fail_together(problem)
         return result[0]
 

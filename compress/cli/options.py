@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from compress.errors import InputError
+from compress.errors import InputError, WriteError
 from compress.reading import LOOP, special
 
 
@@ -119,7 +119,19 @@ def write_report(target: str | None, value: Any) -> None:
     if target == "-":
         click.echo(text, nl=False)
     else:
-        try:
-            Path(target).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {target}: {error.strerror}") from None
+        write_file(target, text)
+
+
+def write_file(target: str, text: str) -> None:
+    """Write or replace a file that an option names: all of it, or nothing where the disk is full, say. What is no
+    regular file (/dev/stderr, a FIFO), or lies where no other file can be made, is written to. Raises WriteError."""
+    from compress.checkpoint.files import write_whole
+
+    path = Path(target).resolve()
+    try:
+        if special(path) is None and os.access(path.parent, os.W_OK):
+            write_whole(path, text)
+        else:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WriteError(f"cannot write {target}: {error.strerror}") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, json_option, plugin_option, quiet_option, writable, write_report
+from compress.cli.options import begin, json_option, plugin_option, quiet_option, writable, write_file, write_report
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
@@ -66,9 +66,9 @@ def report(
     made = differences(*found) if diff else compose(found)
     data: dict[str, Any] = {"verdict": made.verdict, "runs": as_json(found)}
     if output is not None:
-        _write(output, _formed(Path(output).suffix.lower(), made, found, data))
+        write_file(output, _formed(Path(output).suffix.lower(), made, found, data))
     if markdown is not None:
-        _write(markdown, as_markdown(made))
+        write_file(markdown, as_markdown(made))
     write_report(json_file, data)
     if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
         for line in as_markdown(made).splitlines():
@@ -113,15 +113,6 @@ def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str,
     from compress.evaluation.showing.page import as_html
 
     return as_html(made)
-
-
-def _write(target: str, text: str) -> None:
-    from compress.checkpoint.files import write_whole
-
-    try:
-        write_whole(Path(target), text)
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from None
 
 
 def _card(run: "Run", overwrite: bool) -> None:

@@ -6,9 +6,12 @@ beside the checkpoint when it is done.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from compress.errors import WriteError
 
 METRICS = "metrics.jsonl"  # of one training, while it goes on
 TRAINING = "training.jsonl"  # of all of a run, beside the checkpoint
@@ -27,8 +30,9 @@ class Log:
             return
         if resumed and self.path.exists():
             self.earlier = [line for line in whole_lines(self.path) if line["step"] <= resumed]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(text_of(self.earlier), encoding="utf-8")
+        with self._writing():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text_of(self.earlier), encoding="utf-8")
 
     def step(self, line: Mapping[str, float | int]) -> None:
         """A step was taken."""
@@ -42,8 +46,16 @@ class Log:
 
     def _append(self, line: Line) -> None:
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self._writing(), self.path.open("a", encoding="utf-8") as file:
                 file.write(text_of([line]))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Within: an error of the disk is a WriteError."""
+        try:
+            yield
+        except OSError as error:
+            raise WriteError(f"cannot write {self.path}: {error.strerror}") from None
 
 
 def held_out_line(line: Mapping[str, float | int]) -> Line:

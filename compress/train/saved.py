@@ -6,7 +6,7 @@ optimizer's two moments of each, what is fixed while a model is trained (masks, 
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from compress.comm import Comm
-from compress.errors import CheckpointError, first_line
+from compress.errors import CheckpointError, WriteError, first_line
 from compress.train.optimizer import Learned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,23 +32,65 @@ def newest(place: Path) -> int | None:
 def save(
     place: Path, step: int, learned: Learned, fixed: Mapping[str, Tensor], adamw: torch.optim.AdamW, comm: Comm
 ) -> None:
-    """Write a checkpoint after so many steps, then drop the one before it."""
+    """Write a checkpoint after so many steps, then drop the one before it. Raises WriteError on every rank where it
+    cannot be written; the one before it stays."""
     target = place / f"step-{step}"
     part = place / f"step-{step}{UNFINISHED}"
-    if comm.rank == 0:
+
+    def begin() -> None:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    comm.barrier()
-    with _quiet():
+
+    def write() -> None:
         state = _state(learned, fixed, adamw)
         dcp.save(state, checkpoint_id=part, no_dist=not comm.active)  # type: ignore[attr-defined]
-    comm.barrier()
-    if comm.rank == 0:
+
+    def finish() -> None:
         part.rename(target)
         for old in place.glob("step-*"):
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
-    comm.barrier()
+
+    first = comm.rank == 0
+    try:
+        for work in (begin if first else None, write, finish if first else None):
+            problem = None if work is None else _problem_of(work, target)
+            comm.fail_together(problem)
+    except WriteError:
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _problem_of(work: Callable[[], None], target: Path) -> WriteError | None:
+    """The reason why a part of a checkpoint cannot be written; None where it is."""
+    try:
+        with _quiet():
+            work()
+    except BaseException as error:  # noqa: BLE001 - dcp's own is no Exception; what is none is raised again
+        cause = cause_of(error)
+        if not isinstance(cause, Exception):
+            raise cause from None
+        return WriteError(f"cannot write the checkpoint of training {target}: {_said(cause)}")
+    return None
+
+
+def _said(error: BaseException) -> str:
+    """The words of the system where it refused to write, which torch hides behind its own; otherwise those of the
+    error."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__cause__ or inner.__context__
+    return first_line(error)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What went wrong on the first rank that failed: dcp's CheckpointException, which is no Exception, holds it, an
+    interrupt too."""
+    failures = getattr(error, "failures", None)
+    return next((cause for cause, _ in failures.values()), error) if isinstance(failures, dict) else error
 
 
 def restore(
@@ -60,12 +102,12 @@ def restore(
         with _quiet():
             checkpoint = place / f"step-{step}"
             dcp.load(state, checkpoint_id=checkpoint, no_dist=not comm.active)  # type: ignore[attr-defined]
-    except BaseException as error:
-        # CheckpointException of dcp is no Exception.
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+    except BaseException as error:  # noqa: BLE001 - as above
+        cause = cause_of(error)
+        if not isinstance(cause, Exception):
+            raise cause from None
         raise CheckpointError(
-            f"{place / f'step-{step}'} cannot be read ({first_line(error)}); start again with --overwrite"
+            f"{place / f'step-{step}'} cannot be read ({first_line(cause)}); start again with --overwrite"
         ) from None
     for parameter in learned.all.values():
         adamw.state[parameter]["step"] = torch.tensor(float(step))

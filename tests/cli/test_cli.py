@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from commands import PLAIN_GPTQ, Desk, Outcome, command, configured, half, last_line
+from commands import PLAIN_GPTQ, Desk, Outcome, command, configured, half, in_this_process, last_line
 from places import SHARED
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint
 
 import compress
 from compress import verification
@@ -268,6 +271,53 @@ def test_a_full_disk_at_the_end_keeps_the_blocks(desk: Desk) -> None:
     assert resumed.code == 0
     assert desk.rtn(desk.model, "--output", desk.here / "again").code == 0
     assert weights(desk.output) == weights(desk.here / "again")
+
+
+@pytest.mark.parametrize("full_at", [1, 2])
+def test_a_full_disk_while_training_writes_a_checkpoint_keeps_the_one_before(
+    desk: Desk, full_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at the first checkpoint, when nothing is kept, or at the second."""
+    words = ["qat", desk.model, "--group-size", 32, "--calibration", desk.tokens, "--output", desk.output]
+    words += [word for key, value in {"steps": 3, "save_every": 1}.items() for word in ("--train", f"{key}={value}")]
+    saved, save = [], checkpoint.save
+
+    def saving(*given: Any, **options: Any) -> Any:
+        saved.append(options)
+        with files_of_at_most(3000 if len(saved) == full_at else resource.RLIM_INFINITY):
+            return save(*given, **options)
+
+    monkeypatch.setattr(checkpoint, "save", saving)
+    monkeypatch.setattr(verification, "subprocess", SimpleNamespace(run=in_this_process))
+    outcome = command(*words, "--quiet")
+    partial = desk.output.with_name("output.partial")
+    line = f"compress: cannot write the checkpoint of training {partial}/training/0/step-{full_at}: File too large"
+    kept = f"; what was trained so far is kept in {partial}: make room and run again with --resume" * (full_at - 1)
+    assert (outcome.code, outcome.err) == (1, f"{line}{kept}\n")
+    assert [path.name for path in partial.glob("training/0/step-*")] == ["step-1"] * (full_at - 1)
+    assert partial.exists() == (full_at > 1)
+    if full_at > 1:
+        resumed = command(*words, "--resume", "--json", "-", "--quiet")
+        assert resumed.code == 0, resumed
+        assert resumed.json()["training"][0]["resumed"] == 1
+
+
+def test_a_full_disk_promises_nothing_that_is_not_there_and_leaves_no_half_of_a_file(desk: Desk) -> None:
+    with files_of_at_most(2000):  # the first block does not fit
+        outcome = desk.rtn(desk.model)
+    assert outcome.code == 1
+    assert "cannot write block-00000.safetensors" in last_line(outcome)
+    assert "kept" not in last_line(outcome)
+    assert not desk.output.with_name("output.partial").exists()
+    figures = desk.file("figures.json", "{}")
+    link = desk.here / "link.json"
+    link.symlink_to(figures)
+    for target in (figures, link):
+        with files_of_at_most(100):
+            outcome = command("inspect", desk.model, "--json", target, "--quiet")
+        assert (outcome.code, outcome.err) == (1, f"compress: cannot write {target}: File too large\n")
+        assert figures.read_text() == "{}"
+        assert sorted(path.name for path in desk.here.iterdir()) == ["figures.json", "link.json"]
 
 
 @pytest.fixture
