@@ -28,6 +28,7 @@ from compress.data import TOKEN_FORMATS, Tokens, batches_of, load_tokens
 from compress.device import find_device
 from compress.errors import InputError
 from compress.job import Job
+from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch
 from compress.model.layers import check_tensors, find_stacks
 from compress.passes.base import Pass
@@ -353,7 +354,8 @@ def sink_of(
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
     how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
-    return Writer(place, fingerprint(identity), comm, **how, halved=halved), cache
+    buffers = [name for name, _ in stored_buffers(model)]
+    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers), cache
 
 
 def _remarks(

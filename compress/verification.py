@@ -64,7 +64,10 @@ def check_record(source: Source) -> int:
 def _values(source: Source, layer: str) -> list[Tensor]:
     """The values [N, K] of a layer; of one that is stored dense, as they lie and transposed: Conv1D has [K, N]."""
     if layer in stored_in(source).layers:
-        return [weight_of(source, layer).dequantize()]
+        values = weight_of(source, layer).dequantize()
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(f"{layer} stands for values that are not finite numbers; write it again")
+        return [values]
     if f"{layer}.weight" not in source.weights:
         raise CheckpointError(f"{layer} is in {RECORD} but not in the checkpoint")
     dense = source.weights.tensor(f"{layer}.weight")
@@ -221,8 +224,8 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
     """What our model makes of the probe, one block at a time; by torch's own products where it is `active` (rounds
     inputs or caches). dense: with weights that are what codes stand for, and not with codes.
 
-    Raises CompressError for a layer whose kernel computes something else, NotComparedError for a model that takes
-    something else."""
+    Raises CompressError for a layer whose kernel computes something else and for outputs that are not finite,
+    NotComparedError for a model that takes something else."""
     worst: dict[str, float] = {}
     model, openings = streamed(source, dtype, partial(watched, worst), dequantize=dense)
     try:
@@ -241,6 +244,11 @@ def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, d
                 f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
                 "times what roundings explain"
             )
+    if not bool(torch.isfinite(found).all()):
+        raise CompressError(
+            f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
+            "nothing can be compared with them"
+        )
     return Sight(found, uncached, _unknown_mix(source, model))
 
 

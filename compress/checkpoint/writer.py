@@ -49,9 +49,12 @@ class Writer:
         resume: bool,
         overwrite: bool,
         halved: Collection[str] = (),
+        buffers: Collection[str] = (),
     ) -> None:
-        """halved: layers, which are 2:4, that are written without their zeros."""
+        """halved: layers, which are 2:4, that are written without their zeros. buffers: tensors of the model that are no
+        parameters, in which there may be infinities (a mask)."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
+        self.buffers = frozenset(buffers)
         self.together = Together(comm, place.partial)
         self.journal = Journal(identity)
         before = Journal.read(place.progress) if resume and place.progress.exists() else None
@@ -213,6 +216,8 @@ class Writer:
         if not tensors:
             return {}
         clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+        for name, tensor in clean.items():
+            check_finite(name, tensor, infinities=name in self.buffers)
         save_file(clean, path, metadata={"format": "pt"})
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -248,6 +253,15 @@ def halved(layer: Layer, decision: Decision) -> Decision:
         raise CompressError(
             f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
         ) from None
+
+
+def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
+    """Raise CompressError for a tensor of numbers that are not finite. infinities: these are allowed."""
+    if not tensor.is_floating_point():
+        return
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
+    if bool(wide.isnan().any()) or not (infinities or bool(wide.isfinite().all())):
+        raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")
 
 
 def written_dense(layer: Layer, values_NK: Tensor, opened: Opened) -> Tensor:

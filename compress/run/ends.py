@@ -80,4 +80,4 @@ def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision
     weight_NK: Tensor = layer.weight
     if before is None or not hasattr(layer.module, PARTS[0]):
         return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
-    return finished(layer.module, weight_NK, before, opened.dtype_of(layer.parameter))
+    return finished(layer, weight_NK, before, opened.dtype_of(layer.parameter))

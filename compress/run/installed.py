@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from compress.errors import CompressError
 from compress.model.attention import hold_scales
 from compress.model.calls import Arrival
 from compress.model.convolution import Geometry, elements, on_channels, on_samples
@@ -57,6 +58,19 @@ class RoundOutput:
         return straight_through(output, self.codes.fake_quantize(output.detach()))
 
 
+def check_decided(layer: str, values: Tensor, decided: Decision | Tensor) -> None:
+    """Raise CompressError where the values that were decided for a layer, or the scales by which it rounds its input or
+    output, are not finite numbers."""
+    sides = {"input": decided.inputs, "output": decided.outputs} if isinstance(decided, Decision) else {}
+    scales = {f"{side} scale": codes.scale for side, codes in sides.items() if codes is not None}
+    for what, held in {"weight": values, **scales}.items():
+        if held is not None and not bool(torch.isfinite(held).all()):
+            raise CompressError(
+                f"the {what} that was decided for {layer} is not made of finite numbers; if it was trained, lower the "
+                "learning rate, otherwise leave the layer alone (ignore)"
+            )
+
+
 class Versions:
     """The original and the new state of the layers changed so far in a block, to swap between."""
 
@@ -69,9 +83,10 @@ class Versions:
 
     def install(self, layer: Layer, decided: Decision | Tensor) -> None:
         """From now on a layer has the values [N, K] that were decided (a tensor: its weight as it is stored) and rounds
-        its input and output."""
+        its input and output. Raises CompressError for what is not finite."""
         parameter = layer.parameter
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
+        check_decided(layer.name, values, decided)
         values = values.to(parameter.device, parameter.dtype)
         self.replace(parameter, layer.stored(values) if isinstance(decided, Decision) else values)
         if isinstance(decided, Decision) and decided.inputs is not None:

@@ -164,5 +164,5 @@ def _loss(task: Task, scale: float) -> float:
 
 
 def _decided(layer: Layer, before: Decision, opened: Opened, figures: Mapping[str, float]) -> Decision:
-    made = finished(layer.module, layer.weight, before, opened.dtype_of(layer.parameter))
+    made = finished(layer, layer.weight, before, opened.dtype_of(layer.parameter))
     return replace(before, weight=made.weight, figures=figures)

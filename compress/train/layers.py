@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from compress.errors import InputError
+from compress.errors import CompressError, InputError
 from compress.model.layers import Layer, Table
 from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, Shared, weight_quantizer
 from compress.weights.decision import Decision
@@ -169,8 +169,17 @@ def weights_outside(model: nn.Module, inside: set[int]) -> dict[str, nn.Paramete
     return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside}
 
 
-def finished(module: nn.Module, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:
-    """What becomes of a layer: the codes of `forward`, of the whole weight. stored: the dtype of one without codes."""
+def finished(layer: Layer, weight_NK: Tensor, before: Decision, stored: torch.dtype) -> Decision:
+    """The decision about a layer that rounds: the codes of `forward`, of the whole weight. stored: the dtype of one
+    without codes. Raises CompressError where scales or zero points are not finite."""
+    module = layer.module
+    for part in PARTS:
+        learned = () if module._modules[part] is None else module._modules[part].named_parameters()  # type: ignore
+        for name, value in learned:
+            if not bool(torch.isfinite(value).all()):
+                raise CompressError(
+                    f"{part}.{name} of {layer.name} is not finite after training; lower its rate (scale_rate)"
+                )
     quantizer: Quantizer | None = module._modules["weight_quantizer"]  # type: ignore[assignment]
     sides = {"inputs": module._modules["input_quantizer"], "outputs": module._modules["output_quantizer"]}
     codes = {side: None if part is None else part.decided() for side, part in sides.items()}  # type: ignore[operator]

@@ -279,11 +279,13 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number."""
+    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number, and what is
+    not finite stays so: it must not pass for the largest number."""
     stored, working = torch.finfo(dtype), torch.finfo(scale.dtype)  # either may be the wider one
     smallest, largest = max(stored.tiny, working.tiny), min(stored.max, working.max)
     sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
-    return sign * scale.abs().clamp(smallest, largest).to(dtype).to(scale.dtype)
+    rounded = sign * scale.abs().clamp(smallest, largest).to(dtype).to(scale.dtype)
+    return torch.where(scale.isinf(), scale, rounded)
 
 
 def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:

@@ -62,7 +62,7 @@ def test_what_training_sees_is_what_is_stored(grid, dtype, scales):
             for p in module.parameters():
                 p += 0.05 * torch.randn_like(p)
         seen = module.weight
-        made = finished(module, layer.weight, decision, dtype)
+        made = finished(layer, layer.weight, decision, dtype)
         detach(module)
         assert torch.equal(layer.stored(made.weight.dequantize().float()), seen)
         assert made.weight.scale.dtype == dtype
@@ -83,7 +83,7 @@ def test_inputs_and_outputs_are_rounded_as_they_are_stored(codes):
                 module.input_quantizer.log_factor += 0.1
                 module.input_quantizer.zero_point += 1.6
         y = module(x)
-        made = finished(module, layer.weight, decision, torch.float32)
+        made = finished(layer, layer.weight, decision, torch.float32)
         detach(module)
         plain.weight.data = layer.stored(made.weight.dequantize())
         given = x
@@ -123,7 +123,7 @@ def test_pruned_weights_of_a_layer_without_codes_stay_zero_and_get_no_gradient()
     gradient = module._parameters["weight"].grad
     assert not gradient[~kept].any()
     assert gradient[kept].all()
-    made = finished(module, layer.weight, decision, torch.float32)
+    made = finished(layer, layer.weight, decision, torch.float32)
     assert torch.equal(made.weight.dequantize(), layer.weight * kept)
 
 
