@@ -51,8 +51,8 @@ class Writer:
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
     ) -> None:
-        """halved: layers, which are 2:4, that are written without their zeros. buffers: tensors of the model that are no
-        parameters, in which there may be infinities (a mask)."""
+        """halved: layers, which are 2:4, that are written without their zeros. buffers: tensors of the model that are
+        no parameters; a mask may hold infinities."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.buffers = frozenset(buffers)
         self.together = Together(comm, place.partial)

@@ -279,7 +279,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number, and what is
+    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number. What is
     not finite stays so: it must not pass for the largest number."""
     stored, working = torch.finfo(dtype), torch.finfo(scale.dtype)  # either may be the wider one
     smallest, largest = max(stored.tiny, working.tiny), min(stored.max, working.max)
