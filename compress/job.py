@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,9 +153,8 @@ class Job:
         """Plan the whole model as one block instead."""
         extent = self.request.extent
         self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
-        self.plan = plan(
-            self.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions
-        )
+        whole = plan(self.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions)
+        self.plan = replace(whole, earlier=self.plan.earlier)
         self.identity["recipe"] = describe(self.plan.recipe)  # of more layers: a group size may be another
         for note in self.plan.notes:
             self.note(note)

@@ -5,7 +5,7 @@ What can be refused without the model is refused before it is loaded.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.run.restore import naming, undone
 from compress.run.restructure import Restructured, Restructuring
 from compress.run.storable import cache_entry_of, check_storable
+from compress.run.zeros import check_plan, check_structure, recorded
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
 from compress.teachers import Teachers
@@ -54,6 +55,7 @@ from compress.train.offline import TopKRows
 from compress.train.rows import LABELS, Rows, rows_of
 from compress.verification import probe_of
 from compress.version import VERSION
+from compress.weights.masks import Earlier
 from compress.weights.sparse24 import TWO_OF_FOUR
 
 WINDOWS = 128  # of calibration text, where nobody says how many
@@ -100,10 +102,11 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     _check_no_codes(model)
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = _compute_dtype(model, device, request.work.dtype)
+    earlier = earlier_of(request, source)
     with ExitStack() as undoing:
         restructured = None
         for p in structural:
-            restructured = _restructured(request, p, model, batches, Local(device, dtype), (comm, reporter))
+            restructured = _restructured(request, p, model, batches, Local(device, dtype), (comm, reporter), earlier)
             record.structure, record.changed = restructured.record, ["its structure"]
             undoing.enter_context(undone(restructured.undo) if request.work.restore else naming(record.changed))
         data = _Data(tokens, batches, rows, cached)
@@ -126,6 +129,8 @@ def _job(
     extent, tokens, batches, rows = request.extent, data.tokens, data.batches, data.rows
     device, dtype = work
     plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+    plan_ = replace(plan_, earlier=earlier_of(request, source))
+    check_plan(plan_, plan_.earlier)
     check_batches(model, batches)
     for p in plan_.passes:
         if p.stage(Gradients):
@@ -171,8 +176,20 @@ def _job(
     )
 
 
+def earlier_of(request: Request, source: Source | None) -> Earlier:
+    """The pruning that the model comes with."""
+    kept = not request.extent.drop_zeros
+    return Earlier(kept, recorded(source) if kept else {})
+
+
 def _restructured(
-    request: Request, p: Pass, model: nn.Module, batches: Sequence[Batch], residency: Local, who: tuple[Comm, Reporter]
+    request: Request,
+    p: Pass,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    residency: Local,
+    who: tuple[Comm, Reporter],
+    earlier: Earlier,
 ) -> Restructured:
     """Remove what a pass says from a model, which every rank holds as a whole until then."""
     assert isinstance(p, Structure)
@@ -183,6 +200,7 @@ def _restructured(
         )
     check_tensors(model)
     check_untouched(model)
+    check_structure(model, p, earlier)
     check_batches(model, batches)
     comm, reporter = who
     extent = request.extent
@@ -334,6 +352,7 @@ def _identity(
         "compute_dtype": str(dtype),
         "one_block": request.extent.one_block,
         "convolutions": plan_.convolutions,
+        **({"drop_zeros": True} if request.extent.drop_zeros else {}),
         **({} if request.delivery.store is None else {"store": request.delivery.store}),
     }
 

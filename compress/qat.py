@@ -182,6 +182,7 @@ def prepare_qat(
     dtype: torch.dtype | None = None,
     one_block: bool = False,
     convolutions: bool | None = None,
+    drop_zeros: bool = False,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Prepared:
@@ -203,7 +204,8 @@ def prepare_qat(
         raise InputError(f"scales {scales!r}; allowed: {', '.join(allowed)}")
     data = Data(calibration, samples, length, batch_size)
     work = Work(device, dtype, False, True)
-    extent, delivery = Extent(ignore, one_block, convolutions), Delivery(None, False, False, None)
+    extent = Extent(ignore, one_block, convolutions, drop_zeros)
+    delivery = Delivery(None, False, False, None)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
     request.check()
     if any(p.stage(Learn) for p in request.passes):

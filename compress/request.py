@@ -33,11 +33,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Extent:
-    """What of the model is compressed, and whether block by block."""
+    """What of the model is compressed, and whether block by block. drop_zeros: zeros that the model comes with
+    may become other numbers."""
 
     ignore: Sequence[str]
     one_block: bool
     convolutions: bool | None
+    drop_zeros: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,11 @@ OPTIONS = (
         default=None,
         help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
     ),
+    click.option(
+        "--drop-zeros",
+        is_flag=True,
+        help="Let go of the zeros of a model that comes pruned.  [default: they stay zero]",
+    ),
     click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
     trust_option,
     device_option,

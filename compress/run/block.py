@@ -72,7 +72,7 @@ class BlockRun:
         self.structure: Structure | None = None
         self.versions = Versions()
         self.forwarded = False
-        self.decided = Decided()
+        self.decided = Decided(came=run.plan.earlier)
         earlier = run.earlier.get(name)
         self.records: list[LayerRecord] = [] if earlier is None else [*earlier.records]
         self.ranges = RangeNotes(() if earlier is None else earlier.ranges)

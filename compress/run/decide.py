@@ -15,14 +15,18 @@ from compress.passes.base import Pass
 from compress.passes.sites import Site
 from compress.passes.stages import Decide
 from compress.weights.decision import Decision, joined
+from compress.weights.dense import dense
+from compress.weights.masks import CAME, Earlier
 
 
 @dataclass
 class Decided:
-    """What earlier passes have decided about layers, and what the weights of those that they pruned had been."""
+    """Decisions of earlier passes, the original weights of layers that these pruned, and the pruning that the model
+    came with."""
 
     decisions: dict[str, Decision] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
+    came: Earlier = field(default_factory=Earlier)
 
 
 def decide(
@@ -39,6 +43,8 @@ def decide(
     weights = whole.weights
     before = Decided() if earlier is None else earlier
     decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
+    came = _came_pruned(p, {n: weight for n, weight in weights.items() if n not in decisions}, before.came)
+    decisions |= came
     was = {name: before.before[name] for name in weights if name in before.before}
     whole = replace(whole, decided=decisions, before=was)
     decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
@@ -46,7 +52,23 @@ def decide(
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
     made = {name: joined([part[name] for part in parts]) for name in parts[0]}
     # A mask stays with the layer, whatever is decided about it afterwards.
+    made = {
+        name: replace(d, figures={**d.figures, **came[name].figures}) if name in came else d for name, d in made.items()
+    }
     return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+
+
+def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:
+    """Decisions of an earlier command about layers: those that came with a mask. Raises CompressError for a pass that
+    would not keep it."""
+    if p.reads != "dense weight":
+        return {}  # what training has made, say
+    masks = {name: mask for name, weight in weights.items() if (mask := earlier.mask(name, weight)) is not None}
+    shares = {name: 1 - float(mask.double().mean()) for name, mask in masks.items()}
+    if masks and not p.keeps_zeros:
+        name = next(iter(masks))
+        raise CompressError(earlier.problem(name, shares[name], p.name))
+    return {n: Decision(dense(weights[n]), {CAME: shares[n]}, kept=mask) for n, mask in masks.items()}
 
 
 def seen(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:

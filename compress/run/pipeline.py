@@ -25,6 +25,7 @@ from compress.run.state import Run, Streams
 from compress.run.survey import surveyed
 from compress.run.tables import round_tables
 from compress.run.training import Collected, decided, trained
+from compress.run.zeros import told
 
 
 def run(this: Run) -> None:
@@ -102,6 +103,7 @@ def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwa
 
 def _remark(run: Run) -> None:
     """What the layers' figures say about the calibration data, and about the order of their inputs."""
-    for remark in (few_tokens(run.record.layers), held_back(run.record.layers), permuted(run.record.layers)):
+    layers = run.record.layers
+    for remark in (told(layers), few_tokens(layers), held_back(layers), permuted(layers)):
         if remark is not None:
             run.record.note(run.reporter, remark)

@@ -1,7 +1,7 @@
 """Which pass treats which layer, found and checked before any weight is touched."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -28,6 +28,7 @@ from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
 from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
+from compress.weights.masks import Earlier
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Plan:
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
-    notes: what the person should know about that. A plan without anything to decide is of a recipe that removes
-    structure and does no more: the model is written as it is.
+    notes: what the person should know about that. earlier: the pruning that the model comes with. A plan without
+    anything to decide is of a recipe that removes structure and does no more: the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -50,6 +51,7 @@ class Plan:
     kv: KVCache | None = None
     recipe: tuple[Pass, ...] = ()
     notes: tuple[str, ...] = ()
+    earlier: Earlier = field(default_factory=Earlier)
 
     @property
     def calibrated(self) -> bool:

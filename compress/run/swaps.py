@@ -151,7 +151,7 @@ class _Block:
         self, candidate: Candidate, site: Sequence[Layer], statistics: Sequence[Sequence[Mapping[str, Any]]]
     ) -> dict[str, Decision]:
         """What the passes of a candidate make of a site, one after the other. statistics: of each pass."""
-        earlier = Decided()
+        earlier = Decided(came=self.run.plan.earlier)
         original = {layer.name: layer.weight.clone() for layer in site}
         values: dict[Layer, Tensor] = {}
         for p, own in zip(candidate.passes, statistics, strict=True):

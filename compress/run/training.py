@@ -24,6 +24,7 @@ from compress.run.restore import hooks_and_buffers
 from compress.run.state import Run, Steps
 from compress.run.tables import round_tables
 from compress.run.trained_caches import TrainedCaches
+from compress.run.zeros import masked
 from compress.train.layers import (
     PARTS,
     parameters_in,
@@ -99,7 +100,9 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     sink = decided(run, walk, before)
     wanted = treated(run.plan)
     mine = [layer for layer in wanted if run.plan.passes[at].wants(layer.name)]
-    start = {**sink.decisions, **(_all_kept(mine, sink.decisions) if learn.sparsity.prunes else {})}
+    undecided = [layer for layer in mine if layer.name not in sink.decisions]
+    known = {**masked(run.plan, run.residency, undecided), **sink.decisions}
+    start = {**known, **(_all_kept(mine, known) if learn.sparsity.prunes else {})}
     rounded = rounding([*wanted, *run.plan.tables], start, learn.options.scales)
     caches = TrainedCaches(run.model, sink.caches)
     with widened(run.residency, run.model), rounded as quantized, caches.rounding():

@@ -7,7 +7,8 @@ scores are. A pattern n:m keeps n of m inputs in a row (NVIDIA's 2:4; some paper
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -18,6 +19,13 @@ from compress.errors import InputError
 
 # What a weight that is zero already is worth: less than any other.
 PRUNED = -1.0
+# A layer of which a larger share of the weights is exactly zero has been pruned.
+FEW_ZEROS = 0.05
+# Of a share that was recorded.
+ROUNDING = 1e-6
+OTHERS = "take a method that does (gptq, awq or rtn, say)"
+# The figure of a layer's record: the share of zeros that it came with.
+CAME = "zeros_before"
 # Lengths of the patterns that a mask is looked at for, and that hardware or papers know.
 LENGTHS = (2, 4, 8, 16, 32)
 
@@ -107,3 +115,37 @@ def pattern_of(kept_NK: Tensor) -> Pattern | None:
             if 0 < most < length and bool((counts == most).all()):
                 return Pattern(most, length)
     return None
+
+
+def zeros_in(weight_NK: Tensor) -> tuple[int, int]:
+    """(Zeros, weights) in the rows that hold anything else: a row of zeros alone is padding or dead, and stays."""
+    values_N = weight_NK.count_nonzero(1)
+    rows = int((values_N > 0).sum())
+    return rows * weight_NK.shape[1] - int(values_N.sum()), rows * weight_NK.shape[1]
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The pruning that a model comes with. kept: whether its zeros stay zero; recorded: {layer: the share of zeros that
+    the record of the earlier command says}."""
+
+    kept: bool = True
+    recorded: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, layer: str, zeros: int, weights: int) -> float | None:
+        """The share of zeros of a layer that was pruned: it has more than `FEW_ZEROS`, or as many as were recorded.
+        None of any other layer."""
+        share = zeros / weights if weights else 0.0
+        pruned = share > FEW_ZEROS or 0 < self.recorded.get(layer, math.inf) <= share * (1 + ROUNDING)
+        return share if pruned and self.kept else None
+
+    def mask(self, layer: str, weight_NK: Tensor) -> Tensor | None:
+        """Bool [N, K], which weights of a layer stay; None where it was not pruned."""
+        return None if self.share(layer, *zeros_in(weight_NK)) is None else weight_NK != 0
+
+    def problem(self, layer: str, share: float, method: str, instead: str = OTHERS) -> str:
+        """Why a method that keeps no zeros cannot treat a layer. instead: what else to do than to let go of them."""
+        return (
+            f"{layer} comes pruned ({share:.0%} of its weights are exactly zero), and {method} keeps no zeros; {instead}"
+            ", or let go of the zeros with --drop-zeros (Python: drop_zeros=True)"
+        )
