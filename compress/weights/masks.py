@@ -146,6 +146,6 @@ class Earlier:
     def problem(self, layer: str, share: float, method: str, instead: str = OTHERS) -> str:
         """Why a method that keeps no zeros cannot treat a layer. instead: what else to do than to let go of them."""
         return (
-            f"{layer} comes pruned ({share:.0%} of its weights are exactly zero), and {method} keeps no zeros; {instead}"
-            ", or let go of the zeros with --drop-zeros (Python: drop_zeros=True)"
+            f"{layer} comes pruned ({share:.0%} of its weights are exactly zero), and {method} keeps no zeros; "
+            f"{instead}, or let go of the zeros with --drop-zeros (Python: drop_zeros=True)"
         )
