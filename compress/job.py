@@ -93,7 +93,7 @@ class Job:
         with evaluating(self.model):
             self.walk(run)
             self.check_done()
-        if self.plan.decides:
+        if self.plan.decides and not self.plan.only_trains:
             self.record.coverage = self.covered()
         if isinstance(self.sink, Writer):
             self.complete(self.sink)
@@ -171,12 +171,15 @@ class Job:
     def covered(self) -> coverage.Coverage:
         """How much of the model is compressed."""
         dense = self.sink.dense_layers() if isinstance(self.sink, Writer) else ()
-        return coverage.achieved(self.model, [r.name for r in self.record.layers], dense, self.record.left_alone)
+        record = self.record
+        names = [layer.name for layer in record.layers]
+        return coverage.achieved(self.model, names, dense, record.left_alone, record.only_trained)
 
     def complete(self, sink: Writer) -> None:
         """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
         schemes = sink.schemes()
-        for note in notes_on_dense(sink.dense_layers(), self.model, self.plan):
+        compressed = [name for name in sink.dense_layers() if name not in self.record.only_trained]
+        for note in notes_on_dense(compressed, self.model, self.plan):
             self.note(note)
         for note in notes_for_readers(schemes, self.plan):
             self.note(note)

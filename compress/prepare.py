@@ -398,7 +398,7 @@ def _remarks(
         notes.append(
             "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
         )
-    elif plan_.passes and (
+    elif (plan_.passes and not plan_.only_trains) and (
         little := coverage.remark(
             planned(model, plan_, isinstance(sink, Writer), sink.halved if isinstance(sink, Writer) else ())
         )

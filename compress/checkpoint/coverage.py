@@ -7,6 +7,7 @@ from torch import nn
 
 SMALL = 0.5  # below this share a person is warned
 OTHERS = "norms and biases"
+TRAINED = "trained, stored dense"
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,22 @@ def count(sizes: Mapping[str, tuple[int, int]], compressed: Collection[str], rea
 
 
 def achieved(
-    model: nn.Module, compressed: Collection[str], dense: Collection[str], reasons: Mapping[str, str]
+    model: nn.Module,
+    compressed: Collection[str],
+    dense: Collection[str],
+    reasons: Mapping[str, str],
+    trained: Collection[str] = (),
 ) -> Coverage:
     """Of a model as it was, or as large: its compressed layers, those `dense` that have no format and are stored with
-    compressed values, and why others were left alone."""
+    compressed values, and why others were left alone. trained: layers that are dense, too, with values that training
+    alone has changed."""
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
-    kinds = {name: _dense_kind(model.get_submodule(name)) for name in dense}
+    kinds = {name: TRAINED if name in trained else _dense_kind(model.get_submodule(name)) for name in dense}
     return count(sizes, set(compressed) - set(dense), {**reasons, **kinds})
 
 
 def _dense_kind(module: nn.Module) -> str:
-    """What compressed layers that are stored dense are called: a Linear is, where it is only pruned."""
+    """The words for compressed layers that are stored dense: a Linear is, where it is only pruned."""
     if isinstance(module, nn.Linear):
         return "pruned, stored dense"
     return f"{type(module).__name__} of compressed values, stored dense"

@@ -17,6 +17,8 @@ from compress.progress import Reporter
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 
+TRAIN = "train"  # the method of a layer that training alone has changed
+
 
 @dataclass
 class LayerRecord:
@@ -87,8 +89,8 @@ class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
     in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
     that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
-    model is compressed, at the end. training: what each training measured, and its options. spent: of the seconds,
-    those that went to forwards, statistics, solving and writing."""
+    model is compressed, at the end (None: it was only cut or trained). training: what each training measured, and its
+    options. spent: of the seconds, those that went to forwards, statistics, solving and writing."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -117,6 +119,12 @@ class RunRecord:
         """Drop what finished blocks have entered: they are gone through once more."""
         for entered in (self.layers, self.caches, self.ranges, self.folds):
             entered.clear()
+
+    @property
+    def only_trained(self) -> set[str]:
+        """Layers that were trained and neither pruned nor rounded."""
+        other = {layer.name for layer in self.layers if layer.method != TRAIN or "sparsity" in layer.figures}
+        return {layer.name for layer in self.layers} - other
 
     def note(self, reporter: Reporter, message: str) -> None:
         """Keep a remark once and say it."""

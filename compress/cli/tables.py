@@ -61,8 +61,9 @@ def result(made: Result, model: str, output: str) -> None:
         kinds[reason] = kinds.get(reason, 0) + 1
     alone = ", ".join(f"{count} {reason}" for reason, count in sorted(kinds.items()))
     layers = len({layer.name for layer in made.record.layers})  # several passes may have had a part in one
-    if made.record.coverage is not None:
-        out.print(f"{layers} layers compressed in {spent(made.record)}; left alone: {alone or 'none'}")
+    if layers or made.record.coverage is not None:
+        done = "trained" if made.record.coverage is None else "compressed"
+        out.print(f"{layers} layers {done} in {spent(made.record)}; left alone: {alone or 'none'}")
     seen = made.verification
     if seen is None:
         out.print("not verified: run `compress verify` on the output")

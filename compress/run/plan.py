@@ -63,6 +63,11 @@ class Plan:
         return bool(self.passes or self.tables) or self.kv is not None
 
     @property
+    def only_trains(self) -> bool:
+        """Whether nothing is to be rounded or pruned."""
+        return self.decides and all(trains_dense(p) for p in self.passes) and not self.tables and self.kv is None
+
+    @property
     def needing(self) -> Pass | None:
         """The first pass that needs calibration data."""
         everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
@@ -317,4 +322,11 @@ def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str])
     formed = quantized.union(halved)
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
     reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
-    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons)
+    trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
+    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained)
+
+
+def trains_dense(p: Pass) -> bool:
+    """Whether a pass trains what it finds, and prunes nothing."""
+    learn = p.stage(Learn)
+    return learn is not None and not learn.sparsity.prunes

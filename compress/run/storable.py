@@ -67,7 +67,7 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
 
 
 def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Why layers that were treated are stored dense."""
+    """Why layers that were compressed are stored dense."""
     formless = {layer.name for layers in plan.layers.values() for layer in layers if not layer.has_format}
     without = sorted(formless.intersection(names))
     if without:

@@ -53,6 +53,29 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
     assert 0 < history(desk.here / "few")["steps"][0]["logits"] < live["steps"][0]["logits"]  # coarser, hence less
 
 
+def test_a_student_without_masks_is_called_trained_and_not_pruned(desk):
+    """A layer that training prunes is called pruned as before."""
+    words = [desk.model, "--student-layers", 1, "--calibration", desk.tokens, "--steps", 1, "--train", "held_out=0"]
+    for output, more in (("plain", []), ("pruned", ["--train", "sparsity=0.5"])):
+        done = command("distill", *words, *more, "--output", desk.here / output)
+        assert done.code == 0, done.err
+        said = " ".join(f"{done.err} {done.out} {command('inspect', desk.here / output).out}".split())
+        coverage = json.loads((desk.here / output / "compress.json").read_text())["coverage"]
+        wrong = ["pruned", "a zero takes as much space", "compressed:", "layers compressed", "% zero"]
+        if output == "plain":
+            assert [word for word in wrong if word in said] == []
+            assert "7 layers trained in" in said
+            assert coverage is None
+        else:
+            assert [word for word in wrong if word not in said] == []
+            assert coverage["rest"]["pruned, stored dense"] == sum(p.numel() for p in linears(desk.here / output))
+
+
+def linears(output: Path) -> list[torch.Tensor]:
+    layers = compress.load(output).model.layers
+    return [module.weight for module in layers.modules() if isinstance(module, torch.nn.Linear)]
+
+
 def test_an_encoder_of_no_logits_is_distilled(desk):
     """Half of its layers, towards its hidden states, relations and embeddings; what is written is such an encoder."""
     teacher = strong("bert")
