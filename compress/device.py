@@ -16,9 +16,17 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
     try:
         found = torch.device(wanted)
         torch.zeros(1, device=found).item()  # `meta` holds no values
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise InputError(
-            f"device {str(wanted)!r} cannot be used ({first_line(error)}); usable here: {', '.join(['cpu', *gpus])}"
+            f"device {str(wanted)!r} cannot be used ({_why(error)}); usable here: {', '.join(['cpu', *gpus])}"
         ) from None
     return found
+
+
+def _why(error: Exception) -> str:
+    """A short reason. torch lists all that it knows: of kinds of devices, and of backends for an operator."""
+    said = first_line(error)
+    if said.startswith("Expected one of"):
+        return "torch knows no device of this name"
+    return "this build of torch has no such device" if isinstance(error, NotImplementedError | ImportError) else said

@@ -24,16 +24,35 @@ class RankLostError(CompressError):
     """Another process of a sharded run has ended; what this one was doing cannot be finished."""
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra of this package, which is on no index."""
+    return f"in the checkout of compress run: pip install -e '.[{extra}]'"
+
+
 def first_line(error: BaseException) -> str:
     """What an exception of a library says, in a line; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def one_of(what: str, given: str, allowed: Iterable[str]) -> str:
-    """`given` when it is allowed; otherwise an InputError that names the allowed values and the closest one."""
-    names = sorted(allowed)
+def one_of(what: str, given: str, allowed: Iterable[str], meant: str | None = None) -> str:
+    """`given` when it is allowed; otherwise an InputError that names the allowed values and the likeliest of them.
+
+    meant: the likeliest, quoted, where the caller knows better than by its letters; nothing where none is likely.
+    """
+    names = list(allowed)
     if given in names:
         return given
-    close = get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    meant = likeliest(given, names) if meant is None else meant
+    hint = f"; did you mean {meant}?" if meant else ";"
     raise InputError(f"unknown {what} {given!r}{hint} allowed: {', '.join(names)}")
+
+
+def likeliest(given: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, quoted: `given` in other capitals or with other dashes, or the closest one."""
+    known = {_plain(name): name for name in names}
+    close = [_plain(given)] if _plain(given) in known else get_close_matches(_plain(given), known, n=1, cutoff=0.5)
+    return repr(known[close[0]]) if close else None
+
+
+def _plain(name: str) -> str:
+    return str(name).lower().replace("_", "-")

@@ -19,7 +19,7 @@ from compress.cached import checksum_of, read_cached
 from compress.checkpoint import coverage
 from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum, fingerprint
-from compress.checkpoint.pretrained import load_dense, model_fingerprint, read_config, tokenizer_of
+from compress.checkpoint.pretrained import load_dense, main_input, model_fingerprint, read_config, tokenizer_of
 from compress.checkpoint.record import RunRecord
 from compress.checkpoint.source import Source, check_dense, find_source
 from compress.checkpoint.writer import Discard, Writer
@@ -59,6 +59,9 @@ from compress.weights.masks import Earlier
 from compress.weights.sparse24 import TWO_OF_FOUR
 
 WINDOWS = 128  # of calibration text, where nobody says how many
+
+
+TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
     if calibration is None:
-        raise InputError(f"{needing.name} needs calibration data; give text, token ids or 'demo'")
+        raise InputError(f"{needing.name} needs calibration data; {_what_to_show(request, source)}")
     rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
     samples = WINDOWS if data.samples is None and not rows else data.samples
     return _shown(request, config, source, calibration, samples)
@@ -284,7 +287,7 @@ def training_rows(request: Request, config: Any, source: Source | None) -> Rows:
     data = request.data
     given = data.calibration if data.training is None else data.training
     if given is None:
-        raise InputError("train needs data to train on; give training (or calibration): text, token ids or 'demo'")
+        raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(request, source)}")
     _, batches = _shown(request, config, source, given, None)
     return rows_of(batches)
 
@@ -304,6 +307,9 @@ def _shown(
         if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")
         return None, batches_of(given, data.batch_size, getattr(config, "vocab_size", None))
+    if _taken(request, source) != TOKENS:
+        said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
+        raise InputError(f"{said} holds no inputs of this model; {_what_to_show(request, source)}")
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(
             "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
@@ -313,6 +319,23 @@ def _shown(
     text = given if isinstance(given, Tensor) else str(given)
     tokens = load_tokens(text, tokenizer, config, what="calibration", length=data.length, samples=samples)
     return tokens, batches_of(tokens.ids, data.batch_size)
+
+
+def _taken(request: Request, source: Source | None) -> str:
+    """The name of what the model is given: token ids, unless transformers says otherwise."""
+    model = request.model if isinstance(request.model, nn.Module) else None
+    return main_input(source, model) or TOKENS
+
+
+def _what_to_show(request: Request, source: Source | None) -> str:
+    """Advice where data is missing, or of another kind than the model takes."""
+    taken = _taken(request, source)
+    if taken == TOKENS:
+        return "give text, token ids or 'demo'"
+    return (
+        f"the model takes {taken}: give batches in Python (compress.quantize(..., calibration=[{{'{taken}': tensor}}, "
+        "...])), or use a method that needs no data, like rtn"
+    )
 
 
 def _fingerprint_of(tokens: Tokens | None, batches: Sequence[Batch]) -> str:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from compress.checkpoint.directory import Directory, claimed
 from compress.comm import Comm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.job import Job, Result
 from compress.model.layers import Layer
 from compress.passes.base import Pass
@@ -200,8 +200,7 @@ def prepare_qat(
     Raises InputError before any work for input that cannot work, CompressError for work that failed; a model in memory
     is then what it was.
     """
-    if scales not in (allowed := get_args(Scales)):
-        raise InputError(f"scales {scales!r}; allowed: {', '.join(allowed)}")
+    one_of("scales", scales, get_args(Scales))
     data = Data(calibration, samples, length, batch_size)
     work = Work(device, dtype, False, True)
     extent = Extent(ignore, one_block, convolutions, drop_zeros)

@@ -20,6 +20,7 @@ import yaml
 
 from compress.errors import InputError, one_of
 from compress.reading import DEEPEST, MOST_NODES, check_nesting, regular
+from compress.weights.likely import likely_scheme
 
 if TYPE_CHECKING:
     from compress.passes.base import Pass
@@ -45,16 +46,28 @@ PASSES = {
     "embeddings": "compress.passes.embeddings:Embeddings",
     "kv-cache": "compress.passes.kv_cache:KVCache",
 }
+# What people call some of them elsewhere.
+OTHER_NAMES = {"nearest": "rtn", "round-to-nearest": "rtn", "svd": "low-rank", "bitnet": "ternary", "qat": "train"}
 BUILT_IN = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
 TYPE_NAMES: dict[type, str] = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a word"}
 TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def method_named(name: str) -> str:
+    """The name of a method. Raises InputError for another, with the likeliest one."""
+    meant: str | None = None
+    if name not in PASSES and (other := OTHER_NAMES.get(name.lower())) is not None:
+        meant = repr(other)
+    elif name not in PASSES and (scheme := likely_scheme(name)) is not None:
+        meant = f"scheme {scheme!r}"
+    return one_of("method", name, sorted(PASSES), meant)
 
 
 def pass_class(name: str) -> "type[Pass]":
     """The class of a pass by name (or `module:Class`). Raises InputError for a wrong name."""
     if ":" in name:
         return _third_party(name)
-    module, _, attribute = PASSES[one_of("method", name, PASSES)].partition(":")
+    module, _, attribute = PASSES[method_named(name)].partition(":")
     kind: type[Pass] = getattr(importlib.import_module(module), attribute)
     return kind
 
@@ -70,7 +83,7 @@ def make_pass(name: str, options: Mapping[str, Any]) -> "Pass":
     known = options_of(kind)
     arguments = {}
     for key, value in options.items():
-        one_of(f"option of {name}", key, known)
+        one_of(f"option of {name}", key, sorted(known))
         arguments[key] = _typed(name, key, value, known[key])
     try:
         return kind(**arguments)

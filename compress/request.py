@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.model.layers import FLOATS
 from compress.passes.base import Pass
 from compress.recipe import describe
@@ -97,8 +97,8 @@ class Request:
         delivery = self.delivery
         if (delivery.resume or delivery.overwrite or delivery.verify) and delivery.output is None:
             raise InputError("resume, overwrite and verify need an output")
-        if delivery.store is not None and delivery.store not in STORES:
-            raise InputError(f"store {delivery.store!r}; allowed: {', '.join(STORES)}")
+        if delivery.store is not None:
+            one_of("store", delivery.store, STORES)
         if delivery.store is not None and delivery.output is None:
             raise InputError("store is how the output is written; give an output or leave it out")
 

@@ -23,7 +23,7 @@ from compress.checkpoint.sensitivity import FORMAT, Sensitivity, Unit, header_by
 from compress.checkpoint.shown import shown
 from compress.comm import Comm
 from compress.data import Tokens, batches_of, load_tokens
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.job import Job
 from compress.model.buffers import stored_buffers
 from compress.model.calls import evaluating
@@ -83,8 +83,7 @@ def measure_sensitivity(
 
     Raises InputError for candidates that suit no layer, and for models that cannot be measured so.
     """
-    if score not in get_args(Score):
-        raise InputError(f"score {score!r}; allowed: {', '.join(get_args(Score))}")
+    one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
     reporter = reporter or Silent()
     data = Data(calibration, samples, length, batch_size)

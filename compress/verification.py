@@ -24,7 +24,7 @@ from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in, weight_of
 from compress.comm import Comm
-from compress.errors import CheckpointError, CompressError, InputError, first_line
+from compress.errors import CheckpointError, CompressError, InputError, first_line, install
 from compress.progress import Reporter, without_bars
 from compress.runtime.by_block import run_by_block
 from compress.runtime.caches import rounded_cache
@@ -213,7 +213,7 @@ def comparable_probe(source: Source) -> Tensor:
         try:
             import compressed_tensors  # noqa: F401
         except ImportError:
-            raise NotComparedError("install compress-models[hf]") from None
+            raise NotComparedError(install("hf")) from None
     ids = probe_of(source.config)
     if ids is None:
         raise NotComparedError("the configuration names neither vocab_size nor num_channels")

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from compress.errors import CompressError, InputError, first_line
+from compress.errors import CompressError, InputError, first_line, install
 from compress.evaluation.document import Figure, TaskResult
 from compress.evaluation.tasks.results import Answers
 from compress.progress import without_bars
@@ -70,7 +70,7 @@ def read_harness(name: str, questions: int | None = None) -> Harness:
     Raises InputError where lm-eval is not installed, knows no such task, or cannot get its questions.
     """
     if find_spec("lm_eval") is None:
-        raise InputError(f"lm-eval:{name} needs the eval extra; install it with: pip install 'compress-models[eval]'")
+        raise InputError(f"lm-eval:{name} needs the eval extra; {install('eval')}")
     from lm_eval.tasks import TaskManager
 
     own = name.endswith(ENDINGS)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compress.checkpoint.files import write_whole
-from compress.errors import InputError
+from compress.errors import InputError, install
 
 STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
 
@@ -13,7 +13,7 @@ STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 
 def check_plotly() -> None:
     """Raises InputError where plotly is not installed: before the work whose figures it is to show."""
     if find_spec("plotly") is None:
-        raise InputError("--html needs plotly; install the report extra: pip install 'compress-models[report]'")
+        raise InputError(f"--html needs plotly; {install('report')}")
 
 
 def write_page(path: Path, heading: str, body: str, style: str = "") -> None:

@@ -52,7 +52,7 @@ def calibrator(name: str, grid: Grid, **options: Any) -> StatisticFactory:
     _check_grid(name, grid)
     known = OPTIONS[name]
     for key in options:
-        one_of(f"option of {name}", key, known)
+        one_of(f"option of {name}", key, sorted(known))
     chosen = {**known, **options}
     for key, value in chosen.items():
         _check_option(name, key, value)

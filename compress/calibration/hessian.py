@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.comm import Comm
-from compress.errors import InputError
+from compress.errors import one_of
 
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
 # statistics entirely does better than rounding on other text; with a quarter of that it may not.
@@ -20,8 +20,7 @@ Precision = Literal["float32", "float64"]
 
 def precision(statistics: str) -> torch.dtype:
     """The dtype in which an option `statistics` wants sums to be kept; raises InputError where it is another."""
-    if statistics not in get_args(Precision):
-        raise InputError(f"statistics {statistics!r}; allowed: {', '.join(get_args(Precision))}")
+    one_of("statistics", statistics, get_args(Precision))
     return torch.float64 if statistics == "float64" else torch.float32
 
 

@@ -66,6 +66,11 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
     return AutoModelForCausalLM
 
 
+def main_input(source: Source | None, model: nn.Module | None) -> str | None:
+    """The name of a model's first input, like input_ids or pixel_values; None for one that is not transformers'."""
+    return getattr(model if source is None else _model_class(source, None), "main_input_name", None)
+
+
 def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
     """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files.
 

@@ -16,6 +16,16 @@ from compress.reading import special
 DEMO = Path(__file__).parents[1] / "demo"
 SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
 T = TypeVar("T")
+PICKLE = (
+    "a file of PyTorch, which may run code when it is read; load it yourself and write the model with "
+    "save_pretrained(DIR), or give it to compress.quantize in memory (Python)"
+)
+# {ending: what such a file is, and what to give instead}.
+FOREIGN = {
+    ".gguf": "a GGUF file, most often of rounded weights; give the Hugging Face directory that it was made from",
+    ".onnx": "an ONNX graph; give the Hugging Face directory that it was exported from",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), PICKLE),
+}
 SHOWN = 60  # characters of a name in a message
 
 
@@ -85,13 +95,26 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if kind is None and not path.exists():
         path = _download(name)
     if not path.is_dir():
-        raise InputError(f"model {name!r} is {kind or 'a file'}; give the directory that holds its config.json")
+        raise InputError(f"model {name!r} is {kind or _file_kind(path)}")
     _check_entries(path)
     if not (path / "config.json").exists():
-        raise InputError(f"{path} holds no config.json; give a Hugging Face model directory, a hub id or 'demo'")
+        raise InputError(f"{path} holds no config.json; {_instead(path)}")
     config = read_json(path / "config.json")
     check_config(config, path / "config.json")
     return Source(name, path, config, weight_files(path), trust_remote_code)
+
+
+def _file_kind(path: Path) -> str:
+    """The kind of a file that was given for a model, and what to give instead."""
+    return FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
+
+
+def _instead(path: Path) -> str:
+    """Advice for a directory that is no model, by the files of other tools in it."""
+    found = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
+    if found is None:
+        return "give a Hugging Face model directory, a hub id or 'demo'"
+    return f"its {found.name} is {FOREIGN[found.suffix.lower()]}"
 
 
 def _check_entries(path: Path) -> None:

@@ -60,6 +60,21 @@ def summary_of(name: str) -> str:
     return _docstring(_parsed(PASSES[name].partition(":")[0])).partition("\n")[0]
 
 
+def methods_that_write(aspect: str) -> list[str]:
+    """The methods whose class says that it writes this: dense weight, quantized weight, mask ..."""
+    return [name for name, home in PASSES.items() if _class_value(home, "writes") == aspect]
+
+
+def _class_value(path: str, name: str) -> Any:
+    """The value that a class (module:Class), or the first of its bases that has one, gives a ClassVar."""
+    module, _, kind = path.partition(":")
+    for home, definition in _lineage(module, kind):
+        for node in definition.body:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value is not None:
+                return _value(home, node.value)
+    return None
+
+
 def card_of(name: str) -> Card:
     """The card of a method in `PASSES`."""
     module, _, kind = PASSES[name].partition(":")

@@ -12,13 +12,13 @@ from compress.errors import one_of
 def methods(name: str | None) -> None:
     """List the methods, or show the card of one: what it does, its source, and an option a line."""
     from compress.cli.cards import card_of, summary_of
-    from compress.recipe import PASSES
+    from compress.recipe import PASSES, method_named
 
     if name is None:
         for key in PASSES:
             click.echo(f"{key:12} {summary_of(key)}")
         return
-    click.echo(str(card_of(one_of("method", name, PASSES))))
+    click.echo(str(card_of(method_named(name))))
 
 
 @click.command(short_help="List the built-in recipes, or print one.")

@@ -17,13 +17,24 @@ OF_A_MASK = ("pattern", "sparsity", "per", "allocate")
 USUAL_AMOUNTS = {"heads": 0.25, "channels": 0.25, "hidden": 0.25, "layers": 1}
 
 
+class MaskMethod(click.Option):
+    """--method, whose help lists the methods that prune when it is asked for."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from compress.cli.cards import methods_that_write
+
+        *most, last = methods_that_write("mask")
+        self.help = f"{', '.join(most)} or {last}: see `compress methods`."
+        return super().get_help_record(ctx)
+
+
 @click.command(short_help="Make weights zero, or remove heads, channels and layers, and write a checkpoint.")
 @click.argument("model")
 @click.option(
     "--method",
     default="sparsegpt",
     show_default=True,
-    help="magnitude, wanda, sparsegpt or taylor: see `compress methods`.",
+    cls=MaskMethod,
 )
 @click.option("--pattern", metavar="N:M", help="Keep N of every M inputs in a row, like 2:4.")
 @click.option("--sparsity", type=float, help="Instead of a pattern: the share that becomes zero.  [default: 0.5]")

@@ -139,9 +139,9 @@ def clipped(ranges: Sequence[RangeRecord]) -> str:
     worst = most_clipped(ranges)
     count = f"{len(ranges)} calibrated ranges"
     if worst is None:
-        return f"{count}: what they clip was not counted (histograms=true counts it)"
+        return f"{count}: what they clip was not counted (--set histograms=true counts it)"
     unknown = sum(each.clipped is None for each in ranges)
-    rest = f"; not counted for {unknown} (histograms=true counts it)" if unknown else ""
+    rest = f"; not counted for {unknown} (--set histograms=true counts it)" if unknown else ""
     if not worst.clipped:
         return f"{count}: nothing is clipped{rest}"
     return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"

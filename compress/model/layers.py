@@ -245,6 +245,9 @@ def token_tables(model: nn.Module) -> list[Table]:
     return tables
 
 
+UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
+
+
 def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[str, str]:
     """{name: reason} of every weight matrix that no pass treats. convolutions: whether they are layers of this run."""
     reasons: dict[str, str] = {}
@@ -254,7 +257,7 @@ def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[
             reasons[name] = "output head" if module is head else "outside the blocks"
         elif is_convolution(module):
             if name not in treated:
-                reasons[name] = "outside the blocks" if convolutions else "convolution; convolutions=True includes it"
+                reasons[name] = "outside the blocks" if convolutions else UNASKED_CONVOLUTION
         elif isinstance(module, nn.Embedding):
             reasons[name] = "embedding"
         elif not is_linear(module):

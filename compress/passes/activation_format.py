@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.kernels.scale_blocks import INPUT_BLOCK
 from compress.passes.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
 from compress.weights.grid import Granularity, Grid
@@ -40,8 +40,7 @@ class ActivationFormat(WeightFormat):
             ("activation_grid", ActivationGrid),
             ("outputs", Outputs),
         ):
-            if getattr(self, option) not in get_args(allowed):
-                raise InputError(f"{option} {getattr(self, option)!r}; allowed: {', '.join(get_args(allowed))}")
+            one_of(option, getattr(self, option), get_args(allowed))
         if is_float(self.scheme) and self.activation_grid != "symmetric":
             raise InputError(FLOATS_ARE_SYMMETRIC)
         if self.scheme == BLOCKWISE and self.activations != "dynamic":

@@ -22,7 +22,7 @@ import torch
 
 from compress.calibration.calibrators import Range, scale_and_zero_point
 from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.base import Pass, Treats
 from compress.passes.fixed_ranges import PERCENTILE, FixedRanges
 from compress.passes.stages import Fix, Stage
@@ -41,11 +41,8 @@ class CacheFormat(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.type not in ("int8", "fp8"):
-            raise InputError(f"type {self.type!r} of a key-value cache; allowed: int8, fp8")
-        if self.granularity not in get_args(CacheGranularity):
-            allowed = ", ".join(get_args(CacheGranularity))
-            raise InputError(f"granularity {self.granularity!r} of a key-value cache; allowed: {allowed}")
+        one_of("type of a key-value cache", self.type, ("int8", "fp8"))
+        one_of("granularity of a key-value cache", self.granularity, get_args(CacheGranularity))
 
     @property
     def scheme(self) -> CacheScheme:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compress.calibration.stats import ChannelNorm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.base import Aspect, Pass
 from compress.passes.permutation import better_order, kept_of
 from compress.passes.scores import relative_products
@@ -100,8 +100,7 @@ class Prune(Pass):
             raise InputError(
                 f"sparsity {self.sparsity}; allowed: above 0, below 1 (0.5 makes half of the weights zero)"
             )
-        if self.per not in self.rankings:
-            raise InputError(f"per {self.per!r}; allowed: {', '.join(self.rankings)}")
+        one_of("per", self.per, self.rankings)
         object.__setattr__(self, "sparsities", tuple(_pairs(self.sparsities)))
         if len(dict(self.sparsities)) < len(self.sparsities):
             raise InputError("sparsities name a layer twice; give each once")

@@ -8,7 +8,7 @@ import torch
 
 from compress.calibration.calibrators import Range, scale_and_zero_point
 from compress.calibration.stats import StatisticFactory
-from compress.errors import CompressError, InputError
+from compress.errors import CompressError, InputError, one_of
 from compress.passes.activation_format import ActivationFormat
 from compress.passes.base import Aspect
 from compress.passes.fixed_ranges import FixedRanges
@@ -101,8 +101,7 @@ class FoldThenRound(QuantizeWeights):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rounding not in ("nearest", "none"):
-            raise InputError(f"rounding {self.rounding!r}; allowed: nearest, none")
+        one_of("rounding", self.rounding, ("nearest", "none"))
         if self.histograms and not self.rounds:
             raise InputError("histograms are of ranges that a pass fixes as it rounds; give them to the pass that does")
         if not self.rounds and self.outputs != "none":

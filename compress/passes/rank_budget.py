@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.allocation import Curve, allocate
 from compress.passes.base import Pass
 from compress.passes.sites import Site
@@ -57,8 +57,7 @@ class RankBudget(Pass):
         super().__post_init__()
         if self.rank is not None and self.rank < self.least:
             raise InputError(f"rank {self.rank}; allowed: {self.least} or more")
-        if self.allocate not in get_args(Allocation):
-            raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Allocation))}")
+        one_of("allocate", self.allocate, get_args(Allocation))
         check_bits("factor_bits", self.factor_bits)
         object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
         if len(dict(self.ranks)) < len(self.ranks):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
 from compress.calibration.stats import StatisticFactory
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.base import Pass
 from compress.passes.columns import POLISH_DAMP, ActOrder, Ordered, ordered
 from compress.passes.drift import Correction, aimed, check_drift, drift_correction
@@ -81,8 +81,7 @@ class SecondOrder(Pass):
         if not 0 < self.damp <= 1:
             raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
         check_drift(self.drift)
-        if self.act_order not in get_args(ActOrder):
-            raise InputError(f"act_order {self.act_order!r}; allowed: {', '.join(get_args(ActOrder))}")
+        one_of("act_order", self.act_order, get_args(ActOrder))
         precision(self.statistics)
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import ChannelNorm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.prune import Per, Prune
 from compress.passes.ranked import told
 from compress.passes.scores import products
@@ -56,8 +56,7 @@ class SparsityBudget(Prune):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.allocate not in get_args(Sharing):
-            raise InputError(f"allocate {self.allocate!r}; allowed: {', '.join(get_args(Sharing))}")
+        one_of("allocate", self.allocate, get_args(Sharing))
         if not self.outlier >= 1:
             raise InputError(f"outlier {self.outlier}; allowed: 1 or more means (5 is usual)")
         if self.allocate != "owl" and (self.outlier, self.deviation) != (OUTLIER, DEVIATION):

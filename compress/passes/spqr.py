@@ -45,7 +45,7 @@ from compress.passes.solve import Solve
 from compress.passes.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
 from compress.weights.decision import Decision
 from compress.weights.grid import MAX_BITS, suggest_groups
-from compress.weights.scheme import SCHEMES
+from compress.weights.scheme import SCHEMES, check_scheme
 from compress.weights.sparse import entry_bits
 from compress.weights.terms import Summand
 from compress.weights.tiles import Tiles
@@ -97,9 +97,8 @@ class SpQR(SecondOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scheme not in SCHEMES or not self.scheme.endswith("a16"):
-            allowed = ", ".join(s for s in SCHEMES if s.endswith("a16"))
-            raise InputError(f"scheme {self.scheme!r} of spqr, which leaves inputs as they are; allowed: {allowed}")
+        leaving = [scheme for scheme in SCHEMES if scheme.endswith("a16")]
+        check_scheme(self.scheme, leaving, "scheme of spqr, which leaves inputs as they are,")
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: 1 to {MAX_BITS}")

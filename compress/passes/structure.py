@@ -38,7 +38,7 @@ from torch import Tensor
 from compress.calibration.hessian import AffineHessian, Hessian
 from compress.calibration.stats import ChannelNorm, StatisticFactory
 from compress.comm import Comm
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.base import Pass, Treats
 from compress.passes.stages import Stage
 
@@ -100,14 +100,12 @@ class Structure(Pass):
                 raise InputError(f"{option} {given}; allowed: {least} or more")
         if self.multiple > 1 and not self.channels:
             raise InputError("multiple is of the channels that stay, and none go; give channels or leave it out")
-        if self.importance not in get_args(Importance):
-            raise InputError(f"importance {self.importance!r}; allowed: {', '.join(get_args(Importance))}")
+        one_of("importance", self.importance, get_args(Importance))
         if not 0 < self.damp <= 1:
             raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
         if not 0 <= self.drift <= 1:
             raise InputError(f"drift {self.drift}; allowed: 0 (off) to 1")
-        if self.statistics not in ("float32", "float64"):
-            raise InputError(f"statistics {self.statistics!r}; allowed: float32, float64")
+        one_of("statistics", self.statistics, ("float32", "float64"))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compress.comm import RowShard
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.passes.ranked import Ranked
 from compress.passes.sites import Site
 from compress.passes.stages import Gradients, Settled, Stage
@@ -48,8 +48,7 @@ class Taylor(Ranked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.measure not in get_args(Measure):
-            raise InputError(f"measure {self.measure!r}; allowed: {', '.join(get_args(Measure))}")
+        one_of("measure", self.measure, get_args(Measure))
 
         if self.permute:
             raise InputError("permute moves weights whose gradients taylor has seen in their places; leave it out")

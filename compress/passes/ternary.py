@@ -23,7 +23,7 @@ w2a16, and there is nothing to show for them but zeros.
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from compress.errors import InputError
+from compress.errors import one_of
 from compress.passes.few_levels import FewLevelsGPTQ
 from compress.passes.sites import Site
 from compress.weights import ternary as formats
@@ -46,8 +46,7 @@ class Ternary(FewLevelsGPTQ):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.packing not in get_args(Packing):
-            raise InputError(f"packing {self.packing!r}; allowed: {', '.join(get_args(Packing))}")
+        one_of("packing", self.packing, get_args(Packing))
 
     def apply(self, site: Site) -> dict[str, Decision]:
         decisions = super().apply(site)

@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.kernels.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.passes.base import Aspect, Pass
 from compress.weights.grid import DEFAULT_GROUP, Granularity, Grid, NumberType, RangeChoice, suggest_groups, usual_group
-from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, is_float
+from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, check_scheme, is_float
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
 FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
@@ -44,10 +44,8 @@ class WeightFormat(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scheme not in SCHEMES:
-            raise InputError(f"scheme {self.scheme!r}; allowed: {', '.join(SCHEMES)} (weight bits 2 to 8)")
-        if self.grid not in get_args(GridName):
-            raise InputError(f"grid {self.grid!r}; allowed: {', '.join(get_args(GridName))}")
+        check_scheme(self.scheme, SCHEMES)
+        one_of("grid", self.grid, get_args(GridName))
         if self.group_size < -1:
             raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
         if self.per_tensor and self.group_size > 0:

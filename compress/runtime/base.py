@@ -21,7 +21,14 @@ from compress.weights.scheme import Scheme, check_parts, parts_of, scheme_named,
 from compress.weights.terms import Format, Summand, Weight
 
 
-class InStrips(nn.Module):
+class OnCodes(nn.Module):
+    """A layer on codes. Its text has a hint for peft's users: peft refuses layers unknown to it by their text."""
+
+    def __str__(self) -> str:
+        return f"{self!r} (for adapters on codes call compress.lora(config) first)"
+
+
+class InStrips(OnCodes):
     """A layer whose weight may lie in strips on a CPU. STRIPS: the buffer that has three dimensions there and two in
     rows; None where the weight never does."""
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.errors import InputError
+from compress.runtime.base import OnCodes
 from compress.runtime.linear import PackedLinear, QuantLinear, RowLinear
 from compress.weights.scheme import Scheme
 
@@ -23,7 +24,7 @@ def _moment(x: Tensor) -> _Moment:
     return 0 if hidden else x._version, torch.is_grad_enabled()
 
 
-class FusedLinear(nn.Module):
+class FusedLinear(OnCodes):
     """One of several layers that read the same tensor: rows [start, stop) of `stacked`, which multiplies once for all.
 
     The first of them owns `stacked` and always multiplies; the others take their rows of the product while it is of the

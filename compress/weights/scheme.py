@@ -1,17 +1,18 @@
 """How a layer is stored and computed: the formats of its weight's terms, and how its input and output are rounded."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from compress.errors import CheckpointError, InputError
+from compress.errors import CheckpointError, InputError, one_of
 from compress.kernels.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
 from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
 from compress.weights.formats import read_format
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
+from compress.weights.likely import likely_scheme
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
 from compress.weights.ternary import Binary
@@ -229,6 +230,12 @@ def input_bits(name: str) -> int:
     return WIDE if is_float(name) else int(name.rpartition("a")[2])
 
 
+def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> None:
+    """Raises InputError for a scheme that is not allowed, with the likeliest of those that are."""
+    names, meant = list(allowed), likely_scheme(name)
+    one_of(what, name, names, repr(meant) if meant in names else "")
+
+
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
     """w4a16 and its like; a8 ... a2: the input an integer of so many bits, fitted to every token. fp8: weight and input
     float8, fitted likewise. fp8-block: the same with a scale per 128 x 128 weights and per 128 inputs of a token.
@@ -236,8 +243,7 @@ def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAUL
     group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
     usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
     """
-    if name not in SCHEMES:
-        raise InputError(f"scheme {name!r}; allowed: {BY_NAME}")
+    check_scheme(name, SCHEMES)
     if name == BLOCKWISE:
         if group_size is not None:
             raise InputError(f"{name} has one scale per 128 x 128 weights; leave group_size out")

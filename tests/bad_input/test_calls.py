@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from models import build, tokens
 from torch import nn
 from torch.nn.utils import prune
@@ -40,6 +41,14 @@ def made_without_gradients():
         return two()
 
 
+def image_model():
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4
+    )
+    return transformers.ViTModel(config)
+
+
+IN_BATCHES = r"the model takes pixel_values: give batches in Python .*\{'pixel_values': tensor\}"
 COMPUTED = r"^0 computes its weight from other tensors .*ignore=\['0'\]"
 utils, parametrizations = nn.utils, nn.utils.parametrizations
 # What is wrong -> (the arguments, what the line says). Where no model or pass is given: two linear layers, RTN.
@@ -61,6 +70,14 @@ CASES = {
     "empty weight": (
         {"model": lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))},
         "^0 has a weight without a shape",
+    ),
+    "image model without data": (
+        {"model": image_model, "passes": GPTQ},
+        "^gptq needs calibration data; " + IN_BATCHES,
+    ),
+    "image model with text": (
+        {"model": image_model, "passes": GPTQ, "calibration": "demo"},
+        "^'demo' holds no inputs of this model; " + IN_BATCHES,
     ),
     "no inputs": ({"model": lambda: nn.ModuleDict({"none": nn.Linear(4, 0)})}, r"^none has an empty weight, \[0, 4\]"),
     "weight_norm": ({"model": lambda: with_first(parametrizations.weight_norm)}, COMPUTED),

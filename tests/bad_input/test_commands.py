@@ -97,6 +97,16 @@ MODELS: dict[str, Case] = {
     "unknown bare name": (lambda d: d.rtn("nosuchmodel"), ("'nosuchmodel'", "directory", "hub id", "'demo'")),
     "missing path": (lambda d: d.rtn("./no/such/model"), ("'./no/such/model'", "does not exist", "directory")),
     "empty name": (lambda d: d.rtn(""), ("empty name", "directory", "hub id")),
+    "GGUF file": (
+        lambda d: d.rtn(d.file("m.gguf", "x")),
+        ("m.gguf' is a GGUF file", "directory that it was made from"),
+    ),
+    "ONNX file": (lambda d: d.rtn(d.file("m.onnx", "x")), ("m.onnx' is an ONNX graph", "that it was exported from")),
+    "pickled file": (lambda d: d.rtn(d.file("m.pt", "x")), ("m.pt' is a file of PyTorch", "save_pretrained(DIR)")),
+    "directory of a GGUF file": (
+        lambda d: d.rtn(d.file("m.gguf", "x").parent),
+        ("holds no config.json; its m.gguf is a GGUF file", "give the Hugging Face directory"),
+    ),
     "file": (lambda d: d.rtn(d.model / "config.json"), ("config.json' is a file", "give the directory")),
     "directory without config": (lambda d: d.rtn(d.here), ("holds no config.json", "Hugging Face", "hub id")),
     "config that is not JSON": (
@@ -219,8 +229,32 @@ OPTIONS: dict[str, Case] = {
         ("group size 64", "96 inputs of model.layers.0.mlp.down_proj", "2 layers", ": 16, 32, -1"),
     ),
     "group size -2": (lambda d: d.rtn(d.model, "--group-size", -2), ("group size -2", "-1")),
-    "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'", "w2a16", "w8a16", "bits 2 to 8")),
-    "9 bits": (lambda d: d.rtn(d.model, "--scheme", "w9a16"), ("'w9a16'", "w2a16", "w8a16", "bits 2 to 8")),
+    "1 bit": (lambda d: d.rtn(d.model, "--scheme", "w1a16"), ("'w1a16'; allowed: w2a16", "w8a16")),
+    "9 bits": (lambda d: d.rtn(d.model, "--scheme", "w9a16"), ("'w9a16'; allowed: w2a16", "w8a16")),
+    **{
+        f"scheme in the words of others: {word}": (
+            lambda d, word=word: d.rtn(d.model, "--scheme", word),
+            (f"unknown scheme '{word}'; did you mean '{scheme}'? allowed: w2a16",),
+        )
+        for word, scheme in {
+            "W4A16": "w4a16",
+            "w4": "w4a16",
+            "int4": "w4a16",
+            "3bit": "w3a16",
+            "W8A8_INT8": "w8a8",
+            "FP8": "fp8",
+        }.items()
+    },
+    "grid in capitals": (
+        lambda d: d.rtn(d.model, "--grid", "Narrow"),
+        ("unknown grid 'Narrow'; did you mean 'narrow'?",),
+    ),
+    "method in capitals": (
+        lambda d: d.rtn(d.model, "--method", "GPTQ"),
+        ("unknown method 'GPTQ'; did you mean 'gptq'?", METHODS),
+    ),
+    "method of another name": (lambda d: d.rtn(d.model, "--method", "svd"), ("'svd'; did you mean 'low-rank'?",)),
+    "scheme for a method": (lambda d: d.rtn(d.model, "--method", "int8"), ("'int8'; did you mean scheme 'w8a16'?",)),
     "unknown grid": (
         lambda d: d.rtn(d.model, "--grid", "asym"),
         ("grid 'asym'", "signed-scale, symmetric, narrow, asymmetric"),
@@ -269,12 +303,12 @@ OPTIONS: dict[str, Case] = {
         lambda d: d.rtn(d.model, "--bits", 3, "--scheme", "w4a16"),
         ("--bits is short for --scheme w3a16", "drop it, or --scheme w4a16"),
     ),
-    "effort of no kind": (lambda d: d.gptq(d.tokens, "--effort", "most"), ("effort 'most'", "best, default, fast")),
+    "effort of no kind": (lambda d: d.gptq(d.tokens, "--effort", "most"), ("effort 'most'", "fast, default, best")),
     "effort of another method": (lambda d: d.rtn(d.model, "--effort", "best"), ("--effort is of gptq; rtn",)),
-    "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16", "bits 2 to 8")),
+    "bits of no scheme": (lambda d: d.rtn(d.model, "--bits", 1), ("'w1a16'", "w2a16")),
     "spqr with rounded inputs": (
         lambda d: d.spqr("--scheme", "w4a8"),
-        ("'w4a8' of spqr, which leaves inputs as they are", "allowed: w2a16, w3a16"),
+        ("scheme of spqr, which leaves inputs as they are, 'w4a8'; allowed: w2a16, w3a16",),
     ),
     "spqr in fixed order": (
         lambda d: d.spqr("--set", "act_order=static"),
@@ -381,6 +415,10 @@ OPTIONS: dict[str, Case] = {
     "batch size 0": (lambda d: d.gptq(d.tokens, "--batch-size", 0), ("batch size 0", "1 or more")),
     "fsdp without torchrun": (lambda d: d.gptq(d.tokens, "--fsdp"), ("--fsdp", "torchrun --nproc-per-node")),
     "unknown device": (lambda d: d.rtn(d.model, "--device", "gpu"), ("device 'gpu'", "usable here: cpu")),
+    "device of another build": (
+        lambda d: d.rtn(d.model, "--device", "mps"),
+        ("device 'mps' cannot be used (this build of torch has no such device); usable here: cpu",),
+    ),
     "device that holds no values": (lambda d: d.rtn(d.model, "--device", "meta"), ("'meta'", "usable here: cpu")),
     "device that is not there": (lambda d: d.rtn(d.model, "--device", "cuda:77"), ("'cuda:77'", "usable here: cpu")),
     "empty output": (lambda d: d.rtn(d.model, "--output", ""), ("output ''", "give a path")),
@@ -852,7 +890,7 @@ TAUGHT: dict[str, Case] = {
     "no teacher": (lambda d: distill(d, "teacher=none", "features=1"), ("give task=1 and logits=0, features=0",)),
     "negative weight": (lambda d: distill(d, "relations=-1"), ("relations -1.0; allowed: 0 or more",)),
     "cold contrast": (lambda d: distill(d, "contrast=0"), ("contrast 0.0; allowed: above 0",)),
-    "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "all, values")),
+    "unknown choice": (lambda d: distill(d, "related=keys"), ("unknown related 'keys'", "values, all")),
     "maps and relations": (lambda d: distill(d, "attention=1", "relations=1"), ("eager", "fused", "one of the two")),
     "nobody to be told from": (lambda d: distill(d, "contrastive=1", "rows=1"), ("contrastive", "rows=2 or more")),
     "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),

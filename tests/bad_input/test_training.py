@@ -26,7 +26,7 @@ CASES = {
     "no pattern": (lambda: Train(pattern="4:2"), "pattern '4:2'; allowed: N:M"),
     "pattern and another share": (lambda: Train(pattern="2:4", sparsity=0.6), "makes 0.5 of weights zero, not"),
     "pattern of a layer": (lambda: Train(pattern="2:4", prune_per="row"), "prune_per row has no say in pattern 2:4"),
-    "place unknown": (lambda: Train(sparsity=0.5, prune_per="block"), "prune_per 'block'; allowed: layer, model, row"),
+    "place unknown": (lambda: Train(sparsity=0.5, prune_per="block"), "prune_per 'block'; allowed: row, layer, model"),
     "end before the start": (
         lambda: Train(sparsity=0.5, prune_from=0.5, prune_until=0.4),
         "prune_from 0.5, prune_until 0.4; allowed",
@@ -60,7 +60,7 @@ CASES = {
         "'binary' does not keep the zeros of .* which 'train' has pruned",
     ),
     "ticket of nothing": (lambda: Lottery(sparsity=0), "sparsity 0; allowed: above 0, below 1"),
-    "rewound to nowhere": (lambda: Lottery(rewind="rates"), "rewind 'rates'; allowed: learning-rate, weights"),
+    "rewound to nowhere": (lambda: Lottery(rewind="rates"), "rewind 'rates'; allowed: weights, learning-rate"),
     "rewound beyond the end": (
         lambda: draw(nn.Linear(2, 2), lesson([object()], Rows({}), Train(**ALONE, steps=5)), Lottery(to=5)),
         "to 5; allowed: below steps, which are 5",

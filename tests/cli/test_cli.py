@@ -374,6 +374,14 @@ def test_help_mentions_every_option(name: str) -> None:
             assert word in outcome.out
 
 
+def test_the_help_of_prune_names_every_method_that_makes_a_mask() -> None:
+    from compress.recipe import PASSES, pass_class
+
+    masks = [name for name in PASSES if pass_class(name).writes == "mask"]
+    said = " ".join(command("prune", "--help").out.split())
+    assert f"{', '.join(masks[:-1])} or {masks[-1]}: see `compress methods`" in said
+
+
 def test_help_of_the_whole_names_every_command_with_its_sentence() -> None:
     outcome = command("--help")
     assert outcome.code == 0

@@ -2,9 +2,10 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import cache
 from threading import Barrier
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from compress.passes.weight_format import WeightFormat
 from compress.passes.where import but, only
 from compress.recipe import options_of
 from compress.weights.decision import Decision
+from compress.weights.dense import dense
 from compress.weights.grid import Quantized, quantize
 from compress.weights.scheme import parts_of
 
@@ -234,16 +236,27 @@ def test_zero_rows_and_dead_inputs_give_finite_decisions(one, layout):
         assert all(math.isfinite(f) for f in decision.figures.values() if not isinstance(f, str))
 
 
-@pytest.mark.parametrize(("one", "layout"), each([o for o in PASSES if o.keeps_zeros], LAYOUTS), ids=describe)
+@dataclass(frozen=True, kw_only=True)
+class Half(Pass):
+    """Halves weights, on no grid: what anybody may add."""
+
+    name: ClassVar[str] = "half"
+    keeps_zeros: ClassVar[bool] = True
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        return {name: Decision(dense(weight / 2)) for name, weight in site.weights.items()}
+
+
+@every(("one", "layout"), each([*(o for o in PASSES if o.keeps_zeros), Half()], LAYOUTS))
 def test_a_pass_that_keeps_zeros_keeps_those_of_an_earlier_mask(one, layout):
     one, x = laid_out(one, layout), make_inputs()
     before = make_weights()
     kept = {name: weight.abs() > weight.abs().median() for name, weight in before.items()}
     site = make_site(one, {name: weight * kept[name] for name, weight in before.items()}, x)
-    decided = {n: Decision(quantize(site.weights[n], one.weight_grid()), kept=kept[n]) for n in kept}
+    decided = {name: Decision(dense(site.weights[name]), kept=kept[name]) for name in kept}
     for name, decision in one.apply(replace(site, decided=decided, before=before)).items():
         assert torch.all(decision.weight.dequantize()[~kept[name]] == 0)
-        assert torch.isfinite(codes_of(decision).scale).all()
+        assert finite(decision)
 
 
 @every(("one", "layout"), ON_LAYOUTS)

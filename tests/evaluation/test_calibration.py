@@ -262,7 +262,7 @@ def test_blocks_are_told_by_the_first_number():
 def test_ranges_that_nobody_counted_are_said():
     ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
     assert show.clipped(ranges[:2]) == (
-        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (histograms=true counts it)"
+        "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (--set histograms=true counts it)"
     )
     assert show.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
 
@@ -304,7 +304,7 @@ def test_a_page_without_plotly_is_refused(written, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "find_spec", lambda _: None)
     outcome = command("inspect", written, "--calibration", "--html", tmp_path / "page.html")
     assert outcome.code == 2
-    assert "--html needs plotly; install the report extra" in outcome.err
+    assert "--html needs plotly; in the checkout of compress run: pip install -e '.[report]'" in outcome.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -198,5 +198,8 @@ def test_published_questions_are_answered_alike_by_a_trained_model(tmp_path) -> 
 
 def test_without_the_extra_the_command_says_what_to_install(llama, monkeypatch) -> None:
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"lm-eval:piqa needs the eval extra; install it with: pip install"):
+    with pytest.raises(
+        InputError,
+        match=r"lm-eval:piqa needs the eval extra; in the checkout of compress run: pip install -e '\.\[eval\]'",
+    ):
         compress.evaluate(llama, tasks=["lm-eval:piqa"])

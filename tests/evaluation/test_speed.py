@@ -95,9 +95,7 @@ def test_a_page_without_plotly_is_refused_before_the_work(tmp_path: Path, monkey
     monkeypatch.setattr(page, "find_spec", lambda _: None)
     found = command(*LINEARS, "--html", tmp_path / "speed.html", "--json", tmp_path / "speed.json")
     assert found.code == 2
-    assert (
-        found.err == "compress: --html needs plotly; install the report extra: pip install 'compress-models[report]'\n"
-    )
+    assert found.err == "compress: --html needs plotly; in the checkout of compress run: pip install -e '.[report]'\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ from vision import CALIBRATORS, CHANCE, batches, calibration, lost, net, points,
 import compress
 from compress.errors import CompressError, InputError
 from compress.model.convolution import elements, geometry_of, patches, patches_in_parts
-from compress.model.layers import Layer, find_stacks
+from compress.model.layers import UNASKED_CONVOLUTION, Layer, find_stacks
 from compress.passes.outliers import share_of_outliers
 from compress.runtime.integer import integer_layer, zero_of
 from compress.weights.decision import Decision, joined
@@ -341,7 +341,7 @@ def test_an_image_transformer_is_written_and_loads_as_what_is_in_memory(method, 
     result = compress.quantize(model, method, calibration=data, output=tmp_path / "out", verify=False)
     assert len(result.record.layers) == 12
     alone = result.record.left_alone
-    assert alone["vit.embeddings.patch_embeddings.projection"] == "convolution; convolutions=True includes it"
+    assert alone["vit.embeddings.patch_embeddings.projection"] == UNASKED_CONVOLUTION
     assert alone["vit.embeddings.cls_token"] == "ViTEmbeddings: not a linear layer"
     assert alone["classifier"] == "outside the blocks"
     with torch.no_grad():
@@ -417,7 +417,7 @@ def test_convolutions_between_linear_layers_wait_to_be_asked_for():
     config = transformers.MambaConfig(vocab_size=96, hidden_size=32, state_size=4, num_hidden_layers=2)
     model = transformers.MambaForCausalLM(config).eval()
     record = compress.quantize(model, compress.RTN(group_size=2)).record
-    assert record.left_alone["backbone.layers.0.mixer.conv1d"] == "convolution; convolutions=True includes it"
+    assert record.left_alone["backbone.layers.0.mixer.conv1d"] == UNASKED_CONVOLUTION
     record = compress.quantize(model, compress.RTN(group_size=2), convolutions=True).record
     assert "backbone.layers.0.mixer.conv1d" in {layer.name for layer in record.layers}
 

@@ -371,8 +371,8 @@ def test_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": "int4"}, "type 'int4'.*allowed: int8, fp8"),
-        ({"granularity": "channel"}, "granularity 'channel'.*allowed: tensor, head, token"),
+        ({"type": "int4"}, "type of a key-value cache 'int4'; .*allowed: int8, fp8"),
+        ({"granularity": "channel"}, "granularity of a key-value cache 'channel'; allowed: tensor, head, token"),
         ({"calibrator": "mse"}, "give granularity=head or tensor"),
         ({"histograms": True}, "give granularity=head or tensor"),
         ({"granularity": "head", "calibrator": "best"}, "calibrator 'best'"),

@@ -25,6 +25,14 @@ def out(tmp_path_factory):
     return output
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_peft_without_our_layers_says_what_to_call(fuse, out):
+    with pytest.raises(
+        ValueError, match=r"(?s)Target module .* \(for adapters on codes call compress\.lora\(config\) first"
+    ):
+        peft.get_peft_model(compress.load(out, fuse=fuse), peft.LoraConfig(target_modules=["q_proj"]))
+
+
 @pytest.mark.parametrize(
     ("fuse", "targets"), [(False, ["embed_tokens", "q_proj", "lm_head"]), (True, ["q_proj", "k_proj", "down_proj"])]
 )
