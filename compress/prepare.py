@@ -248,6 +248,7 @@ def _source(request: Request) -> Source | None:
             raise InputError(
                 "verify reloads the output by its configuration, which this model has none of; leave it out"
             )
+        check_untouched(model)
         return None
     if not isinstance(model, str | Path):
         raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")

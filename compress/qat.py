@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from compress.checkpoint.directory import Directory, claimed
+from compress.checkpoint.record import RunRecord
 from compress.comm import Comm
 from compress.errors import InputError, one_of
 from compress.job import Job, Result
@@ -32,6 +33,7 @@ from compress.progress import Reporter, Silent
 from compress.ranks import watching
 from compress.request import Calibration, Data, Delivery, Extent, Request, Work, several
 from compress.run.ends import begin, left_of
+from compress.run.matching import adapter_in
 from compress.run.residency import Local, Residency, Sharded
 from compress.run.restore import hooks_and_buffers, undone, values
 from compress.run.storable import check_storable
@@ -40,11 +42,13 @@ from compress.run.training import Collected, treated, uncompiled
 from compress.train.layers import (
     attach,
     detach,
+    freeze_with_weights,
     parameters_in,
     quantizers_of,
     scales_in,
     swap,
     tied_to,
+    was_called,
     weights_outside,
 )
 from compress.train.optimizer import Learned, average_gradients, parameter_groups
@@ -104,6 +108,7 @@ class Prepared:
         Where this fails, it is as it was before the call, and can be converted again. Raises as `quantize` does.
         """
         self._check_open()
+        self._check_whole()
         request = replace(self.job.request, delivery=Delivery(output, False, overwrite, verify, store))
         request.check()
         comm = Comm()
@@ -126,6 +131,7 @@ class Prepared:
         left = left_of(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
         record.note(reporter, OWN_LOOP)
+        self._note_uncalled(record, reporter)
         return replace(
             before,
             request=request,
@@ -162,6 +168,32 @@ class Prepared:
                 yield
             back.pop_all()
 
+    def _check_whole(self) -> None:
+        """Refuse a model in which something stands in the place of what was prepared."""
+        if (name := adapter_in(self.model)) is not None:
+            raise InputError(
+                f"{name or 'the model'} is an adapter of peft; call merge_and_unload() before convert(), which writes "
+                "the model's own weights"
+            )
+        present = set(self.model.modules())
+        for layer in (*treated(self.job.plan), *self.job.plan.tables):
+            if layer.module not in present:
+                raise InputError(
+                    f"{layer.name} is not the module any more that was prepared (modules_to_save of peft puts copies "
+                    "in their place); train the prepared one, or prepare_qat the model that there is now"
+                )
+
+    def _note_uncalled(self, record: RunRecord, reporter: Reporter) -> None:
+        """Say which layers training has not seen rounded: none calls them, though others are called."""
+        uncalled = [layer.name for layer in self.layers if not was_called(layer.module)]
+        if 0 < len(uncalled) < len(self.layers):
+            others = f" and {len(uncalled) - 1} more" if len(uncalled) > 1 else ""
+            record.note(
+                reporter,
+                f"{uncalled[0]}{others}: never called since prepare_qat, so that no loss has seen their rounding (a "
+                "module or a fused loss that reads a weight itself reads the one that is trained)",
+            )
+
     def _check_open(self) -> None:
         if self.converted:
             raise InputError("this model is converted already; prepare it again to train it further")
@@ -194,8 +226,10 @@ def prepare_qat(
     step. Keys and values are rounded as a cache will keep them. The other arguments are those of `quantize`.
 
     The module stays the one that was given, with its names and keys; its layers change their class. A parameter of 16
-    bits has 32 afterwards: compute in 16 under autocast. Sharded by `fully_shard` before this call (in 32 bits) or
-    after it; blocks may be compiled (`block.compile()`), and any process group may exist.
+    bits has 32 afterwards: compute in 16 under autocast. What requires no gradient stays as it is, and so do the scales
+    of its layer. Adapters of peft may be put on what was prepared, and merged before `convert`. Sharded by
+    `fully_shard` before this call (in 32 bits) or after it; blocks may be compiled (`block.compile()`), and any process
+    group may exist.
 
     Raises InputError before any work for input that cannot work, CompressError for work that failed; a model in memory
     is then what it was.
@@ -239,6 +273,7 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
             decision = decided.decisions.get(layer.name)
             if decision is not None and attach(layer, decision, scales):
                 attached += [layer, *tied_to(layer)]
+        freeze_with_weights(attached)
         if not attached:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
         caches = TrainedCaches(model, decided.caches)

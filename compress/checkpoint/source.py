@@ -97,6 +97,11 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if not path.is_dir():
         raise InputError(f"model {name!r} is {kind or _file_kind(path)}")
     _check_entries(path)
+    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
+        raise InputError(
+            f"{path} holds an adapter of peft alone; load it beside its model, merge_and_unload(), save_pretrained and "
+            "give that directory"
+        )
     if not (path / "config.json").exists():
         raise InputError(f"{path} holds no config.json; {_instead(path)}")
     config = read_json(path / "config.json")

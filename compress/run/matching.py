@@ -12,6 +12,7 @@ from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, 
 from compress.passes.base import Pass
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.caches import rounded_cache
+from compress.train.layers import Quantizing
 
 
 @dataclass
@@ -83,9 +84,25 @@ class Matching:
         return True
 
 
+def adapter_in(model: nn.Module) -> str | None:
+    """The name of the first module of peft's in a model ("": the model itself); None where there is none."""
+    return next((n for n, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"), None)
+
+
 def check_untouched(model: nn.Module) -> None:
-    """Raises InputError for a model that an earlier run has made to round inputs, outputs or caches."""
+    """Raises InputError for a model that rounds already, by an earlier run or for training, or that carries adapters,
+    which would be rounded as if they were its weights."""
+    if (name := adapter_in(model)) is not None:
+        raise InputError(
+            f"{name or 'the model'} is an adapter of peft, which would be compressed beside the weight that it adds "
+            "to; give the model after merge_and_unload() (the adapter becomes part of its weights) or unload()"
+        )
     for name, module in model.named_modules():
+        if isinstance(module, Quantizing):
+            raise InputError(
+                f"{name or 'the model'} rounds for training already (prepare_qat); train and convert() what was "
+                "prepared, or load the model again"
+            )
         if rounded_cache(module) is not None:
             raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
         sides = {"input": module._forward_pre_hooks, "output": module._forward_hooks}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.train.layers import computed_weight
 from compress.train.losses.chunked import Head
 
 ROUNDINGS = 8  # of the logits' dtype: how far two ways to compute them may differ, of the largest
@@ -32,7 +33,7 @@ class OutputHead:
     @property
     def whole(self) -> Head:
         """For the loss; under FSDP inside of the forward alone."""
-        return Head(self.module.weight, self.module.bias, self.scale, self.softcap)
+        return Head(computed_weight(self.module), self.module.bias, self.scale, self.softcap)
 
     @contextmanager
     def replaced(self, take: Callable[[Tensor], None]) -> Iterator[None]:
@@ -62,7 +63,7 @@ def output_head(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[OutputH
     found: list[tuple[Tensor, Tensor]] = []
 
     def see(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        found.append((args[0], Head(module.weight, module.bias).product(args[0])))
+        found.append((args[0], Head(computed_weight(module), module.bias).product(args[0])))
 
     handle = module.register_forward_hook(see) if isinstance(module, nn.Linear) else None
     try:

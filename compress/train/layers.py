@@ -2,8 +2,10 @@
 
 The module stays the one that it was: its name, its parameters and their keys in a state dict, FSDP's sharding of them,
 its hooks. Its class becomes a subclass of its own (QATLinear, QATConv2d, QATEmbedding), of which `weight` is the
-rounded weight, whatever `forward` does with it, and which rounds what it is given and what it returns. A head that is
-tied to an embedding has the same weight, and rounds it by the embedding's quantizer.
+rounded weight while `forward` runs, whatever that does with it, and which rounds what it is given and what it returns.
+At any other time `weight` is the parameter that is trained, as in any layer: what others add to it (an adapter that is
+merged) or look up (`get_parameter`) is the real one. A head that is tied to an embedding has the same weight, and
+rounds it by the embedding's quantizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import CompressError, InputError
-from compress.model.layers import Layer, Table
+from compress.model.layers import Layer, Table, is_read_uncalled
 from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, Shared, weight_quantizer
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
@@ -27,15 +29,28 @@ PARTS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 
 class Quantizing:
-    """What the class of a layer becomes a subclass of, before its own."""
+    """What the class of a layer becomes a subclass of, before its own.
+
+    computing: `forward` is running. called: it has run since the layer was prepared.
+    """
 
     weight_quantizer: nn.Module | None
     input_quantizer: ActivationQuantizer | None
     output_quantizer: ActivationQuantizer | None
+    computing = False
+    called = False
 
     @property
     def weight(self) -> Tensor:
-        """The rounded weight; the one that is trained is `_parameters["weight"]`."""
+        """The rounded weight within `forward`, and the parameter that is trained outside of it."""
+        if self.computing or is_read_uncalled(self):  # type: ignore[arg-type]
+            return self.rounded_weight
+        latent: Tensor = self._parameters["weight"]  # type: ignore[attr-defined]
+        return latent
+
+    @property
+    def rounded_weight(self) -> Tensor:
+        """The weight that `forward` computes with."""
         latent: Tensor = self._parameters["weight"]  # type: ignore[attr-defined]
         if self.weight_quantizer is None or isinstance(latent, DTensor):  # whose shard FSDP looks for under this name
             return latent
@@ -52,8 +67,23 @@ class Quantizing:
             )
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
-        y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        self.computing = self.called = True
+        try:
+            y: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.computing = False
         return y if self.output_quantizer is None else self.output_quantizer(y)
+
+
+def computed_weight(module: nn.Module) -> Tensor:
+    """The weight that a layer computes with: the rounded one, of a layer that rounds."""
+    weight: Tensor = module.rounded_weight if isinstance(module, Quantizing) else module.weight  # type: ignore
+    return weight
+
+
+def was_called(module: nn.Module) -> bool:
+    """Whether anything has seen a layer round: a forward of its own, or a module around it that reads its weight."""
+    return isinstance(module, Quantizing) and (module.called or is_read_uncalled(module))
 
 
 @cache
@@ -100,6 +130,8 @@ def swap(module: nn.Module, parts: Sequence[nn.Module | None]) -> None:
 def detach(module: nn.Module) -> list[nn.Module | None]:
     """Make a layer again what it was, with the weight that was trained; returns its quantizers, for `swap`."""
     module.__class__ = _plain(type(module))
+    module.__dict__.pop("computing", None)
+    module.__dict__.pop("called", None)
     return [module._modules.pop(name) for name in PARTS]
 
 
@@ -111,6 +143,15 @@ def _plain(kind: type[nn.Module]) -> type[nn.Module]:
     assert own is FSDPModule
     bare = _plain(rest[0])
     return type(f"FSDP{bare.__name__}", (FSDPModule, bare), {"__module__": outer.__module__})
+
+
+def freeze_with_weights(layers: Iterable[Layer]) -> None:
+    """Let the scales of layers train only where their weights do."""
+    for layer in layers:
+        if not layer.parameter.requires_grad:
+            for part in PARTS:
+                if (quantizer := layer.module._modules[part]) is not None:
+                    quantizer.requires_grad_(False)
 
 
 @contextmanager

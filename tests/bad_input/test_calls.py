@@ -218,6 +218,29 @@ def test_what_cannot_be_prepared_for_a_loop_of_ones_own_is_refused():
     for given, says in cases:
         with pytest.raises(InputError, match=says):
             compress.prepare_qat(build("llama"), **given)
-    prepared = compress.prepare_qat(build("llama"), RTN)
+    model = build("llama")
+    prepared = compress.prepare_qat(model, RTN)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for again in (compress.prepare_qat, compress.quantize):
+        with pytest.raises(InputError, match=r"q_proj rounds for training already \(prepare_qat\); train and convert"):
+            again(model, RTN)
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
     with pytest.raises(InputError, match="resume, overwrite and verify need an output"):
         prepared.convert(verify=True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+def test_a_model_with_adapters_is_refused(llama, tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters are peft's")
+    model = build("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for given, name in ((adapted, "the model"), (model, r"model\.layers\.0\.self_attn\.q_proj")):
+        for call in (compress.quantize, compress.prepare_qat):
+            with pytest.raises(InputError, match=rf"^{name} is an adapter of peft, .* after merge_and_unload"):
+                call(given, RTN)
+    with pytest.raises(InputError, match="is an adapter of peft"):
+        compress.quantize(adapted, RTN, output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"adapter of peft alone; .* merge_and_unload"):
+        compress.quantize(tmp_path / "adapter", RTN)

@@ -76,7 +76,9 @@ def test_a_model_of_16_bits_by_name_under_autocast_keeps_its_companions(tmp_path
     assert {p.dtype for p in prepared.model.parameters()} == {torch.float32}
     train(prepared, autocast=True)
     latent = copy.deepcopy({n: p.detach() for n, p in prepared.model.named_parameters() if "quantizer" not in n})
-    rounded = {n: m.weight.detach() for n, m in prepared.model.named_modules() if hasattr(m, "weight_quantizer")}
+    rounded = {
+        n: m.rounded_weight.detach() for n, m in prepared.model.named_modules() if hasattr(m, "weight_quantizer")
+    }
     result = prepared.convert(tmp_path / "out", verify=False)
     loaded = compress.load(tmp_path / "out", dequantize=True)
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
@@ -191,3 +193,42 @@ def test_what_is_refused_leaves_the_model_as_it_was():
     prepared = compress.prepare_qat(model, TWO_BITS, **DATA)
     with pytest.raises(InputError, match=r"a weight is torch.bfloat16, .* under torch.autocast"):
         prepared.model.to(torch.bfloat16)(input_ids=tokens())
+
+
+def test_what_requires_no_gradient_stays_as_it_is():
+    """A layer's scales, of its weight and of what it is given, with its weight."""
+    model = build("llama")
+    model.model.layers[0].requires_grad_(False)
+    passes = [
+        compress.RTN(scheme="w8a8", activations="static", outputs="static"),
+        compress.Embeddings(scheme="w4a16", group_size=16),
+    ]
+    prepared = compress.prepare_qat(model, passes, **DATA)
+    before = copy.deepcopy(model.state_dict())
+    train(prepared)
+    same = {
+        name.startswith("model.layers.0.") for name, value in model.state_dict().items() if value.equal(before[name])
+    }
+    changed = {name for name, value in model.state_dict().items() if not value.equal(before[name])}
+    assert True in same
+    assert not [name for name in changed if name.startswith("model.layers.0.")]
+    for part in ("weight", "weight_quantizer.log_factor", "input_quantizer.log_factor"):
+        assert f"model.layers.1.mlp.up_proj.{part}" in changed
+
+
+def test_a_layer_that_nothing_calls_is_named():
+    """A module that reads the weights of others, as a fused loss does, reads those that are trained."""
+
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, input):
+            return nn.functional.linear(self.one(input), self.two.weight)
+
+    prepared = compress.prepare_qat(Reading(), compress.RTN(group_size=16))
+    assert prepared.model.two.weight is prepared.model.get_parameter("two.weight")
+    prepared.model(torch.ones(1, 16))
+    notes = prepared.convert().record.notes
+    assert next(note for note in notes if "never called" in note).startswith("two: never called since prepare_qat")

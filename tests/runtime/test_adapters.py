@@ -87,6 +87,53 @@ def test_gradients_pass_through_rounded_inputs_to_earlier_adapters(tmp_path):
     assert all(value > 0 for name, value in grads.items() if "lora_B" in name)
 
 
+def test_an_adapter_on_what_is_prepared_for_training_is_merged_into_what_is_trained(tmp_path):
+    """Merged at once, as an adapter from a file is, or after forwards; into a linear layer and a table."""
+    ids, latent = tokens(), "model.layers.1.mlp.down_proj.weight"
+    model = build("llama")
+    passes = [compress.RTN(scheme="w8a16", group_size=16), compress.Embeddings(scheme="w8a16", group_size=16)]
+    prepared = compress.prepare_qat(model, passes, scales="fitted")
+    parameter = model.get_parameter(latent)
+    assert parameter is dict(model.named_parameters())[latent]
+    for target, called in (("down_proj", False), ("down_proj", True), ("embed_tokens", True)):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False))
+        with pytest.raises(InputError, match=rf"{target} is an adapter of peft; call merge_and_unload"):
+            prepared.convert()
+        with torch.no_grad():
+            for name, p in adapted.named_parameters():
+                p.mul_(0.6 if "lora_" in name else 1)  # as large as a weight, and many steps of its grid
+            before = model(input_ids=ids).logits if called else None
+        names = {n.replace("base_layer.", ""): p.detach().clone() for n, p in model.named_parameters()}
+        deltas = {n: m.get_delta_weight("default") for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+        assert adapted.merge_and_unload() is model
+        for name, delta in deltas.items():
+            assert torch.equal(model.get_parameter(f"{name}.weight"), names[f"{name}.weight"] + delta), name
+        if called:
+            after = model(input_ids=ids).logits
+            moved = (before - plain_logits(model, names, ids)).square().mean()
+            assert (before - after).square().mean() < 0.01 * moved
+    assert model.get_parameter(latent) is parameter
+    with torch.no_grad():
+        seen = model(input_ids=ids).logits
+    prepared.convert(tmp_path / "out")
+    assert torch.equal(compress.load(tmp_path / "out", dequantize=True)(input_ids=ids).logits, seen)
+
+
+def plain_logits(model, values, ids):
+    """The logits of a prepared model with other values of its parameters."""
+    with torch.no_grad():
+        return torch.func.functional_call(model, {n: values[n] for n, _ in model.named_parameters()}, ids).logits
+
+
+def test_a_copy_in_the_place_of_a_layer_is_not_converted():
+    model = build("llama")
+    prepared = compress.prepare_qat(model, compress.RTN(group_size=16))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["down_proj"])
+    peft.get_peft_model(model, config).merge_and_unload()
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.down_proj is not the module any more that was prepared"):
+        prepared.convert()
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

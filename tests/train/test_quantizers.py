@@ -61,7 +61,7 @@ def test_what_training_sees_is_what_is_stored(grid, dtype, scales):
         with torch.no_grad():  # as training would leave it
             for p in module.parameters():
                 p += 0.05 * torch.randn_like(p)
-        seen = module.weight
+        seen = module.rounded_weight
         made = finished(layer, layer.weight, decision, dtype)
         detach(module)
         assert torch.equal(layer.stored(made.weight.dequantize().float()), seen)
