@@ -8,6 +8,7 @@ from compress.checkpoint.pretrained import embeddings_of, read_config
 from compress.checkpoint.source import find_source
 from compress.checkpoint.stored import stored_in
 from compress.errors import InputError
+from compress.kernels.cpu import build as cpu
 from compress.runtime.linear import run_of
 
 TOKENS = (1, 16, 512)
@@ -24,6 +25,27 @@ class KernelRow:
     kernels: dict[int, str]
     why_not: tuple[str, ...]
     why_not_batch_invariant: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LibraryRow:
+    """A library of compiled loops: what it is for, the instructions that it uses (None: it is not there), and why it is
+    not there."""
+
+    about: str
+    instructions: str | None
+    why_not: tuple[str, ...]
+
+
+def library_rows(device: torch.device) -> list[LibraryRow]:
+    """The compiled loops of this machine, for a CPU; built where they are not there yet."""
+    if device.type != "cpu":
+        return []
+    rows = []
+    for name, made in cpu.LIBRARIES.items():
+        reasons = cpu.why_not() or cpu.why_not(name)
+        rows.append(LibraryRow(made.about, None if reasons else cpu.library().instructions().decode(), reasons))
+    return rows
 
 
 def kernel_rows(

@@ -78,7 +78,7 @@ def test_a_wheel_holds_every_module_and_data_file_of_the_package(wheel: list[str
         assert f"compress/{name}" in wheel
     for folder in LINKED:
         assert any(name.startswith(f"compress/{folder}/") and name.endswith(".py") for name in wheel)
-    assert {f"compress/kernels/cpu/{source.name}" for name in build.HEADERS for source in build.sources(name)} <= set(
+    assert {f"compress/kernels/cpu/{source.name}" for name in build.LIBRARIES for source in build.sources(name)} <= set(
         wheel
     )
     assert {f"compress/recipes/{name}.yaml" for name in BUILT_IN} <= set(wheel)

@@ -84,13 +84,15 @@ def _kernels(model: str, device: str | None, trust_remote_code: bool, json_file:
     """Which kernel each layer gets."""
     from compress.cli import tables as show
     from compress.device import find_device
-    from compress.evaluation.routes import kernel_rows
+    from compress.evaluation.routes import kernel_rows, library_rows
 
     target = find_device(device)
     rows = kernel_rows(model, target, trust_remote_code=trust_remote_code)
-    write_report(json_file, {"device": str(target), "layers": [asdict(row) for row in rows]})
+    libraries = library_rows(target)
+    report = {"libraries": [asdict(row) for row in libraries], "layers": [asdict(row) for row in rows]}
+    write_report(json_file, {"device": str(target), **report})
     if not silent:
-        show.kernels(rows, str(target))
+        show.kernels(rows, str(target), libraries)
 
 
 def _calibration(model: str, html: str | None, json_file: str | None, silent: bool) -> None:

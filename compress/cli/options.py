@@ -1,6 +1,7 @@
 """What several commands take, and what that means before their work begins."""
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from compress.cli.terminal import visible
 from compress.errors import InputError, WriteError
 from compress.reading import LOOP, special
 
@@ -106,9 +108,26 @@ def begin() -> None:
     import huggingface_hub
     import transformers
 
+    show_notes(quiet=bool(chosen.get("quiet")) or os.environ.get("RANK", "0") != "0")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()  # it announces every retry
+
+
+class _Notes(logging.Handler):
+    """Shows what the kernels have to say (`compress.kernels.notes`) as notes of a command."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"note: {visible(record.getMessage())}", err=True)
+
+
+_NOTES = _Notes()
+
+
+def show_notes(quiet: bool) -> None:
+    """Show notes of the kernels on standard error from now on, or nowhere."""
+    _NOTES.setLevel(logging.ERROR if quiet else logging.NOTSET)
+    logging.getLogger("compress.kernels").addHandler(_NOTES)
 
 
 def write_report(target: str | None, value: Any) -> None:

@@ -11,7 +11,7 @@ from compress.checkpoint.source import find_source
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
 from compress.evaluation.document import Evaluation, Figure, TextResult
-from compress.evaluation.routes import KernelRow
+from compress.evaluation.routes import KernelRow, LibraryRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.job import Result
 
@@ -196,8 +196,9 @@ def about(text: TextResult) -> str:
     return f"{text.name}{role}: {text.tokens} tokens, {text.windows} windows of {text.length}{every}"
 
 
-def kernels(rows: Sequence[KernelRow], device: str) -> None:
-    """One row per compressed layer: its kernel for few, some and many tokens, and why not a faster one."""
+def kernels(rows: Sequence[KernelRow], device: str, libraries: Sequence[LibraryRow]) -> None:
+    """One row per compressed layer: its kernel for few, some and many tokens, and why not a faster one. One line per
+    library of compiled loops."""
     table = Table(title=f"kernels on {device}, by tokens", title_justify="left")
     for heading in ("layer", "shape", "scheme", *(f"{M}" for M in rows[0].kernels), "why not a faster one"):
         table.add_column(heading, overflow="fold")
@@ -205,6 +206,9 @@ def kernels(rows: Sequence[KernelRow], device: str) -> None:
         shape = " x ".join(map(str, row.shape))
         table.add_row(row.name, shape, row.scheme, *row.kernels.values(), "; ".join(row.why_not))
     console().print(table)
+    for library in libraries:
+        state = f"compiled ({library.instructions})" if library.instructions else "; ".join(library.why_not)
+        console().print(f"{library.about}: {state}")
     refused = [row for row in rows if row.why_not_batch_invariant]
     said = "every layer can be batch-invariant (compress.load(..., batch_invariant=True))"
     if refused:

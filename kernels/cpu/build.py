@@ -1,16 +1,17 @@
-"""Builds a library for the processor it finds, once, and loads it: `cpu_gemm.cpp`, `cpu_columns.cpp`, or the operators
-of `cpu_operators.cpp`, which are linked to torch.
+"""Builds a library for the processor it finds, once, and loads it: products (`cpu_gemm.cpp` and the units that it
+chooses from), loops over columns (`cpu_columns.cpp`), or operators that are linked to torch (`cpu_operators.cpp`).
 
-Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not.
+Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not. A build, or the reason why there
+is none, is noted once (`compress.kernels.notes`).
 
-The library lies in the cache directory under a name that is a hash of everything it depends on: sources, flags,
-compiler and processor (a home directory may be shared by machines that differ). A process compiles to a name of its
-own and renames the result, so that several may build at the same time.
+The library lies in a private folder of the cache directory (`compress.kernels.private`) under a name that is a hash of
+everything it depends on: sources, flags, compiler and processor (a home directory may be shared by machines that
+differ). `kept.py` has its checksum, or why it could not be built, which is not tried again until one of these changes.
 
-    COMPRESS_CPU_KERNELS=0     build nothing and use torch's products
+    COMPRESS_CPU_KERNELS=0     build nothing and use torch's products; retry: build again what could not be built
     COMPRESS_CPU=avx2          build for a processor that has no more than AVX2; avx2-vnni: and dot products of bytes
                                beside it; otherwise native, for this one
-    COMPRESS_CACHE_DIR         where the library lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
+    COMPRESS_CACHE_DIR         where the folder lies; otherwise $XDG_CACHE_HOME/compress, ~/.cache/compress
     CXX                        the compiler that is tried first
 """
 
@@ -20,32 +21,71 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
-import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from compress.errors import InputError
-from compress.kernels.cache import cache_directory
+from compress.kernels.cpu import kept
+from compress.kernels.cpu.compiling import CompileError, jobs, run_all
+from compress.kernels.notes import note_once
+from compress.kernels.private import candidates, make_private, why_not_private
+
+
+class Unit(NamedTuple):
+    """A file to compile, and what is defined for it."""
+
+    source: Path
+    defined: tuple[str, ...] = ()
+
+
+class Library(NamedTuple):
+    """A library: what it is for, its files with what each is compiled for in turn, the headers that they include, and
+    about how many seconds of CPU time they take."""
+
+    about: str
+    files: dict[str, tuple[str, ...]]
+    headers: tuple[str, ...]
+    seconds: int
+
 
 NUMBERS = ("numbers", "vectors")
-# What each library includes.
-HEADERS: dict[str, tuple[str, ...]] = {
-    "gemm": ("attention", "floats", "ints", "tiles", "sparse", "sparse24", "strips", "work", *NUMBERS),
-    "columns": NUMBERS,
-    "operators": ("attention", "work", *NUMBERS),
+ONCE = ("",)
+LIBRARIES = {
+    "gemm": Library(
+        "products of compressed weights",
+        {
+            "gemm": ONCE,
+            "floats": ONCE,
+            "ints": ONCE,
+            "strips": ONCE,
+            "strip_pairs": ("UNIT_BITS=4", "UNIT_BITS=8"),
+            "sparse24": ("UNIT_BITS=4", "UNIT_BITS=8", "UNIT_BITS=16"),
+        },
+        (
+            *("attention", "floats", "ints", "products", "sparse", "sparse24", "strip_ints", "strip_lines", "strips"),
+            *("tiles", "work", *NUMBERS),
+        ),
+        36,
+    ),
+    "columns": Library("rounding column by column", {"columns": ONCE}, NUMBERS, 2),
+    "operators": Library("calls of layers", {"operators": ONCE}, ("attention", "work", *NUMBERS), 4),
 }
 COMPILERS = ("c++", "g++", "clang++")
 # Loops are unrolled by templates and written with intrinsics: higher levels take longer and gain nothing. Contraction
 # into fused multiply-adds would round differently from the reference.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC", "-w")
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fopenmp", "-fPIC", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 TARGETS = {"native": ("-march=native",), "avx2": AVX2, "avx2-vnni": (*AVX2, "-mavxvnni")}
 NEEDED = ("avx2", "fma", "f16c")
 VNNI = "avx_vnni"
-BUILD_SECONDS = 300
+PRIVATE_FOLDER = "kernels"
+STILL_COMPILING_SECONDS = 60.0
 
 
 def why_not(name: str = "gemm") -> tuple[str, ...]:
@@ -54,7 +94,7 @@ def why_not(name: str = "gemm") -> tuple[str, ...]:
 
 
 def library(name: str = "gemm") -> ctypes.CDLL:
-    """A library of `HEADERS`, by its name; only where `why_not` is empty."""
+    """A library of `LIBRARIES`, by its name; only where `why_not` is empty."""
     found, reasons = _loaded(name)
     assert found is not None, reasons
     return found
@@ -65,13 +105,48 @@ def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
     reasons = machine_reasons()
     if reasons:
         return None, reasons
-    return build_and_load(cache_directory(), flags_for(target()), name)
+    found, reasons = load_from_a_place(name)
+    if found is None:
+        note_once(f"no compiled kernels: {'; '.join(reasons)}; torch computes instead, which is slower")
+    return found, reasons
+
+
+def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
+    """A library, from the first place where only this user can put one; or None and the reasons. flags: for another
+    processor than COMPRESS_CPU says."""
+    refused: list[str] = []
+    for folder in candidates(PRIVATE_FOLDER):
+        try:
+            make_private(folder)
+            reason = why_not_private(folder)
+        except OSError as error:
+            reason = f"{folder}: {error.strerror}"
+        if reason is not None:
+            refused.append(reason)
+            continue
+        if refused:
+            note_once(f"{'; '.join(refused)}: compiled kernels lie in {folder} instead")
+        found, reasons = build_and_load(folder, flags or flags_for(target()), name)
+        if found is not None or os.access(folder, os.W_OK):
+            return found, reasons
+        refused.extend(reasons)
+    return None, tuple(refused)
+
+
+def units(name: str) -> list[Unit]:
+    """What a compiler is given for a library."""
+    here = Path(__file__).resolve()
+    return [
+        Unit(here.with_name(f"cpu_{file}.cpp"), (f"-D{defined}",) if defined else ())
+        for file, times in LIBRARIES[name].files.items()
+        for defined in times
+    ]
 
 
 def sources(name: str) -> list[Path]:
-    """What a library is made of, first what a compiler is given."""
-    files = (f"cpu_{name}.cpp", *(f"cpu_{header}.h" for header in HEADERS[name]))
-    return [Path(__file__).resolve().with_name(file) for file in files]
+    """Every file that a library is made of."""
+    headers = [Path(__file__).resolve().with_name(f"cpu_{header}.h") for header in LIBRARIES[name].headers]
+    return [*dict.fromkeys(unit.source for unit in units(name)), *headers]
 
 
 def target() -> str:
@@ -147,39 +222,83 @@ def build_and_load(
     reasons = []
     for command in commands:
         try:
-            library = ctypes.CDLL(str(built(directory, command, flags, name)))
-            if name == "gemm":
-                library.instructions.restype = ctypes.c_char_p
-            return library, ()
-        except subprocess.TimeoutExpired:
-            reasons.append(f"{shlex.join(command)} took more than {BUILD_SECONDS} s")
-        except subprocess.CalledProcessError as failed:
-            reasons.append(f"{shlex.join(command)} failed: {first_error(failed.stderr)}")
+            return _load(built(directory, command, flags, name), name), ()
+        except CompileError as failed:
+            reasons.append(str(failed))
         except OSError as error:
             reasons.append(f"{shlex.join(command)}: {error}")
     return None, tuple(reasons)
 
 
+def _load(path: Path, name: str) -> ctypes.CDLL:
+    """Raises CompileError for a library that cannot be loaded, and remembers it."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        kept.keep_failure(path, f"{path.name} cannot be loaded: {error}")
+        raise CompileError(f"{path.name} cannot be loaded: {error}") from None
+    if name == "gemm":
+        library.instructions.restype = ctypes.c_char_p
+    return library
+
+
 def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str = "gemm") -> Path:
-    """The path of the library that this compiler makes, compiled unless it is there already."""
-    linked = [*openmp_of_torch(), *torch_of(name)]
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
-    files = sources(name)
-    depends = [*(source.read_text(encoding="utf-8") for source in files), *command, *flags, *linked]
-    depends += [version.stdout, *sorted(cpu_flags())]
-    key = hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
-    target = directory / f"cpu_{name}-{key}.so"
-    if not target.exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as folder:
-            made = Path(folder) / target.name
-            words = [*command, *flags, str(files[0]), *linked, "-o", str(made)]
-            subprocess.run(words, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
-            made.replace(target)
-    return target
+    """The path of the library that this compiler makes, compiled unless it is there already. Raises CompileError where
+    it cannot be made, now or at an earlier try."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"cpu_{name}-{_key(command, flags, name)}.so"
+    if kept.is_whole(path):
+        return path
+    waiting = "another process compiles kernels for this CPU: waiting for it"
+    with kept.locked(directory, lambda: note_once(waiting)) as beat:
+        if kept.is_whole(path):
+            return path
+        earlier = kept.failure(path)
+        if earlier is not None and os.environ.get("COMPRESS_CPU_KERNELS") != "retry":
+            raise CompileError(earlier)
+        seconds = -(-LIBRARIES[name].seconds // jobs())
+        note_once(f"compiling kernels for this CPU, once: {LIBRARIES[name].about} (about {seconds} s)")
+        try:
+            with kept.scratch(directory) as folder:
+                kept.keep(_compiled(folder, command, flags, name, beat), path)
+        except CompileError as failed:
+            kept.keep_failure(path, str(failed))
+            raise
+    return path
 
 
-def first_error(output: str) -> str:
-    """The line of a compiler's output that says what is wrong."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+def _key(command: list[str], flags: tuple[str, ...], name: str) -> str:
+    """A hash of everything that a library depends on."""
+    (version,) = run_all([[*command, "--version"]], 1)
+    depends = [source.read_text(encoding="utf-8") for source in sources(name)]
+    depends += [f"{unit.source.name} {unit.defined}" for unit in units(name)]
+    depends += [*command, *flags, *openmp_of_torch(), *torch_of(name), version, *sorted(cpu_flags())]
+    return hashlib.sha256("\0".join(depends).encode()).hexdigest()[:20]
+
+
+def _compiled(folder: Path, command: list[str], flags: tuple[str, ...], name: str, beat: Callable[[], None]) -> Path:
+    """The library in a folder, of units that are compiled side by side."""
+    parts, begun = units(name), time.monotonic()
+    objects = [str(folder / f"{number}.o") for number in range(len(parts))]
+    includes = [word for word in torch_of(name) if word.startswith(("-I", "-D"))]
+    commands = [
+        [*command, *flags, *unit.defined, *includes, "-c", str(unit.source), "-o", made]
+        for unit, made in zip(parts, objects, strict=True)
+    ]
+
+    said = 0
+
+    def on(done: int) -> None:
+        nonlocal said
+        with suppress(OSError):
+            beat()
+        minutes = int((time.monotonic() - begun) // STILL_COMPILING_SECONDS)
+        if minutes > said:
+            note_once(f"still compiling kernels after {minutes} min: {done} of {len(parts)} parts are done")
+        said = minutes
+
+    run_all(commands, jobs(), on)
+    made = folder / "linked.so"
+    libraries = [word for word in [*openmp_of_torch(), *torch_of(name)] if word not in includes]
+    run_all([[*command, *flags, "-shared", *objects, *libraries, "-o", str(made)]], 1, on)
+    return made

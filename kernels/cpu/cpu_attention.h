@@ -11,8 +11,6 @@
 
 #include "cpu_work.h"
 
-namespace {
-
 // Strides in elements: of batch, head, token. Types of what lies in a row one after another.
 struct Attention {
   const void *query, *key, *value, *mask;
@@ -23,6 +21,8 @@ struct Attention {
   Type type, mask_type;
   int32_t has_mask, bool_mask, threads;
 };
+
+namespace {
 
 // e^x of x <= 0: 2^n e^f, |f| <= ln 2 / 2, e^f by its series; within 1e-7 of it, and 0 where fp32 has no normal number.
 INLINE Float exp_of(Float x) {

@@ -26,19 +26,32 @@
 // attend          no product with a weight, but what stands between two of them when one token follows others
 //
 // cpu_vectors.h has the 16 lanes, cpu_numbers.h what they are read from, cpu_work.h what all products share;
-// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_strips.h, cpu_sparse.h, cpu_sparse24.h and cpu_attention.h have the loops.
+// cpu_floats.h, cpu_ints.h, cpu_tiles.h, cpu_strips.h, cpu_strip_ints.h, cpu_sparse.h, cpu_sparse24.h and cpu_attention.h
+// have the loops. They are compiled in units of their own (cpu_products.h): this one chooses among them.
 // Columns past K are zeros of x, rows past N repeat the last row and are not stored.
 
 #include "cpu_attention.h"
-#include "cpu_floats.h"
-#include "cpu_ints.h"
-#include "cpu_sparse24.h"
-#include "cpu_strips.h"
+#include "cpu_products.h"
+#include "cpu_sparse.h"
 
 namespace {
 
+// Tokens that meet a strip, one tile after the other: of 4096 columns in bf16, 2 MiB; of 2:4 weights in fp32, 1 MiB.
+constexpr int64_t STRIP_TOKEN_BLOCK = 256, HALVED_FLOAT_BLOCK = 64;
+// Tokens up to which pairs are not worth a slab: of 8 bits, which take longer to decode, and beside entries.
+constexpr int64_t BYTE_PAIRS_BY_ROWS = 48, ENTRIES_BY_ROWS = 16;
+
+using Product = void (*)(const Arguments&);
+
+#if BF16_DOT
+template <int BITS>
+Product pairs_of(const Arguments& a) {
+  if (a.levels != nullptr) return strip_pairs<BITS, NUMBERS>;
+  return a.zero == nullptr ? strip_pairs<BITS, MIDDLE> : strip_pairs<BITS, CODES>;
+}
+#endif
+
 // Token blocks one after another; 1 where memory ran out.
-template <class Product>
 int32_t in_blocks(const Arguments& given, Product product, int64_t block = TOKEN_BLOCK) {
   try {
     for (int64_t m = 0; m < given.M; m += block) {
@@ -58,29 +71,21 @@ int32_t in_blocks(const Arguments& given, Product product, int64_t block = TOKEN
 }  // namespace
 
 extern "C" int32_t weight_only(const Arguments* given) {
-  if (given->strips) {
-    Arguments a = *given;
-    const bool pairs = BF16_DOT && a.x_type == BF16;
-    if (pairs && a.bits == 8) a.by_rows = a.by_rows && a.M <= BYTE_PAIRS_BY_ROWS;
-    if (a.row_start != nullptr) a.by_rows = a.by_rows && a.M <= ENTRIES_BY_ROWS;
-    return in_blocks(a, a.bits == 4 ? strip_float_product<4> : strip_float_product<8>,
-                     pairs && a.by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
-  }
-  return in_blocks(*given, [](const Arguments& a) {
+  if (!given->strips) return in_blocks(*given, planar_floats);
+  Arguments a = *given;
 #if BF16_DOT
-    if (a.x_type == BF16 && a.scale_type == BF16)
-      return a.bits == 4 ? float_product<Bf16Words<4>>(a) : float_product<Bf16Words<8>>(a);
+  if (a.x_type == BF16) {
+    if (a.bits == 8) a.by_rows = a.by_rows && a.M <= BYTE_PAIRS_BY_ROWS;
+    if (a.row_start != nullptr) a.by_rows = a.by_rows && a.M <= ENTRIES_BY_ROWS;
+    return in_blocks(a, a.bits == 4 ? pairs_of<4>(a) : pairs_of<8>(a), a.by_rows ? STRIP_TOKEN_BLOCK : TOKEN_BLOCK);
+  }
 #endif
-    return a.bits == 4 ? float_product<F32Words<4>>(a) : float_product<F32Words<8>>(a);
-  });
+  if (a.row_start != nullptr) a.by_rows = a.by_rows && a.M <= ENTRIES_BY_ROWS;
+  return in_blocks(a, strip_floats);
 }
 
 extern "C" int32_t int8_activation(const Arguments* given) {
-  return in_blocks(*given, [](const Arguments& a) {
-    if (a.strips) return strip_int_product(a);
-    if (!a.planar) return int_product<Plain>(a);
-    return a.bits == 4 ? int_product<Nibbles>(a) : int_product<Bytes>(a);
-  });
+  return in_blocks(*given, given->strips ? strip_ints : given->planar ? planar_ints : int8_rows);
 }
 
 extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given, sparse_product); }
@@ -88,14 +93,8 @@ extern "C" int32_t sparse_rows(const Arguments* given) { return in_blocks(*given
 extern "C" int32_t sparse24(const Arguments* given) {
   const int bits = given->bits;
   const bool pairs = BF16_DOT && given->x_type == BF16;
-  return in_blocks(*given, bits == 4 ? halved_product<4> : bits == 8 ? halved_product<8> : halved_product<NUMBER_BITS>,
+  return in_blocks(*given, bits == 4 ? halved<4> : bits == 8 ? halved<8> : halved<NUMBER_BITS>,
                    pairs ? STRIP_TOKEN_BLOCK : HALVED_FLOAT_BLOCK);
-}
-
-// Codes int8 [M, K], scale [M, ceil(K / input_group)] and zero [M] of x.
-extern "C" void quantize_tokens(const Arguments* a, int8_t* codes, float* scale, int32_t* zero) {
-  const int64_t scales = a->input_group > 0 ? (a->K + a->input_group - 1) / a->input_group : 1;
-  in_parallel(a->M, a->threads, [&](int64_t m, int) { quantize(*a, m, codes + m * a->K, scale + m * scales, zero + m); });
 }
 
 extern "C" int32_t attend(const Attention* a) {

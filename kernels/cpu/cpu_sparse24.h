@@ -18,10 +18,7 @@ namespace {
 
 constexpr int QUAD = 4, BLOCK_QUADS = 8, BLOCK_COLUMNS = QUAD * BLOCK_QUADS;
 constexpr int HALVED_TOKENS = WIDE ? 12 : 6;
-// Tokens of fp32 that meet a strip, one tile after the other: of 4096 columns 1 MiB.
-constexpr int64_t HALVED_FLOAT_BLOCK = 64;
 // A line of numbers holds a quad of each row, one of codes as many as fit 64 bytes.
-constexpr int NUMBER_BITS = 16;
 constexpr int quads_of_line(int bits) { return bits == NUMBER_BITS ? 1 : 16 / bits; }
 
 INLINE int64_t line_bytes(const Arguments& a, int bits) {

@@ -1,54 +1,14 @@
-// Weights of 4 and 8 bits in strips (pack_strips.py): 16 rows side by side, 32 bits of each in every 64 bytes.
-//
-// A line of a strip is a vector of 16 dwords, one of each row. Of 4 bits, byte b of a dword holds column b in its low
-// four bits and column b + 4 in its high ones; of 8 bits, column b. So a line is read once, from front to back of the
-// strip, and
-//
-//   int8 inputs     its low nibbles meet columns 0 ... 3 of x in one dot product of bytes, its high ones columns 4 to 7
-//   exact inputs    code i of a dword, shifted down and masked, becomes a number of every row
-//   exact bf16      a dword, shifted down, has two codes, of columns c and c + 2, which become a pair of bf16: codes
-//                   less their zero point are whole numbers, which bf16 has all of; those of 4 bits come from a table
-//
-// with x broadcast, a sum in every lane and the scales of a group in one vector: nothing is added up across lanes.
-//
-// Few tokens: a strip is decoded in registers, once for each tile of tokens. More: a chunk of it is decoded into a
-// slab, over which every tile runs, as it does for planar words. Values of the weight are not rounded to the type of
-// the scales: slabs hold them in fp32, or in bf16 before they are scaled (beside sparse rows after it).
+// Exact products with weights in strips (cpu_strip_lines.h draws them): values times x, in fp32 or in pairs of bf16, with
+// sparse rows added to them.
 
 #pragma once
 
 #include "cpu_floats.h"
-#include "cpu_ints.h"
+#include "cpu_products.h"
+#include "cpu_strip_lines.h"
 #include "cpu_tiles.h"
 
 namespace {
-
-// Columns of a line of 4 bits.
-constexpr int LINE = 8;
-// Columns of strips are padded to whole segments, which are as many as a part of a sum takes.
-constexpr int STRIP_BLOCK = 4 * PART_STEPS;
-// Tokens that are multiplied straight from the strip: sums, decoded words and one broadcast fill the registers.
-constexpr int STRIP_TOKENS = 4, STRIP_PAIR_TOKENS = 8;
-// Tokens that meet a strip, one tile after the other: of 4096 columns in bf16, 2 MiB.
-constexpr int64_t STRIP_TOKEN_BLOCK = 256;
-// Tokens up to which pairs are not worth a slab: of 8 bits, which take longer to decode, and beside entries.
-constexpr int64_t BYTE_PAIRS_BY_ROWS = 48, ENTRIES_BY_ROWS = 16;
-// Bytes between a line that is decoded and the one that is fetched.
-constexpr int AHEAD = 2048;
-
-INLINE const char* strip_of(const Work& work, int v) {
-  return static_cast<const char*>(work.a.weight) + (work.n0 / LANES + v) * LANES * work.a.row_bytes;
-}
-
-// The column of a line's code i, counted from the lowest bits; and its number, of every row.
-template <int BITS>
-constexpr int column_of(int i) {
-  return BITS == 4 ? i / 2 + i % 2 * (LINE / 2) : i;
-}
-template <int BITS, int CODE>
-INLINE Float code_of(Int words) {
-  return to_float(both(shift_right<BITS * CODE>(words), every((1 << BITS) - 1)));
-}
 
 // Of the entries beside a strip, what they add to its outputs of T tokens.
 template <int T>
@@ -125,9 +85,6 @@ void natural_dwords<Bf16Strips<8>>(const Arguments& a, int64_t m, int64_t dwords
   // (0, 2), (1, 3)
   natural_pairs(a, m, dwords, to, _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
 }
-
-// What zero points are: all in the middle of the codes, codes themselves, or numbers.
-enum Zeros { MIDDLE, CODES, NUMBERS };
 
 // Pairs of bf16: codes less their zero point, or where that is a number, codes.
 template <int BITS, Zeros ZEROS>
@@ -298,55 +255,7 @@ void value_strip_slab(const Work& work, int64_t group, int64_t first, int64_t la
 }
 #endif
 
-// The same of x in codes: dwords [columns / 4][T].
-template <int T>
-void strip_ints(const Work& work, const Activations& x, int64_t m0, int v) {
-  constexpr int SETS = T == 1 ? 2 : 1;
-  const char* line = strip_of(work, v);
-  const int32_t* from = &x.packed[m0 * (x.columns / 4)];
-  Float totals[T];
-  each<T>([&](auto t) { totals[t] = bits_to_float(load(work.bias + v * LANES)); });
-  for (int64_t s = 0, k = 0; s < x.segments; ++s) {
-    const int64_t at = static_cast<int64_t>(x.weight_group[s]) * ROWS + v * LANES;
-    Int sums[T];
-    each<T>([&](auto t) { sums[t] = times(load(&work.zero[at]), every(-x.sums[(m0 + t) * x.segments + s])); });
-    for (const int64_t end = std::min(k + x.segment, x.columns); k < end; k += STRIP_BLOCK) {
-      Int parts[SETS][T];
-      each<SETS>([&](auto i) { each<T>([&](auto t) { parts[i][t] = every(0); }); });
-      each<STRIP_BLOCK / LINE>([&](auto) {
-        const Int words = load(line);
-        _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-        const Int low = both(words, every(0x0f0f0f0f)), high = both(shift_right<4>(words), every(0x0f0f0f0f));
-        each<T>([&](auto t) { parts[0][t] = dot_nibbles(parts[0][t], low, every(from[t])); });
-        each<T>([&](auto t) { parts[SETS - 1][t] = dot_nibbles(parts[SETS - 1][t], high, every(from[T + t])); });
-        line += VECTOR_BYTES;
-        from += 2 * T;
-      });
-      each<SETS>([&](auto i) { each<T>([&](auto t) { sums[t] = plus(sums[t], sum_part(parts[i][t])); }); });
-    }
-    const Float scale = bits_to_float(load(&work.scale[at]));
-    each<T>([&](auto t) {
-      const Float given = every(x.scale[(m0 + t) * x.scales + x.input_group[s]]);
-      totals[t] = fma(times(to_float(sums[t]), given), scale, totals[t]);
-    });
-  }
-  each<T>([&](auto t) { work.finish(m0 + t, v * LANES, totals[t], LANES); });
-}
-
-// Slabs of bytes and of floats, for `int_tile` and `float_tile`.
-void int_strip_slab(const Work& work, int64_t first, int64_t last) {
-  for (int v = 0; v * LANES < work.count(); ++v) {
-    const char* line = strip_of(work, v) + first / LINE * VECTOR_BYTES;
-    char* to = work.slab.get() + v * VECTOR_BYTES;
-    for (int64_t k = first; k < last; k += LINE, line += VECTOR_BYTES, to += 2 * VECTORS * VECTOR_BYTES) {
-      const Int words = load(line);
-      _mm_prefetch(line + AHEAD, _MM_HINT_T0);
-      store(to, both(words, every(0x0f0f0f0f)));
-      store(to + VECTORS * VECTOR_BYTES, both(shift_right<4>(words), every(0x0f0f0f0f)));
-    }
-  }
-}
-
+// Slabs of floats, for `float_tile`.
 template <int BITS>
 void float_strip_slab(const Work& work, int64_t group, int64_t first, int64_t last) {
   constexpr int COLUMNS = 32 / BITS;
@@ -375,15 +284,6 @@ struct FloatStrips {
   static constexpr int STEP = 1;
   static constexpr uint64_t place(uint64_t column) { return column; }
 };
-
-// body(m, tokens, vector) for every tile of at most MOST tokens and every strip of the rows that a thread works on.
-template <int MOST, class Body>
-void over_strips(const Work& work, const TokenTiles& tiles, Body body) {
-  for (int64_t tile = 0; tile < tiles.count; ++tile)
-    with_constant<MOST>(tiles.size(tile), [&](auto t) {
-      for (int v = 0; v * LANES < work.count(); ++v) body(tiles.start(tile), t, v);
-    });
-}
 
 // x of D in tiles, and for entries: body(work, packed, gathered) for the rows that a thread works on, whose strips are
 // read front to back; prepare_more(m) before, for every token.
@@ -420,7 +320,8 @@ void strip_value_slabs(const Arguments& a, int64_t columns, MakeSlab make_slab) 
 
 #if BF16_DOT
 template <int BITS, Zeros ZEROS>
-void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
+void strip_pair_product(const Arguments& a) {
+  const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
   using Held = Bf16Strips<BITS>;
   if (!a.by_rows) {
     if (ZEROS == NUMBERS || a.row_start != nullptr)
@@ -452,13 +353,6 @@ void strip_pair_product(const Arguments& a, int64_t columns, int64_t group) {
 template <int BITS>
 void strip_float_product(const Arguments& a) {
   const int64_t columns = a.row_bytes * 8 / BITS, group = a.group > 0 ? a.group : columns;
-#if BF16_DOT
-  if (a.x_type == BF16) {
-    if (a.levels != nullptr) return strip_pair_product<BITS, NUMBERS>(a, columns, group);
-    return a.zero == nullptr ? strip_pair_product<BITS, MIDDLE>(a, columns, group)
-                             : strip_pair_product<BITS, CODES>(a, columns, group);
-  }
-#endif
   if (!a.by_rows)
     return strip_value_slabs<FloatStrips, F32Words<BITS>>(a, columns, [&](Work& work, int64_t first, int64_t last) {
       float_strip_slab<BITS>(work, group, first, last);
@@ -470,21 +364,6 @@ void strip_float_product(const Arguments& a) {
           strip_floats<BITS, t>(work, gathered, x + m * columns, columns, group, m, v);
         });
       });
-}
-
-void strip_int_product(const Arguments& a) {
-  Activations x(a, STRIP_BLOCK, false);
-  const int64_t chunk = x.chunk(STRIP_BLOCK);
-  const Memory<int8_t> natural = allocate<int8_t>(a.threads * x.columns);
-  const TokenTiles tiles(a.M, a.by_rows ? STRIP_TOKENS : PART_TOKENS);
-  const auto prepare = prepare_codes(a, x, natural.get(), [&](const int32_t* codes, int64_t m) {
-    tiles.arrange(codes, x.packed.get(), m, x.columns / 4, (a.by_rows ? x.columns : chunk) / 4);
-  });
-  run(a, a.by_rows ? 0 : chunk * ROWS, prepare, [&](Work& work) {
-    if (a.by_rows)
-      return over_strips<STRIP_TOKENS>(work, tiles, [&](int64_t m, auto t, int v) { strip_ints<t>(work, x, m, v); });
-    int_chunks<true>(work, x, chunk, int_strip_slab);
-  });
 }
 
 }  // namespace

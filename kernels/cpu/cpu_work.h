@@ -13,6 +13,23 @@
 
 #include "cpu_numbers.h"
 
+// Mirrored field by field in gemm.py.
+struct Arguments {
+  const void *x, *weight, *scale, *bias;
+  const uint8_t* zero;
+  const float* input_scale;
+  const int32_t *input_zero, *row_sum;
+  const int32_t* row_start;  // of sparse rows that are added to the weight; null: there are none
+  const void *column, *value;
+  const void* kept;  // of a 2:4 weight, which columns its codes or numbers belong to
+  const void* ranges;  // of scales and zero points that are codes, levels; null: these are numbers
+  const uint8_t* levels;
+  void* out;
+  int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
+  Type x_type, scale_type, bias_type, value_type;
+  int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits, strips;
+};
+
 namespace {
 
 constexpr int PLANE = 32;
@@ -37,23 +54,6 @@ constexpr int64_t TOGETHER = WIDE ? 1 : 4;
 // Runs of neighbouring slabs per thread: few enough that the next slab is mostly the same thread's, which fetches it
 // ahead, and enough that a thread that is held up does not hold up the others.
 constexpr int RUNS = 8;
-
-// Mirrored field by field in cpu_gemm.py.
-struct Arguments {
-  const void *x, *weight, *scale, *bias;
-  const uint8_t* zero;
-  const float* input_scale;
-  const int32_t *input_zero, *row_sum;
-  const int32_t* row_start;  // of sparse rows that are added to the weight; null: there are none
-  const void *column, *value;
-  const void* kept;  // of a 2:4 weight, which columns its codes or numbers belong to
-  const void* ranges;  // of scales and zero points that are codes, levels; null: these are numbers
-  const uint8_t* levels;
-  void* out;
-  int64_t M, N, K, G, row_bytes, group, input_group, entries, tile_rows;
-  Type x_type, scale_type, bias_type, value_type;
-  int32_t bits, planar, symmetric, by_rows, threads, short_columns, level_bits, strips;
-};
 
 // Memory that a thread keeps between calls: what a small product needs lies in it, one piece after the other, and is
 // free again when the last piece is. A product of one token asks for a dozen, which malloc takes as long for as the

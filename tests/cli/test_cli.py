@@ -30,7 +30,9 @@ import compress
 from compress import verification
 from compress.checkpoint import source
 from compress.cli import progress
+from compress.evaluation import size as sizes
 from compress.evaluation.stored import read_evaluation
+from compress.kernels.notes import note_once
 
 FAST = [word for key, value in PLAIN_GPTQ.items() for word in ("--set", f"{key}={value}")]
 COMMANDS = (
@@ -588,10 +590,14 @@ def test_inspect_says_which_kernel_each_layer_gets(
     for layer in found["layers"]:
         assert set(layer["kernels"]) == {"1", "16", "512"}
         assert all(kernel.startswith(("cpu", "torch")) for kernel in layer["kernels"].values())
-    monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda: ("no C++ compiler",))
+    assert len(found["libraries"]) == 3
+    for library in found["libraries"]:
+        assert (library["instructions"] is None) is bool(library["why_not"])
+    monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda name="gemm": ("no C++ compiler",))
     without = command("inspect", llama_w4, "--kernels", "--device", "cpu")
     assert "torch" in without.out
     assert "12 of 12 layers cannot be batch-invariant: model.layers.0." in without.out
+    assert "products of compressed weights: no C++ compiler\n" in without.out
     assert "no C++" in without.out
     dense = command("inspect", llama, "--kernels")
     assert dense.code == 2
@@ -599,6 +605,19 @@ def test_inspect_says_which_kernel_each_layer_gets(
     alone = command("inspect", llama, "--device", "cpu")
     assert alone.code == 2
     assert "--kernels" in alone.err
+
+
+def test_notes_of_the_kernels_are_shown_unless_quiet(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def noting(given: source.Source) -> list[sizes.TensorSize]:
+        note_once("no compiled kernels")
+        return real(given)
+
+    real = sizes.tensor_sizes
+    monkeypatch.setattr(sizes, "tensor_sizes", noting)
+    for flags, shown in (((), True), (("--quiet",), False)):
+        note_once.cache_clear()
+        outcome = command("inspect", llama, *flags)
+        assert (outcome.err == "note: no compiled kernels\n") is shown, outcome.err
 
 
 def test_generate_samples_by_its_seed(llama: Path) -> None:

@@ -7,6 +7,15 @@ from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import direct
 
 
+@pytest.fixture
+def fresh(monkeypatch):
+    """What was loaded is forgotten, during the test and after it."""
+    cpu._loaded.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    cpu._loaded.cache_clear()
+
+
 @pytest.fixture(scope="module", params=["native", "avx2"])
 def compiled(request):
     """Why there are no compiled kernels, or the library to test: for this processor, and for one without AVX-512."""
@@ -14,7 +23,7 @@ def compiled(request):
         pytest.skip("; ".join(cpu.why_not()))
     if request.param == "native":
         return cpu.library()
-    library, reasons = cpu.build_and_load(cpu.cache_directory(), cpu.flags_for("avx2"))
+    library, reasons = cpu.load_from_a_place("gemm", cpu.flags_for("avx2"))
     assert library is not None, reasons
     return library
 

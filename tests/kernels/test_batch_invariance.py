@@ -107,7 +107,7 @@ def test_there_are_counters_for_every_piece(M, N, split_k, expected):
 def test_what_cannot_be_is_refused(monkeypatch):
     weight, _ = planar_of(N, 96, 4, 96, True, torch.float16)
     x, _ = inputs(2, 96, N, torch.float16)
-    monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda: ("no C++ compiler",))
+    monkeypatch.setattr("compress.kernels.cpu.build.why_not", lambda name="gemm": ("no C++ compiler",))
     with pytest.raises(InputError, match=r"^batch_invariant: no C\+\+ compiler$"):
         ops.weight_only_linear(x, *weight[:3], None, 4, -1, True)
     monkeypatch.setattr(ops, "_why_not_triton", lambda device: ())

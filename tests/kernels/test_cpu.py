@@ -1,11 +1,5 @@
 """The compiled CPU products: against dequantized operands, and what happens where they cannot be built."""
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 import torch
 from combinations import every
@@ -20,15 +14,6 @@ from compress.kernels.int8_activation import int8_activation_linear
 TOKENS = (1, 2, 7, 17, 63, 130)
 OUTPUTS = (1, 15, 48, 100)
 GROUPS = ((32, 32), (96, 32), (200, -1), (256, 32), (256, 64), (256, 128), (640, 320), (640, 128), (640, -1))
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """What was loaded is forgotten, during the test and after it."""
-    cpu._loaded.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    cpu._loaded.cache_clear()
 
 
 @every("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -219,34 +204,6 @@ def test_a_group_that_the_kernels_do_not_take_is_unpacked():
     torch.testing.assert_close(ops.weight_only_linear(x, *weight[:3], None, bits, 16), expected)
 
 
-# --- building ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """A source that compiles at once, so that a test can afford to build it."""
-    source = tmp_path / "small.cpp"
-    source.write_text(
-        'extern "C" int answer() { return 42; }\nextern "C" const char* instructions() { return "none"; }\n'
-    )
-    monkeypatch.setattr(cpu, "sources", lambda name: [source])
-    return source
-
-
-def compiler(tmp_path: Path, script: str) -> str:
-    path = tmp_path / "compiler"
-    path.write_text(f'#!/bin/sh\nif [ "$1" = --version ]; then echo 1; exit 0; fi\n{script}\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def only_compiler(monkeypatch, command: str | None) -> None:
-    monkeypatch.setattr(cpu, "COMPILERS", ())
-    monkeypatch.delenv("CXX", raising=False)
-    if command is not None:
-        monkeypatch.setenv("CXX", command)
-
-
 def test_no_compiler_is_a_reason(fresh, tmp_path):
     fresh.setenv("PATH", str(tmp_path))
     fresh.setenv("CXX", "absent")
@@ -254,58 +211,3 @@ def test_no_compiler_is_a_reason(fresh, tmp_path):
         pytest.skip("; ".join(cpu.machine_reasons()))
     assert cpu.why_not() == ("no C++ compiler: none of $CXX, c++, g++, clang++ was found",)
     assert all(out.isfinite().all() for out in results())
-
-
-def test_a_broken_compiler_is_a_reason(monkeypatch, tmp_path):
-    only_compiler(monkeypatch, compiler(tmp_path, "echo warning; echo 'x.cpp:1: error: no such thing' >&2; exit 1"))
-    library, reasons = cpu.build_and_load(tmp_path / "cache", cpu.FLAGS)
-    assert library is None
-    assert len(reasons) == 1
-    assert reasons[0].endswith("failed: x.cpp:1: error: no such thing")
-    only_compiler(monkeypatch, compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"'))
-    library, reasons = cpu.build_and_load(tmp_path / "cache", cpu.FLAGS)
-    assert library is None
-    assert len(reasons) == 1
-
-
-def test_a_compiler_that_never_ends_is_a_reason(monkeypatch, tmp_path):
-    only_compiler(monkeypatch, compiler(tmp_path, "exec sleep 60"))
-    monkeypatch.setattr(cpu, "BUILD_SECONDS", 0.5)
-    _, (reason,) = cpu.build_and_load(tmp_path / "cache", cpu.FLAGS)
-    assert reason.endswith("took more than 0.5 s")
-
-
-def test_a_cache_that_cannot_be_written_is_a_reason(small, tmp_path):
-    if not cpu.compilers():
-        pytest.skip("no C++ compiler")
-    (tmp_path / "file").write_text("")
-    library, reasons = cpu.build_and_load(tmp_path / "file", cpu.FLAGS)
-    assert library is None
-    assert all("file" in reason for reason in reasons)
-
-
-def test_several_may_build_at_the_same_time(small, tmp_path):
-    if not cpu.compilers():
-        pytest.skip("no C++ compiler")
-    command = cpu.compilers()[0]
-    flags = ("-shared", "-fPIC")
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: cpu.built(tmp_path / "cache", command, flags), range(4)))
-    assert [*(tmp_path / "cache").iterdir()] == [*paths]
-    assert cpu.build_and_load(tmp_path / "cache", flags)[0].answer() == 42
-    small.write_text('extern "C" int answer() { return 43; }\n')
-    assert cpu.built(tmp_path / "cache", command, flags) not in paths
-
-
-def test_where_libraries_lie(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    monkeypatch.delenv("COMPRESS_CACHE_DIR", raising=False)
-    assert cpu.cache_directory() == Path("/x/compress")
-    monkeypatch.setenv("COMPRESS_CACHE_DIR", "/y")
-    assert cpu.cache_directory() == Path("/y")
-
-
-def test_importing_builds_nothing(tmp_path):
-    environment = os.environ | {"COMPRESS_CACHE_DIR": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", "import compress.kernels.ops"], env=environment, check=True)
-    assert not (tmp_path / "cache").exists()
