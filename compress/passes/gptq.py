@@ -77,8 +77,8 @@ class GPTQ(SecondOrder, QuantizeWeights):
     """0 or more: rounds of coordinate descent, in which single codes move once the sweep is over."""
 
     steps: int = STEPS
-    """0 or more: steps in which what an earlier pass has left of a weight makes up for its zeros before it is rounded;
-    0: as it is rounded."""
+    """0 or more: at most so many steps in which what an earlier pass has left of a weight makes up for its zeros before
+    it is rounded; 0: as it is rounded."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,7 +66,8 @@ class SparseGPT(SparsityBudget, SecondOrder):
     }
 
     steps: int = STEPS
-    """0 or more: steps of conjugate gradients, in which survivors move once the mask is whole; 0 is the paper."""
+    """0 or more: at most so many steps of conjugate gradients, in which survivors move once the mask is whole, until a
+    step gains little; 0 is the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

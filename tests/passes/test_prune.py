@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from models import build, tokens
 from published import DAMP, make_site, mean_square, realistic_layer, row_losses
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
 from compress.comm import Comm
 from compress.errors import InputError
+from compress.passes import survivors
 from compress.passes.columns import POLISH_DAMP
 from compress.passes.prune import Prune
 from compress.passes.sites import Site
+from compress.passes.survivors import settled
 from compress.passes.sweep import damped
 from compress.recipe import describe, parse_recipe
 from compress.weights.decision import Decision
@@ -179,7 +182,8 @@ def test_sparsegpt_is_the_published_one(options: dict[str, object], columns: int
 
 
 @pytest.mark.parametrize("options", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
-def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object]) -> None:
+def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "LEAST_GAIN", 0.0)
     weight, x = realistic_layer(4, 48, seed=34, tokens=2000)
     hessian, losses = mean_square(x), []
     hessian = damped(hessian, POLISH_DAMP + len(hessian) / len(x))  # as far as the tokens carry
@@ -197,6 +201,39 @@ def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object]) -
     assert losses[3] == pytest.approx(best, rel=1e-6)
     wanda = applied(compress.Wanda(**options), weight, x)
     assert losses[1] < 0.8 * row_losses(weight - wanda.weight.dequantize(), hessian).sum()
+
+
+def test_survivors_stop_once_a_step_gains_little_and_each_row_by_itself() -> None:
+    weight, x = realistic_layer(24, 96, seed=37, tokens=2000)
+    hessian = damped(mean_square(x), 0.01)
+    kept = compress.SparseGPT(sparsity=0.6).choice("").kept(weight.abs(), None)
+    kept[0] = True  # has nothing to make up for
+    asked = Multiplications()
+    with asked:
+        found = settled(weight, weight * kept, hessian, kept)
+    assert not found[~kept].any()
+    assert torch.equal(found[0], weight[0])
+    lost = [row_losses(weight - values, hessian) for values in (weight * kept, found)]
+    best = torch.stack([row - stays * row for row, stays in zip(weight, kept, strict=True)])
+    for row, stays, error in zip(weight, kept, best, strict=True):
+        error[stays] = row[stays] - torch.linalg.solve(hessian[stays][:, stays], (hessian @ row)[stays])
+    least = row_losses(best, hessian)
+    assert (lost[1] - least <= 0.02 * (lost[0] - least)).all()
+    steps = asked.rows / len(weight) - 1  # one product is of the residual at the start
+    assert 2 < steps < 16, "of 64"
+    parts = [settled(weight[part], (weight * kept)[part], hessian, kept[part]) for part in (slice(7), slice(7, None))]
+    torch.testing.assert_close(torch.cat(parts), found)
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts the rows that are multiplied by a matrix."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.rows += len(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("count", [0, 24, 90])
