@@ -14,6 +14,7 @@ from compress.evaluation.document import Evaluation, Figure, TextResult
 from compress.evaluation.routes import KernelRow, LibraryRow
 from compress.evaluation.size import Row, Size, measure_size
 from compress.job import Result
+from compress.train.metrics import ends
 
 MIB = 2**20
 # What a method holds its loss against, by the figure of the record.
@@ -86,11 +87,12 @@ def result(made: Result, model: str, output: str) -> None:
 def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """What each training has changed of its losses on samples that were held out, in a line."""
     for history in histories:
-        first, last = history["held_out"][:1], history["held_out"][-1:]
-        names = [name for name in (first[0] if first else {}) if name != "step"]
-        losses = ", ".join(f"{name} {first[0][name]:.4g} -> {last[0][name]:.4g}" for name in names)
+        before, after = ends(history) or ({}, {})
+        losses = ", ".join(f"{name} {before[name]:.4g} -> {after[name]:.4g}" for name in before)
         steps = history["resumed"] + len(history["steps"])
-        yield f"trained {steps} steps in {history['seconds']:.0f} s; on held-out samples: {losses or 'not measured'}"
+        kept = "" if history["kept"] == steps else f" (as it was after step {history['kept']}, the best)"
+        told = f"on held-out samples: {losses or 'not measured'}{kept}"
+        yield f"trained {steps} steps in {history['seconds']:.0f} s; {told}"
 
 
 def curves(rows: Sequence[Sequence[str]]) -> None:

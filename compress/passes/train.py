@@ -16,7 +16,9 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  +  contrastive (InfoNCE of mean embeddings, arXiv 1807.03748), each times its weight
     logits       of a plain head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
     teacher      called at every step, or a file of its top k tokens: `compress distill TEACHER --cache-logits`
-    optimizer    AdamW, float32, rates rising for `warmup` and then falling
+    optimizer    AdamW, float32, rates rising for `warmup` and then falling; the highest one is chosen by a range test
+                 where none is given (`compress/train/rates.py`)
+    result       the best of what was measured on held-out samples, the start included (`compress/train/best.py`)
     zeros        `sparsity` or `pattern`: the smallest weights, ever more of them by a cubic schedule (Zhu & Gupta 2017,
                  arXiv 1710.01878): `compress/train/pruning.py`; of codes the weights behind them are compared
     penalties    `l1` and `group_lasso` (Yuan & Lin 2006) by proximal steps: `compress/train/penalties.py`

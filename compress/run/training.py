@@ -25,6 +25,7 @@ from compress.run.state import Run, Steps
 from compress.run.tables import round_tables
 from compress.run.trained_caches import TrainedCaches
 from compress.run.zeros import masked
+from compress.train.gain import little_gain
 from compress.train.layers import (
     PARTS,
     parameters_in,
@@ -41,8 +42,9 @@ from compress.train.optimizer import Learned
 from compress.train.options import TrainingOptions
 from compress.train.outputs import eager_attention
 from compress.train.penalties import Penalties, penalized
-from compress.train.pruning import Prunable, Pruning
+from compress.train.pruning import Prunable, Pruning, last_pruning
 from compress.train.quantizers import quantized_of
+from compress.train.rates import RangeTest, range_test_once
 from compress.train.saved import fixed_of
 from compress.train.shards import reshard
 from compress.train.sparsity_options import SparsityOptions
@@ -107,9 +109,11 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     caches = TrainedCaches(run.model, sink.caches)
     with widened(run.residency, run.model), rounded as quantized, caches.rounding():
         begin(run.model, run.plan, run.residency, start, sink.places)
-        history = _train(run, learn, teacher, quantized, mine)
+        history, tested = _train(run, learn, teacher, quantized, mine)
         left = left_of(run.model, run.plan, run.residency, start, rest)
-    run.record.training.append({**asdict(history), "options": described(learn)})
+    rate = {} if tested is None else {"learning_rate": tested.learning_rate}
+    about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
+    run.record.training.append({**asdict(history), **about})
     return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
 
 
@@ -177,8 +181,9 @@ def _train(
     teacher: nn.Module | TopKRows | None,
     layers: Sequence[Layer],
     mine: Sequence[Layer],
-) -> History:
-    """layers: those that round; mine: those that the pass is for."""
+) -> tuple[History, RangeTest | None]:
+    """What training measured, and the test that chose its rate, where nobody gave one. layers: those that round; mine:
+    those that the pass is for."""
     lessons, options = run.lessons, learn.options
     assert lessons is not None
     rows = lessons.rows.numbered()
@@ -205,23 +210,45 @@ def _train(
         learned = Learned(weights, scales)
         before, after = _thinning(run, learn, mine)
         micro = min(lessons.micro, -(-options.rows // run.comm.world))
+        this = Training(
+            options,
+            objective,
+            learned,
+            fixed,
+            rows,
+            micro,
+            run.comm,
+            run.reporter,
+            None if lessons.place is None else lessons.place / str(len(run.record.training)),
+            lessons.resume,
+            before,
+            after,
+            best_since=_best_since(learn),
+        )
         with _blocks(run, options):
-            return train(
-                Training(
-                    options,
-                    objective,
-                    learned,
-                    fixed,
-                    rows,
-                    micro,
-                    run.comm,
-                    run.reporter,
-                    None if lessons.place is None else lessons.place / str(len(run.record.training)),
-                    lessons.resume,
-                    before,
-                    after,
-                )
-            )
+            return _carried_out(run, learn, this)
+
+
+def _carried_out(run: Run, learn: Learn, this: Training) -> tuple[History, RangeTest | None]:
+    """Choose a rate, where nobody gave one, and train."""
+    tested = None
+    if not this.options.learning_rate and this.learned.weights:
+        tested = range_test_once(this)
+        run.record.note(run.reporter, str(tested))
+        this = replace(this, options=replace(this.options, learning_rate=tested.learning_rate))
+    history = train(this)
+    said = None if learn.sparsity.prunes else little_gain(history, this)
+    if said is not None:
+        run.record.note(run.reporter, said)
+    return history, tested
+
+
+def _best_since(learn: Learn) -> int | None:
+    """The first step whose parameters may be written instead of the last ones; None: none."""
+    sparsity = learn.sparsity
+    if learn.options.keep == "last" or sparsity.shrinks:
+        return None
+    return last_pruning(learn.options.steps, sparsity) + 1 if sparsity.prunes else 0
 
 
 def _thinning(

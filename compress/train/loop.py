@@ -20,11 +20,13 @@ from compress.errors import CompressError
 from compress.progress import Reporter
 from compress.train import saved
 from compress.train.batch import is_text
+from compress.train.best import Best, interval
 from compress.train.metrics import Log
 from compress.train.objective import Objective
 from compress.train.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
 from compress.train.options import TrainingOptions
 from compress.train.rows import Order, Rows, micro_batches
+from compress.train.shards import reshard
 from compress.train.stopping import Stopping
 
 Line = dict[str, float | int]
@@ -46,6 +48,7 @@ class Training:
     learned: the parameters. fixed: other tensors that a checkpoint has. micro: samples that go through at once. resume:
     whether to go on from a checkpoint. before: what is done before a step, counted from 0, and has to say of it. after:
     what is done to weights after one, given their rate. first: the step to begin with, of all that the rates know.
+    best_since: the step from which on the best that was measured is kept, and stays; None: the last stays.
     """
 
     options: TrainingOptions
@@ -61,16 +64,20 @@ class Training:
     before: Callable[[int], Mapping[str, float]] = unchanged
     after: Callable[[float], None] = untouched
     first: int = 0
+    best_since: int | None = None
 
 
 @dataclass
 class History:
     """What training measured. steps: a line per step. held_out: losses on samples that were kept out, by step; before
-    the first it is 0. earlier: lines of the run that this one goes on from, as `metrics` has them."""
+    the first it is 0. measuring: the seconds that these took. kept: the step whose parameters stay. earlier: lines of
+    the run that this one goes on from, as `metrics` has them."""
 
     steps: list[Line] = field(default_factory=list)
     held_out: list[Line] = field(default_factory=list)
     seconds: float = 0.0
+    measuring: float = 0.0
+    kept: int = 0
     resumed: int = 0
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
@@ -82,47 +89,60 @@ def train(this: Training) -> History:
     seen, kept_out = this.rows.split(options.held_out)
     order = Order(len(seen), options.rows, options.seed)
     adamw = optimizer(this.learned, options)
+    best = Best(this.learned.all, this.best_since if len(kept_out) else None)
+    every = options.evaluate_every or (0 if best.since is None else interval(options, len(kept_out)))
     history, started = History(), time.monotonic()
-    history.resumed = _resumed(this, adamw)
+    history.resumed = _resumed(this, adamw, best)
     log = Log(this.place if comm.rank == 0 else None, history.resumed)
     history.earlier = log.earlier
     unit = "tokens" if is_text(seen.take([0])) else "samples"
+
+    def measure(step: int) -> None:
+        began = time.monotonic()
+        history.held_out.append(measured(this, kept_out, step))
+        history.measuring += time.monotonic() - began
+        log.held_out(history.held_out[-1])
+        if step > history.resumed or not step:  # a checkpoint knows whether it is the best
+            best.offer(step, this.objective.of_outputs(history.held_out[-1]))
+
     with Stopping(comm) as stopping:
         if len(kept_out):
-            history.held_out.append(measured(this, kept_out, history.resumed))
-            log.held_out(history.held_out[-1])
+            measure(history.resumed)
         this.reporter.step(history.resumed, options.steps, "")
         for step in range(history.resumed, options.steps):
             said = this.before(step)
-            history.steps.append({**_step(this, adamw, seen, order.of_step(step), step), **said})
+            history.steps.append({**take_step(this, adamw, seen, order.of_step(step), step), **said})
             done, last = step + 1, step + 1 == options.steps
             line = history.steps[-1]
             log.step(line)
             words = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
             this.reporter.step(done, options.steps, words)
+            if len(kept_out) and (last or (every and done % every == 0)):
+                measure(done)
             asked = stopping.asked()
             if this.place is not None and (last or asked or (options.save_every and done % options.save_every == 0)):
-                saved.save(this.place, done, this.learned, this.fixed, adamw, comm)
+                saved.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
             if asked:
                 raise KeyboardInterrupt
-            if len(kept_out) and (last or (options.evaluate_every and done % options.evaluate_every == 0)):
-                history.held_out.append(measured(this, kept_out, done))
-                log.held_out(history.held_out[-1])
+    history.kept = options.steps if best.step is None else best.step
+    if history.kept != options.steps:
+        reshard(this.objective.models[0])  # a root of FSDP that has run would not see what comes back
+        best.put_back()
     history.seconds = time.monotonic() - started
     return history
 
 
-def _resumed(this: Training, adamw: torch.optim.AdamW) -> int:
+def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:
     """The step that training goes on from."""
     step = saved.newest(this.place) if this.place is not None and this.resume else None
     if step is None:
         return this.first
     assert this.place is not None
-    saved.restore(this.place, step, this.learned, this.fixed, adamw, this.comm)
+    saved.restore(this.place, step, this.learned, {**this.fixed, **best.fixed}, adamw, this.comm)
     return step
 
 
-def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequence[int], step: int) -> Line:
+def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequence[int], step: int) -> Line:
     """One step of the optimizer; what it measured."""
     options, comm, started = this.options, this.comm, time.monotonic()
     share = set_rates(adamw, step, options)
@@ -138,7 +158,7 @@ def _step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequenc
         for name, found in totals.items():
             sums[name] += float(found.detach()) * counting
     losses = _over_ranks(sums, counts, comm)
-    total = math.fsum(this.objective.weights[name] * value for name, value in losses.items())
+    total = this.objective.total(losses)
     if not math.isfinite(total):
         raise CompressError(
             f"the loss of step {step + 1} is {total}; give a lower learning_rate or scale_rate, or precision=full"

@@ -42,6 +42,7 @@ from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
 Rewind = Literal["weights", "learning-rate"]
+RATE = 1e-4  # of a lesson that gives none
 Masks = Mapping[str, Tensor]
 
 
@@ -102,7 +103,8 @@ def lesson(
     comm: Comm | None = None,
     reporter: Reporter | None = None,
 ) -> Lesson:
-    """Raises InputError for training that rewinding can say nothing about."""
+    """Samples and options of all trainings, at a rate of 1e-4 where none is given. Raises InputError for training that
+    rewinding can say nothing about."""
     if options.taught or options.trains != "all":
         raise InputError(
             f"teacher={options.teacher}, trains={options.trains}; a ticket is trained as a whole on its own samples: "
@@ -110,6 +112,8 @@ def lesson(
         )
     if not layers:
         raise InputError("no layers to prune; give those of the model (compress.model.layers)")
+    if not options.learning_rate:  # one rate for all rounds, which a test of the dense network would not know
+        options = replace(options, learning_rate=RATE)
     return Lesson(layers, rows, options, Comm() if comm is None else comm, reporter or Silent())
 
 

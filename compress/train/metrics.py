@@ -91,15 +91,28 @@ def lines_of(history: Mapping[str, Any]) -> list[Line]:
     return [lines[key] for key in sorted(lines)]
 
 
+def ends(history: Mapping[str, Any]) -> tuple[Line, Line] | None:
+    """The losses on held-out samples before the first step, and with what was kept; None where they were not
+    measured."""
+    found = {line["step"]: line["held_out"] for line in lines_of(history) if "held_out" in line}
+    kept = history["kept"]
+    return (found[min(found)], found[kept]) if kept in found else None
+
+
 def summary(history: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of a training: its options, how many steps, and the first and last measurements."""
+    """What a record says of a training: its options, how many steps, the test that chose its rate, the step whose
+    parameters were kept, and the losses on held-out samples before the first step and with these."""
     lines = lines_of(history)
-    held_out = [line for line in lines if "held_out" in line]
+    first = min((line["step"] for line in lines if "held_out" in line), default=0)
+    measured = zip((first, history["kept"]), ends(history) or (), strict=False)
     return {
         "options": history["options"],
         "steps": sum("held_out" not in line for line in lines),
-        "held_out": [*held_out[:1], *held_out[1:][-1:]],
+        "range_test": history["range_test"],
+        "kept": history["kept"],
+        "held_out": [{"step": step, "held_out": losses} for step, losses in measured],
         "seconds": round(history["seconds"], 3),
+        "measuring": round(history["measuring"], 3),
         "resumed": history["resumed"],
     }
 

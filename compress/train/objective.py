@@ -7,6 +7,7 @@ Where logits are plainly those of a head (`heads.py`), neither those of the stud
 whole: losses on them are taken where the head is reached, a few tokens at a time (`losses/chunked.py`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -132,6 +133,15 @@ class Objective(nn.Module):
             found = info_nce(embedding, self.step.candidates(batch), temperature=options.contrast)
             totals["contrastive"] = found.total
         return totals
+
+    def total(self, losses: Mapping[str, float | int]) -> float:
+        """The loss, of the mean of each of its parts."""
+        return math.fsum(weight * losses[name] for name, weight in self.weights.items())
+
+    def of_outputs(self, losses: Mapping[str, float | int]) -> float:
+        """By what a model is judged: the losses on its outputs, by their weights; all, where these have none."""
+        outputs = {name: weight for name, weight in self.weights.items() if name in ("logits", "task")}
+        return math.fsum(weight * losses[name] for name, weight in (outputs or self.weights).items())
 
     @torch.no_grad()
     def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:

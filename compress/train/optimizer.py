@@ -54,6 +54,14 @@ def parameter_groups(
     ]
 
 
+def set_learning_rate(adamw: torch.optim.AdamW, learned: Learned, learning_rate: float) -> None:
+    """Set the highest rate of weights; scales keep theirs."""
+    weights = {id(p) for p in learned.weights.values()}
+    for group in adamw.param_groups:
+        if id(group["params"][0]) in weights:
+            group["rate"] = learning_rate
+
+
 def share_of_rate(step: int, options: TrainingOptions) -> float:
     """By what the rates are multiplied at a step, counted from 0: up from nothing in the first ones, then down."""
     rising = round(options.warmup * options.steps)

@@ -10,6 +10,7 @@ from compress.train.quantizers import LEARNED, Scales
 Trains = Literal["all", "layers", "scales"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["full", "bfloat16"]
+Keep = Literal["best", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +23,9 @@ class TrainingOptions(LossOptions):
     rows: int = 16
     """1 or more: samples per step, over all ranks and micro-batches."""
 
-    learning_rate: float = 1e-4
-    """above 0: AdamW's, at its highest, of weights."""
+    learning_rate: float = 0.0
+    """0 or more: AdamW's, at its highest, of weights; 0: a range test of 31 steps chooses it (of
+    fewer, before fewer than 62)."""
 
     scale_rate: float = 1e-3
     """0 or more: AdamW's of scales, which are learned as factors: 0.001 is a thousandth of a scale a step."""
@@ -60,7 +62,12 @@ class TrainingOptions(LossOptions):
     """0 to 0.5: share of the samples that is kept out, to measure on before and after; 0: nothing is measured."""
 
     evaluate_every: int = 0
-    """0 or more: steps between measurements in between; 0: none."""
+    """0 or more: steps between measurements in between; 0: eight in a run whose best is kept, or as many as take a
+    twentieth of its time."""
+
+    keep: Keep = "best"
+    """What is written: the best of those that were measured on held-out samples, the start included, or the last. The
+    last also where nothing is held out and where l1 or group_lasso shrink; best once masks are final."""
 
     save_every: int = 100
     """0 or more: steps between checkpoints that a stopped run resumes from; 0: none but the last."""
@@ -70,14 +77,13 @@ class TrainingOptions(LossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("schedule", Schedule), ("scales", Scales), ("trains", Trains)):
+        choices = {"schedule": Schedule, "scales": Scales, "trains": Trains, "precision": Precision, "keep": Keep}
+        for name, allowed in choices.items():
             one_of(name, getattr(self, name), get_args(allowed))
-        one_of("precision", self.precision, get_args(Precision))
         for name in ("steps", "rows"):
             self._check(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("learning_rate", "clip_norm"):
-            self._check(name, getattr(self, name) > 0, "above 0")
-        for name in ("scale_rate", "weight_decay", "evaluate_every", "save_every", "seed"):
+        self._check("clip_norm", self.clip_norm > 0, "above 0")
+        for name in ("learning_rate", "scale_rate", "weight_decay", "evaluate_every", "save_every", "seed"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         self._check("warmup", 0 <= self.warmup <= 1, "0 to 1")
         self._check("held_out", 0 <= self.held_out <= 0.5, "0 to 0.5")

@@ -45,9 +45,14 @@ class Prunable:
         return torch.where(self.kept, self.layer.matrix(whole).abs(), 0.0)
 
 
+def last_pruning(steps: int, options: SparsityOptions) -> int:
+    """The step, counted from 0, before which masks get final."""
+    return min(steps - 1, round(options.prune_until * steps))
+
+
 def progress_at(step: int, steps: int, options: SparsityOptions) -> float | None:
     """How far pruning is before a step, counted from 0: 0 to 1; None where masks stay as they are."""
-    last = min(steps - 1, round(options.prune_until * steps))
+    last = last_pruning(steps, options)
     first = min(last, round(options.prune_from * steps))
     if not first <= step <= last or ((step - first) % options.prune_every and step != last):
         return None

@@ -39,7 +39,13 @@ TABLES = [
     compress.KVCache(granularity="head"),
 ]
 # Nothing runs before it: FSDP has not seen the layers yet when they begin to prune.
-FIRST = [Train(steps=2, rows=4, sparsity=0.5)]
+FIRST = [Train(steps=2, rows=4, learning_rate=1e-4, sparsity=0.5)]
+# A rate that is chosen, and one that does harm, of which nothing is kept.
+CHOSEN = [
+    compress.RTN(scheme="w2a16", group_size=16),
+    Train(steps=2, rows=4),
+    Train(steps=1, rows=4, learning_rate=1.0),
+]
 DATA = {"calibration": tokens(8), "training": tokens(20, seed=4), "batch_size": 2, "verify": False}
 
 
@@ -85,6 +91,8 @@ def run(rank: int, world: int, folder: Path) -> None:
         with suppress(KeyboardInterrupt):
             compress.quantize(model, PASSES, output=folder / "resumed", reporter=StopAfterThree(), **common)
         compress.quantize(model, FIRST, output=folder / "first-2", **common)
+        result = compress.quantize(model, CHOSEN, output=folder / "chosen-2", **common)
+        (folder / "losses-chosen.json").write_text(json.dumps(result.record.training))
         result = compress.quantize(folder / "tied", TABLES, output=folder / "tables-2", **common)
         (folder / "losses-tables.json").write_text(json.dumps(result.record.training))
         result = compress.quantize(folder / "narrow", PASSES[2:], output=folder / "narrow-2", **common)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from models import GATED, strong
 from places import SUPPORT
-from training_worker import DATA, FIRST, OPTIONS, PASSES, TABLES, own_loop
+from training_worker import CHOSEN, DATA, FIRST, OPTIONS, PASSES, TABLES, own_loop
 
 import compress
 from compress.checkpoint.source import find_source
@@ -95,6 +95,21 @@ def test_two_ranks_prune_what_one_process_prunes_before_anything_ran(folder, tmp
     for name, value in one.items():
         close(value, two[name], name)
         assert "proj" not in name or (value == 0).double().mean() == pytest.approx(0.5, abs=1e-3)
+
+
+def test_two_ranks_choose_the_rate_of_one_process_and_keep_what_was_best(folder, tmp_path):
+    one = compress.quantize(folder / "model", CHOSEN, output=tmp_path / "chosen-1", **DATA).record.training
+    two = histories(folder, "chosen")
+    for mine, theirs in zip(one, two, strict=True):
+        assert (mine["options"]["learning_rate"], mine["kept"]) == (theirs["options"]["learning_rate"], theirs["kept"])
+        (before, after), (first, last) = (history["held_out"] for history in (mine, theirs))
+        assert (before["logits"], after["logits"]) == pytest.approx((first["logits"], last["logits"]), rel=SAME)
+    curves = [[loss for _, loss in history[0]["range_test"]["curve"]] for history in (one, two)]
+    assert curves[0] == pytest.approx(curves[1], rel=SAME)
+    assert [history["kept"] for history in one] == [2, 0]
+    found, other = weights(tmp_path / "chosen-1"), weights(folder / "chosen-2")
+    for name, value in found.items():
+        close(value, other[name], name)
 
 
 def test_two_ranks_train_a_tied_embedding_and_caches_of_codes_as_one_process(folder, tmp_path):
