@@ -30,6 +30,7 @@ from compress.errors import CompressError, InputError
 from compress.evaluation.document import ClassificationResult, Evaluation, Figure
 from compress.evaluation.language import Model, dense, opened
 from compress.evaluation.provenance import Measured, evaluation_of
+from compress.evaluation.shares import difference_of, share_of
 from compress.evaluation.statistics import mean_of_independent
 from compress.model.calls import evaluating
 from compress.reading import regular
@@ -142,7 +143,7 @@ def _figures(found_NC: Tensor, expected_NC: Tensor | None, labels_N: Tensor) -> 
     """All figures by name."""
 
     def share(of_N: Tensor) -> Figure:
-        return mean_of_independent(of_N.double().numpy())
+        return share_of(of_N.double().numpy())
 
     said_N = found_NC.argmax(-1)
     right_N = (said_N == labels_N).double()
@@ -156,7 +157,7 @@ def _figures(found_NC: Tensor, expected_NC: Tensor | None, labels_N: Tensor) -> 
     return {
         "accuracy": share(right_N),
         "reference_accuracy": share(right_before_N),
-        "accuracy_difference": share(right_N - right_before_N),
+        "accuracy_difference": difference_of(right_N.numpy(), right_before_N.numpy()),
         "agreement": share(said_N == theirs_N),
-        "kl_mean": share((log_p.exp() * (log_p - log_q)).sum(-1)),
+        "kl_mean": mean_of_independent((log_p.exp() * (log_p - log_q)).sum(-1).numpy()),
     }

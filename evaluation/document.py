@@ -14,11 +14,13 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Figure:
     """A value, and its standard error where one is known. token_error: that as if tokens were independent, which is how
-    llama.cpp states it (`compress.evaluation.quality`)."""
+    llama.cpp states it (`compress.evaluation.quality`). interval: 95 %, of a sample so small that 1.96 errors to either
+    side are not."""
 
     value: float
     error: float | None = None
     token_error: float | None = None
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,11 @@ class TaskResult:
     """Accuracy on a task, 0 to 1, beside the reference's on the same questions.
 
     sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
-    with its paired error; interval: 95 % of it by a paired bootstrap. gained, lost: questions that only one of the two
-    got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: what `accuracy` is, where
-    lm-eval calls it something else. accuracy_norm: choices by log-probability per character. perplexity: of the words
-    that are asked for. truncated: questions whose context the window had no room for. outcomes: a character for each
-    question, 1 for a right answer; empty where questions are not right or wrong.
+    with its paired error; interval: 95 % of it (`compress.evaluation.tasks.paired`). gained, lost: questions that only
+    one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: what `accuracy`
+    is, where lm-eval calls it something else. accuracy_norm: choices by log-probability per character. perplexity: of
+    the words that are asked for. truncated: questions whose context the window had no room for. outcomes: a character
+    for each question, 1 for a right answer; empty where questions are not right or wrong.
     """
 
     name: str

@@ -28,19 +28,26 @@ sample of clusters, of any sizes) and is the one that is shown. Both take the wi
 Where windows overlap, w runs over stretches of the text of a window's length. Percentiles: the error of the share of
 tokens below the value, from the same sums, turned into one of the value by the neighbouring percentiles (Woodruff
 1952, J. Am. Stat. Assoc. 47); none where those lie beyond the sample. A largest or smallest value has none.
+
+The error of few windows is itself uncertain: of fewer than `FEW_WINDOWS` a figure has an interval of Student's t with
+W - 1 degrees of freedom (of two windows 12.7 errors to either side), where others have 1.96 errors.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from compress.evaluation.document import Band, Figure, Histogram
 
 Values = NDArray[np.float64]
 PERCENTILES = {"p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "median": 0.5, "p10": 0.1, "p05": 0.05, "p01": 0.01}
 BANDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # of the probability of the reference's first choice
+FEW_WINDOWS = 30  # from which on 95 % of Student's t are within 2.05 standard errors
+TAIL = 0.025
 EDGES = tuple(-9 + i / 2 for i in range(23))  # of log10 of KL: 1e-9 to 100 nats
 SPREAD = tuple(f"{of}_{what}" for of in ("kl", "delta_p") for what in ("mean", "max", *PERCENTILES, "min"))
 NAMES = (
@@ -69,9 +76,19 @@ def mean_of(values_N: Values, stretch_N: NDArray[np.int64]) -> Figure:
 
 
 def mean_of_independent(values_N: Values) -> Figure:
-    """The mean of values that are one draw each; without an error of a single one."""
-    error = float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if len(values_N) > 1 else None
+    """The mean of values that are one draw each; without an error of a single one, or of values that are all the same,
+    which say nothing about how far others may lie."""
+    varied = len(values_N) > 1 and bool((values_N != values_N[0]).any())
+    error = float(values_N.std(ddof=1) / math.sqrt(len(values_N))) if varied else None
     return Figure(float(values_N.mean()), error)
+
+
+def of_few_windows(figure: Figure, windows: int) -> Figure:
+    """A figure with the interval of Student's t; as it is without an error, or of many windows."""
+    if figure.error is None or not 1 < windows < FEW_WINDOWS:
+        return figure
+    beside = float(stdtrit(windows - 1, 1 - TAIL)) * figure.error
+    return replace(figure, interval=(figure.value - beside, figure.value + beside))
 
 
 def exponential(mean: Figure) -> Figure:
@@ -80,8 +97,8 @@ def exponential(mean: Figure) -> Figure:
         value = math.exp(mean.value)
     except OverflowError:
         return Figure(math.inf)
-    errors = (None if error is None else error * value for error in (mean.error, mean.token_error))
-    return Figure(value, *errors)
+    error, token_error = (None if error is None else error * value for error in (mean.error, mean.token_error))
+    return Figure(value, error, token_error)
 
 
 def spread(name: str, values_N: Values, stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
@@ -91,8 +108,8 @@ def spread(name: str, values_N: Values, stretch_N: NDArray[np.int64]) -> dict[st
     for word, share in PERCENTILES.items():
         value = float(np.quantile(ordered, share))
         below = (values_N <= value).astype(np.float64)
-        errors = (_of_value(ordered, share, error) for error in standard_errors(below, stretch_N))
-        found[f"{name}_{word}"] = Figure(value, *errors)
+        error, token_error = (_of_value(ordered, share, error) for error in standard_errors(below, stretch_N))
+        found[f"{name}_{word}"] = Figure(value, error, token_error)
     return {**found, f"{name}_min": Figure(float(ordered[0]))}
 
 
@@ -118,6 +135,12 @@ def correlation(x_N: Values, y_N: Values, stretch_N: NDArray[np.int64]) -> Figur
 def figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
     """All figures, by name, from what was kept of each token: `surprisal` and, where there is a reference,
     `reference_surprisal`, `kl` and `same_top`."""
+    windows = len(np.unique(stretch_N))
+    return {name: of_few_windows(figure, windows) for name, figure in _figures_of(tokens, stretch_N).items()}
+
+
+def _figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
+    """The same without intervals."""
     x_N = tokens["surprisal"]
     found = {"perplexity": exponential(mean_of(x_N, stretch_N))}
     if "reference_surprisal" not in tokens:
@@ -137,8 +160,8 @@ def figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> di
     found |= spread("delta_p", delta_N, stretch_N)
     square = mean_of(delta_N * delta_N, stretch_N)
     rms = math.sqrt(square.value)
-    of_root = (None if e is None else e / (2 * rms) if rms else 0.0 for e in (square.error, square.token_error))
-    found["delta_p_rms"] = Figure(rms, *of_root)
+    of_root = [None if e is None else e / (2 * rms) if rms else 0.0 for e in (square.error, square.token_error)]
+    found["delta_p_rms"] = Figure(rms, of_root[0], of_root[1])
     found["same_top"] = mean_of(tokens["same_top"], stretch_N)
     return found
 

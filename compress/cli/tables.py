@@ -21,6 +21,7 @@ MIB = 2**20
 BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
 
 ERRORS = "± is the standard error over windows, paired but for perplexity"
+ONE_WINDOW = "no standard error, too little text to tell models apart"
 
 
 def number(value: float | None, form: str, scale: float = 1.0) -> str:
@@ -168,7 +169,8 @@ def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -
 def _on_text(rows: Sequence[tuple[str, Evaluation]], reference: str | None, i: int) -> Table:
     last = rows[-1][1]
     text = last.texts[i]
-    table = Table(title=f"{about(text)}, {last.model.dtype}; {ERRORS}", title_justify="left")
+    errors = ONE_WINDOW if text.windows == 1 else ERRORS
+    table = Table(title=f"{about(text)}, {last.model.dtype}; {errors}", title_justify="left")
     headings = ("model", "perplexity", "ln ratio", "KL mean", "KL median", "KL p99", "same top", "MiB", "bits/weight")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "model" else "right")
@@ -195,7 +197,8 @@ def about(text: TextResult) -> str:
     """A text and its protocol: windows overlap where one begins every so many tokens."""
     role = "" if text.role == "held-out" else " (calibration text)"
     every = "" if text.stride == text.length else f", one every {text.stride}"
-    return f"{text.name}{role}: {text.tokens} tokens, {text.windows} windows of {text.length}{every}"
+    windows = "one window" if text.windows == 1 else f"{text.windows} windows"
+    return f"{text.name}{role}: {text.tokens} tokens, {windows} of {text.length}{every}"
 
 
 def kernels(rows: Sequence[KernelRow], device: str, libraries: Sequence[LibraryRow]) -> None:

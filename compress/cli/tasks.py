@@ -8,8 +8,8 @@ from compress.cli.terminal import console
 from compress.evaluation.document import Figure, TaskResult
 
 TITLE = (
-    "tasks: ± is the standard error over questions, that of a difference paired; 95 % by a bootstrap over questions; "
-    "p by McNemar's exact test, Holm over tasks"
+    "tasks: ± is the standard error over questions, that of a difference paired; 95 % by a bootstrap over questions, "
+    "exact where few differ; p by McNemar's exact test, Holm over tasks"
 )
 HEADINGS = (
     *("task", "questions", "", "model", "original", "difference", "95 %"),
@@ -39,13 +39,14 @@ def _asked(result: TaskResult) -> tuple[str, str]:
 def _rows(result: TaskResult) -> Iterator[tuple[str, ...]]:
     compared: tuple[str, ...] = ()
     if result.interval is not None:
-        compared = (" .. ".join(f"{100 * bound:.2f}" for bound in result.interval),)
+        compared = (_ends(result.interval),)
     if result.gained is not None:
         compared += (f"{result.gained} / {result.lost}", _p(result.p_value), _p(result.p_adjusted))
-    yield result.metric, *map(_percent, (result.accuracy, result.reference_accuracy, result.difference)), *compared
+    shares = map(_percent, (result.accuracy, result.reference_accuracy))
+    yield result.metric, *shares, _beside(result.difference), *compared
     if result.accuracy_norm is not None:
-        norm = (result.accuracy_norm, result.reference_accuracy_norm, result.difference_norm)
-        yield "accuracy_norm", *map(_percent, norm)
+        shares = map(_percent, (result.accuracy_norm, result.reference_accuracy_norm))
+        yield "accuracy_norm", *shares, _beside(result.difference_norm), _span(result.difference_norm)
     if result.perplexity is not None:
         ratio = _plain(result.log_perplexity_ratio)
         plain = (_plain(result.perplexity), _plain(result.reference_perplexity))
@@ -55,7 +56,25 @@ def _rows(result: TaskResult) -> Iterator[tuple[str, ...]]:
 def _percent(figure: Figure | None) -> str:
     if figure is None:
         return "-"
+    if figure.error is None and figure.interval is not None:
+        return f"{100 * figure.value:.2f} % ({_ends(figure.interval)})"
+    return _beside(figure)
+
+
+def _beside(figure: Figure | None) -> str:
+    """The same, of a figure whose interval has a column of its own."""
+    if figure is None:
+        return "-"
     return f"{100 * figure.value:.2f} %" + ("" if figure.error is None else f" ± {100 * figure.error:.2f}")
+
+
+def _span(figure: Figure | None) -> str:
+    return "" if figure is None or figure.interval is None else _ends(figure.interval)
+
+
+def _ends(interval: tuple[float, float]) -> str:
+    """An interval of shares, in percent."""
+    return " .. ".join(f"{100 * end:.2f}" for end in interval)
 
 
 def _plain(figure: Figure | None) -> str:

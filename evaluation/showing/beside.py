@@ -6,7 +6,7 @@ from compress.evaluation.document import Evaluation, TaskResult
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Table
 from compress.evaluation.showing.runs import Run
-from compress.evaluation.showing.verdict import points, significant
+from compress.evaluation.showing.verdict import outcome, points
 
 
 def tables(runs: Sequence[Run]) -> list[Block]:
@@ -36,7 +36,7 @@ def _answered(task: TaskResult) -> tuple[str, ...]:
         words.with_error(task.reference_accuracy, 100, " %"),
         points(task.difference).removesuffix(" points"),
         words.NONE if span is None else f"{100 * span[0]:+.2f} to {100 * span[1]:+.2f}",
-        "" if task.difference is None else "differs" if significant(task) else "within noise",
+        outcome(task),
     )
 
 

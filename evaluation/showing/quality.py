@@ -7,7 +7,8 @@ from compress.evaluation.document import Band, Evaluation, Figure, Generation, H
 from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, rule
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Continuation, Picture, Section, Table, Words
-from compress.evaluation.showing.verdict import points, significant
+from compress.evaluation.showing.verdict import outcome, points
+from compress.evaluation.statistics import FEW_WINDOWS
 
 HEIGHT, LEFT, BOTTOM, TOP = 200.0, 44.0, 38.0, 12.0
 LEAST = 1e-12
@@ -53,7 +54,9 @@ def of_text(text: TextResult) -> list[Block]:
         f"{'' if text.stride == text.length else f', {text.stride} apart'}: {words.clean(text.protocol)}."
     )
     if text.windows == 1:
-        said += " Of a single window no standard error is known."
+        said += " Of a single window no standard error is known: too little text to tell models apart."
+    elif text.windows < FEW_WINDOWS:
+        said += f" Intervals are Student's t of {text.windows} windows."
     if text.noise is not None:
         said += " The noise floor is the original against itself, rounded to its own dtype."
     blocks: list[Block] = [Table(columns, [_row(text, key) for key in main], title), Words(said, "note")]
@@ -172,7 +175,7 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
                 words.NONE if task.interval is None else _span(task.interval),
                 flips,
                 words.NONE if p is None else f"{p:.2g}",
-                "" if task.difference is None else "differs" if significant(task) else "within noise",
+                outcome(task),
             )
         )
     columns = (
@@ -188,7 +191,8 @@ def tasks(found: Sequence[TaskResult]) -> Section | None:
     )
     note = (
         "Both models answer the same questions. Gained and lost are questions that only one of them got right; p is "
-        "McNemar's exact test, after Holm over all tasks where there are several."
+        "McNemar's exact test, after Holm over all tasks where there are several. Intervals of few questions are exact "
+        "(Clopper-Pearson, and of a difference from the questions that only one of the two got right)."
     )
     return Section("Tasks", [Table(columns, rows), Words(note, "note")])
 

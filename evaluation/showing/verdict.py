@@ -1,7 +1,8 @@
 """What a run came to, in a sentence: what it cost, and what it saved.
 
 A difference is `within noise` where its 95 % interval holds zero, and KL is where its interval reaches the floor that
-the reference has to itself, rounded to its own dtype.
+the reference has to itself, rounded to its own dtype. A sample that is too small to tell is said to be, and a small one
+is named beside its figure.
 """
 
 import math
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Tile
+from compress.evaluation.statistics import FEW_WINDOWS
 
 ALPHA = 0.05
+FEW_QUESTIONS = 100  # below, a task is named with their number
+UNCLEAR = 0.1  # width of an interval of a difference of accuracies, from which on it cannot tell
 
 
 def held_out(found: Evaluation) -> TextResult | None:
@@ -26,7 +30,16 @@ def change(found: Evaluation) -> Figure | None:
     if ratio is None or not math.isfinite(ratio.value):
         return None
     factor = math.exp(ratio.value)
-    return Figure(factor - 1, None if ratio.error is None else factor * ratio.error)
+    ends = None if ratio.interval is None else (math.expm1(ratio.interval[0]), math.expm1(ratio.interval[1]))
+    return Figure(factor - 1, None if ratio.error is None else factor * ratio.error, interval=ends)
+
+
+def sample(text: TextResult) -> str:
+    """How little text that was; nothing of one that is long enough."""
+    if text.windows >= FEW_WINDOWS:
+        return ""
+    count = "one window" if text.windows == 1 else f"{text.windows} windows"
+    return f" on {words.count(text.tokens)} tokens ({count})"
 
 
 def in_noise(figure: Figure) -> bool:
@@ -38,7 +51,7 @@ def in_noise(figure: Figure) -> bool:
 def at_floor(text: TextResult) -> bool:
     """Whether KL is no further from the noise floor than chance explains."""
     kl, floor = text.figures.get("kl_mean"), (text.noise or {}).get("kl_mean")
-    if kl is None or floor is None:
+    if kl is None or floor is None or kl.error is None:
         return False
     error = math.hypot(kl.error or 0.0, floor.error or 0.0)
     return kl.value - floor.value <= words.Z95 * error
@@ -82,12 +95,15 @@ def _perplexity(found: Evaluation) -> list[str]:
         return others if others or found.tasks else ["Quality was not measured."]
     reference = text.figures.get("reference_perplexity")
     if reference is None or moved is None:
-        return [f"Perplexity {words.with_error(own)}; there is no original to hold it against."]
+        return [f"Perplexity {words.with_error(own)}{sample(text)}; there is no original to hold it against."]
     pair = f"{words.number(own.value)} against {words.number(reference.value)}"
+    if moved.error is None:
+        return [f"Too little text to tell what it cost: perplexity {pair}{sample(text)}."]
     if in_noise(moved):
-        return [f"Perplexity is the original's within noise: {pair}, {_signed(moved)}."]
+        return [f"Perplexity is the original's within noise: {pair}, {_signed(moved)}{sample(text)}."]
     more = "higher" if moved.value > 0 else "lower"
-    return [f"Perplexity is {words.with_error(Figure(abs(moved.value), moved.error), 100, ' %')} {more}: {pair}."]
+    by = words.with_error(Figure(abs(moved.value), moved.error), 100, " %")
+    return [f"Perplexity is {by} {more}: {pair}{sample(text)}."]
 
 
 def _encoded(found: Evaluation) -> Iterator[str]:
@@ -127,16 +143,40 @@ def _signed(figure: Figure) -> str:
 
 def _tasks(tasks: list[TaskResult]) -> list[str]:
     paired = [task for task in tasks if task.difference is not None]
-    if not paired:
-        return []
     moved = [task for task in paired if significant(task)]
-    if not moved:
-        return [f"No task of {len(paired)} differs from the original beyond noise." if len(paired) > 1 else
-                f"{words.name(paired[0].name)} does not differ from the original beyond noise."]  # fmt: skip
-    said = ", ".join(f"{words.name(task.name)} {points(task.difference)}" for task in moved)
-    others = len(paired) - len(moved)
-    rest = f"; {f'{others} others' if others > 1 else 'the other'} within noise" if others else ""
-    return [f"Tasks beyond noise: {said}{rest}."]
+    unclear = [task for task in paired if task not in moved and too_few(task)]
+    others = [task for task in paired if task not in moved and task not in unclear]
+    made = []
+    if moved:
+        said = ", ".join(f"{_named(task)} {points(task.difference)}" for task in moved)
+        rest = f"; {f'{len(others)} others' if len(others) > 1 else 'the other'} within noise" if others else ""
+        made.append(f"Tasks beyond noise: {said}{rest}.")
+    elif others:
+        one = f"{_named(others[0])} does not differ from the original beyond noise."
+        made.append(one if len(others) == 1 else f"No task of {len(others)} differs from the original beyond noise.")
+    if unclear:
+        said = ", ".join(f"{words.name(task.name)} ({words.count(task.questions)})" for task in unclear)
+        made.append(f"Too few questions to tell: {said}.")
+    return made
+
+
+def _named(task: TaskResult) -> str:
+    """A task, with the number of its questions where they are few."""
+    few = task.questions < FEW_QUESTIONS
+    return f"{words.name(task.name)} ({words.count(task.questions)} questions)" if few else words.name(task.name)
+
+
+def too_few(task: TaskResult) -> bool:
+    """Whether a task that does not differ had too few questions to show a difference that matters."""
+    found = task.interval or words.bounds(task.difference)
+    return found is None or found[1] - found[0] > UNCLEAR
+
+
+def outcome(task: TaskResult) -> str:
+    """What comes of a task, in two or three words; nothing without a reference."""
+    if task.difference is None:
+        return ""
+    return "differs" if significant(task) else "too few to tell" if too_few(task) else "within noise"
 
 
 def significant(task: TaskResult) -> bool:
@@ -144,7 +184,7 @@ def significant(task: TaskResult) -> bool:
     p = task.p_adjusted if task.p_adjusted is not None else task.p_value
     if p is not None:
         return p < ALPHA
-    return task.difference is not None and not in_noise(task.difference)
+    return words.bounds(task.difference) is not None and task.difference is not None and not in_noise(task.difference)
 
 
 def points(difference: Figure | None) -> str:
@@ -179,6 +219,10 @@ def tiles(found: Evaluation) -> list[Tile]:
     if "perplexity" in figures:
         noise = "" if moved is None or not in_noise(moved) else ", within noise"
         detail = "no original given" if moved is None else f"{_signed(moved)}{noise}"
+        if text is not None and text.windows == 1:
+            detail = "one window: too little text to tell"
+        elif text is not None:
+            detail += sample(text)
         made.append(Tile("perplexity", words.number(figures["perplexity"].value), detail))
     if "kl_mean" in figures:
         error = figures["kl_mean"].error

@@ -75,10 +75,13 @@ def decimals(error: float) -> int:
 
 
 def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
-    """A figure ± its standard error."""
+    """A figure ± its standard error; with its interval in brackets where it has that instead."""
     if figure is None:
         return NOT_MEASURED
     value, error = figure.value * scale, None if figure.error is None else figure.error * scale
+    if error is None and figure.interval is not None:
+        low, high = (number(end * scale, 3) for end in figure.interval)
+        return f"{number(value)} ({low} to {high}){unit}"
     if error is None or not math.isfinite(value) or not math.isfinite(error) or error <= 0:
         return number(value) + unit
     places = decimals(error)
@@ -88,7 +91,9 @@ def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str
 
 
 def bounds(figure: Figure | None) -> tuple[float, float] | None:
-    """The 95 % interval of a figure; None where its error is not known."""
+    """The 95 % interval of a figure; None where neither that nor its error is known."""
+    if figure is not None and figure.interval is not None:
+        return figure.interval
     if figure is None or figure.error is None or not 0 <= figure.error < math.inf:
         return None
     return figure.value - Z95 * figure.error, figure.value + Z95 * figure.error
@@ -99,7 +104,8 @@ def interval(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
     found = bounds(figure)
     if found is None or figure is None:
         return NONE
-    places = decimals(figure.error * scale) if figure.error else MOST_DIGITS
+    error = figure.error or (found[1] - found[0]) / (2 * Z95)
+    places = decimals(error * scale) if error else MOST_DIGITS
     low, high = (f"{value * scale:,.{places}f}" if places <= MOST_DIGITS else f"{value * scale:.2e}" for value in found)
     return f"{low} to {high}{unit}"
 

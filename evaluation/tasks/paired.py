@@ -4,10 +4,12 @@ Of N questions, d_i in {-1, 0, 1} is what the model has more than the reference;
 
     McNemar    if both were equally good, gained would be Binomial(gained + lost, 1/2);
                p = P(a split at least as uneven), two-sided
-    interval   2.5 and 97.5 % of the means of d over resamples of the questions, pairs kept together
+    interval   2.5 and 97.5 % of the means of d over resamples of the questions, pairs kept together; of questions
+               that are right or wrong, where fewer than 15 were gained or lost, the exact one of `evaluation.shares`
     Holm       of m tests with p_(1) <= ... <= p_(m): p'_(i) = max over j <= i of min(1, (m - j + 1) p_(j))
 
-Where nothing was gained or lost the interval has no width: the questions have nothing to say about the difference.
+Resamples of questions of which none was gained or lost are all alike: a bootstrap would give an interval without width.
+The exact one then says how much could have been missed. Values that are all the same and no outcomes have none.
 
 McNemar 1947 (its exact form); Efron 1979, percentile bootstrap; Holm 1979.
 """

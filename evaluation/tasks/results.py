@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from compress.evaluation.document import TaskResult
+from compress.evaluation.shares import difference_of, share_of
 from compress.evaluation.statistics import Values, exponential, mean_of_independent
 from compress.evaluation.tasks.likelihood import Likelihood
 from compress.evaluation.tasks.paired import holm, interval, mcnemar
@@ -52,8 +53,8 @@ def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskR
     """`found`, which says what was asked, with the figures; with the paired ones where there is a reference."""
     found = replace(
         found,
-        accuracy=mean_of_independent(ours.score_N),
-        accuracy_norm=None if ours.norm_N is None else mean_of_independent(ours.norm_N),
+        accuracy=share_of(ours.score_N),
+        accuracy_norm=None if ours.norm_N is None else share_of(ours.norm_N),
         perplexity=None if ours.surprisal_N is None else exponential(mean_of_independent(ours.surprisal_N)),
         outcomes=ours.outcomes,
     )
@@ -62,19 +63,19 @@ def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskR
 
 def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
     """The fields of a `TaskResult` that take two models."""
-    differences_N = ours.score_N - theirs.score_N
+    differences_N, difference = ours.score_N - theirs.score_N, difference_of(ours.score_N, theirs.score_N)
     made: dict[str, Any] = {
-        "reference_accuracy": mean_of_independent(theirs.score_N),
-        "difference": mean_of_independent(differences_N),
-        "interval": interval(differences_N) if len(differences_N) > 1 else None,
+        "reference_accuracy": share_of(theirs.score_N),
+        "difference": difference,
+        "interval": difference.interval or (None if difference.error is None else interval(differences_N)),
         "reference_outcomes": theirs.outcomes,
     }
     if ours.binary and theirs.binary:
         gained, lost = int((differences_N > 0).sum()), int((differences_N < 0).sum())
         made |= {"gained": gained, "lost": lost, "p_value": mcnemar(gained, lost)}
     if ours.norm_N is not None and theirs.norm_N is not None:
-        made["reference_accuracy_norm"] = mean_of_independent(theirs.norm_N)
-        made["difference_norm"] = mean_of_independent(ours.norm_N - theirs.norm_N)
+        made["reference_accuracy_norm"] = share_of(theirs.norm_N)
+        made["difference_norm"] = difference_of(ours.norm_N, theirs.norm_N)
     if ours.surprisal_N is not None and theirs.surprisal_N is not None:
         made["reference_perplexity"] = exponential(mean_of_independent(theirs.surprisal_N))
         made["log_perplexity_ratio"] = mean_of_independent(ours.surprisal_N - theirs.surprisal_N)

@@ -1,9 +1,12 @@
 """Statistics of pairs against scipy's, and against what they promise."""
 
+import math
+
 import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap, sem
 
+from compress.evaluation.shares import clopper_pearson, difference_of, paired_interval, share_of
 from compress.evaluation.statistics import mean_of_independent
 from compress.evaluation.tasks.paired import holm, interval, mcnemar
 
@@ -54,3 +57,45 @@ def test_pairs_tell_what_two_accuracies_cannot() -> None:
     assert mean_of_independent(difference).error == pytest.approx(sem(difference))
     assert mean_of_independent(difference).error < mean_of_independent(ours.astype(float)).error / 3
     assert mean_of_independent(np.array([1.0])).error is None
+
+
+def test_the_interval_of_a_share_is_scipys_exact_one() -> None:
+    for n in (1, 10, 300):
+        for k in {0, 1, n // 3, n}:
+            expected = binomtest(k, n).proportion_ci(0.95, method="exact")
+            assert clopper_pearson(k, n) == pytest.approx((expected.low, expected.high), rel=1e-9)
+    assert share_of(np.zeros(10)).interval == (0.0, pytest.approx(0.3085, abs=1e-4))  # a table's
+    assert share_of(np.zeros(10)).error is None
+    assert share_of(np.arange(300) % 2.0).interval is None  # the standard error will do
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.02, 0.02), (0.3, 0.0), (0.05, 0.4), (0.3, 0.3), (1.0, 0.0)])
+def test_few_questions_hold_the_difference_95_times_in_100_or_more(rates: tuple[float, float]) -> None:
+    """Over every outcome of n questions, each by its probability."""
+    gains, losses = rates
+    for n in (1, 5, 12):
+        held = 0.0
+        for gained in range(n + 1):
+            for lost in range(n + 1 - gained):
+                ways = math.comb(n, gained) * math.comb(n - gained, lost)
+                chance = ways * gains**gained * losses**lost * (1 - gains - losses) ** (n - gained - lost)
+                low, high = paired_interval(gained, lost, n)
+                assert -1 <= low <= (gained - lost) / n <= high <= 1
+                held += chance * (low - 1e-12 <= gains - losses <= high + 1e-12)
+        assert held >= 0.95, n
+
+
+def test_an_interval_of_few_questions_leaves_zero_out_where_the_sign_test_rejects() -> None:
+    for gained in range(12):
+        for lost in range(12):
+            low, high = paired_interval(gained, lost, 200)
+            assert (low > 0 or high < 0) == (mcnemar(gained, lost) < 0.04), (gained, lost)
+
+
+def test_models_that_answer_alike_may_still_differ() -> None:
+    same = difference_of(np.ones(10), np.ones(10))
+    assert (same.value, same.error) == (0.0, None)
+    assert same.interval == pytest.approx((-0.4113, 0.4113), abs=1e-4)
+    many = difference_of(np.arange(200) % 2.0, np.arange(200) // 2 % 2.0)
+    assert many.interval is None
+    assert many.error is not None

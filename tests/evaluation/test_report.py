@@ -11,6 +11,7 @@ from pathlib import Path
 
 import commands
 import evaluations
+import numpy as np
 import pytest
 import yaml
 from commands import Outcome
@@ -18,6 +19,7 @@ from evaluations import hostile, runs
 
 from compress.checkpoint.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named
+from compress.evaluation.shares import difference_of
 from compress.evaluation.showing import words
 from compress.evaluation.showing.compose import compose
 from compress.evaluation.showing.content import Table
@@ -25,7 +27,8 @@ from compress.evaluation.showing.markdown import as_markdown, plain
 from compress.evaluation.showing.page import as_html
 from compress.evaluation.showing.pareto import Point, front
 from compress.evaluation.showing.runs import open_runs
-from compress.evaluation.showing.verdict import verdict
+from compress.evaluation.showing.verdict import tiles, verdict
+from compress.evaluation.statistics import of_few_windows
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
@@ -151,6 +154,56 @@ def test_the_verdict_says_what_it_cost_and_what_is_noise(change: float, error: f
     found = replace(evaluations.whole(), texts=[replace(text, figures=figures)])
     assert said in verdict(found)
     assert "2.38 times smaller: 107.93 MiB instead of 256.57 MiB" in verdict(found)
+
+
+@pytest.mark.parametrize(
+    ("windows", "error", "said", "tile"),
+    [
+        (
+            *(1, None),
+            "Too little text to tell what it cost: perplexity 22.21 against 21.39 on 255 tokens (one window).",
+            "one window: too little text to tell",
+        ),
+        (
+            *(2, 0.0041),  # of two windows 12.7 standard errors make 95 %
+            "within noise: 22.21 against 21.39, +3.84 ± 0.43 % on 255 tokens (2 windows).",
+            "+3.84 ± 0.43 %, within noise on 255 tokens (2 windows)",
+        ),
+        (
+            *(20, 0.0041),
+            "Perplexity is 3.84 ± 0.43 % higher: 22.21 against 21.39 on 255 tokens (20 windows).",
+            "+3.84 ± 0.43 % on 255 tokens (20 windows)",
+        ),
+    ],
+)
+def test_a_small_sample_is_named_and_one_window_tells_nothing(
+    windows: int, error: float | None, said: str, tile: str
+) -> None:
+    text = evaluations.text_result()
+    ratio = of_few_windows(Figure(0.0377, error), windows)
+    figures = {**text.figures, "log_perplexity_ratio": ratio, "kl_mean": Figure(0.0001)}
+    found = replace(evaluations.whole(), texts=[replace(text, figures=figures, windows=windows, tokens=255)])
+    assert said in verdict(found)
+    assert "that is the noise floor" not in verdict(found)
+    assert tile in [each.detail for each in tiles(found)]
+    shown = " ".join(page(found).text.split())
+    assert ("too little text to tell models apart" in shown) == (windows == 1)
+    assert (f"Student's t of {windows} windows" in shown) == (windows > 1)
+
+
+def test_few_questions_are_named_and_cannot_tell() -> None:
+    lambada, piqa = evaluations.tasks()
+    few = replace(piqa, questions=10, difference=difference_of(np.ones(10), np.ones(10)), interval=(-0.41, 0.41))
+    moved = replace(lambada, questions=40)
+    found = replace(evaluations.whole(), tasks=[moved, few])
+    assert "Tasks beyond noise: lambada (40 questions) -2.60 ± 0.60 points. Too few questions to tell: piqa (10)." in (
+        verdict(found)
+    )
+    row = next(row for row in page(found).rows if row[0] == "piqa")
+    assert row[-1] == "too few to tell"
+    assert row[4] == "+0 (-41.1 to 41.1)"
+    assert "does not differ" not in verdict(replace(found, tasks=[few]))
+    assert "piqa does not differ from the original beyond noise." in verdict(replace(found, tasks=[piqa]))
 
 
 def test_kl_at_the_noise_floor_is_said_to_be() -> None:

@@ -18,6 +18,8 @@ import compress
 from compress.checkpoint.pretrained import load_tokenizer
 from compress.checkpoint.source import DEMO, find_source
 from compress.errors import CompressError, InputError
+from compress.evaluation.shares import clopper_pearson
+from compress.evaluation.showing.verdict import verdict
 from compress.evaluation.stored import read_evaluation
 from compress.evaluation.tasks import likelihood
 from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks
@@ -210,10 +212,12 @@ def test_figures_are_those_of_a_plain_computation(write, tokenizer: object, llam
         difference = ours - theirs
         assert (result.name, result.questions, result.available, result.truncated) == (path.stem, 9, 9, 0)
         assert result.accuracy.value == ours.mean()
-        assert result.accuracy.error == pytest.approx(ours.std(ddof=1) / 3)
+        assert result.accuracy.error == (pytest.approx(ours.std(ddof=1) / 3) if ours.std() else None)
+        assert result.accuracy.interval == clopper_pearson(int(ours.sum()), 9)
         assert result.reference_accuracy.value == theirs.mean()
         assert result.difference.value == pytest.approx(difference.mean())
-        assert result.difference.error == pytest.approx(difference.std(ddof=1) / 3)
+        assert result.difference.error == (pytest.approx(difference.std(ddof=1) / 3) if difference.std() else None)
+        assert result.interval == result.difference.interval
         assert (result.gained, result.lost) == ((difference > 0).sum(), (difference < 0).sum())
         assert result.outcomes == "".join(str(int(each)) for each in ours)
         assert result.reference_outcomes == "".join(str(int(each)) for each in theirs)
@@ -241,7 +245,8 @@ def test_what_is_cut_is_counted_and_the_smaller_window_counts_for_both(write, to
     lengths = [len(tokenizer(row["text"]).input_ids) - 1 for row in rows]
     assert (both.truncated, alone.truncated) == (sum(n > 16 for n in lengths), sum(n > CONTEXT for n in lengths))
     (single,) = answered(prepare_tasks(read_tasks([write(rows)], 1), tokenizer, [models[0].config]), *models)
-    assert (single.interval, single.difference.error, single.p_value) == (None, None, 1.0)
+    assert (single.difference.error, single.p_value) == (None, 1.0)
+    assert single.interval == pytest.approx((-0.995, 0.995))
     assert (alone.difference, alone.interval, alone.p_value, alone.p_adjusted) == (None, None, None, None)
 
 
@@ -261,10 +266,15 @@ def test_the_command_writes_reads_back_and_shows_what_was_answered(write, llama:
         ("piqa", 4, 9, 1.0),
         ("cloze", 4, 9, 1.0),
     ]
-    assert found.tasks[0].interval == (0.0, 0.0)
+    same = pytest.approx((-0.7341, 0.7341), abs=1e-4)  # of 4 questions with the same answers, 1 - 0.005^(1/4) at most
+    assert found.tasks[0].interval == found.tasks[1].interval == same
+    assert "-73.41 .. 73.41" in outcome.out
+    assert "0.00 % (0.00 .. 60.24)" in outcome.out
+    assert "± 0.00" not in outcome.out
+    assert "Too few questions to tell: piqa (4), cloze (4)." in verdict(found)
     assert "4 of 9" in outcome.out
     assert "0 / 0" in outcome.out
-    assert "ln ratio 0 ± 0" in outcome.out
+    assert "ln ratio 0" in outcome.out
     assert asdict(found)["texts"] == []
 
 
