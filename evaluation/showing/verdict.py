@@ -111,7 +111,8 @@ def _encoded(found: Evaluation) -> Iterator[str]:
     for pairs in found.embeddings:
         own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
         beside = "" if moved is None else f", the original's {words.number(own.value - moved.value, 3)}"
-        yield f"Spearman's correlation with people's scores {words.with_error(own)}{beside}."
+        said = f"Spearman's correlation with people's scores of {words.count(pairs.pairs)} pairs"
+        yield f"{said} {words.with_error(own)}{beside}."
 
 
 def _classified(found: Evaluation) -> Iterator[str]:
