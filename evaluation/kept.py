@@ -15,7 +15,6 @@ again.
 """
 
 import hashlib
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.files import fingerprint, write_json
+from compress.checkpoint.scratch import Scratch
 from compress.checkpoint.source import Source
 from compress.errors import CheckpointError
 from compress.evaluation.predictor import Predictor, Says, logits_by
@@ -116,7 +116,7 @@ class Keeping:
 
     def __init__(self, asked: Predictor, place: Path, note: Note) -> None:
         self.asked, self.place, self.note = asked, place, note
-        self.scratch = place.with_name(f".{place.stem}.{secrets.token_hex(8)}")
+        self.scratch: Scratch | None = None
         self.digest, self.rows, self.width, self.dtype = hashlib.sha256(), 0, 0, ""
         self.writing = True
 
@@ -130,9 +130,10 @@ class Keeping:
             self.digest.update(content)
             self.rows += len(states)
             with self.reported():
-                self.place.parent.mkdir(parents=True, exist_ok=True)
-                with self.scratch.open("ab") as file:
-                    file.write(content)
+                if self.scratch is None:
+                    self.place.parent.mkdir(parents=True, exist_ok=True)
+                    self.scratch = Scratch(self.place.with_suffix(".states"))
+                self.scratch.file.write(content)
         return states
 
     def logits(self, states_CD: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class Keeping:
 
     def finish(self) -> None:
         """What was written gets its names."""
-        if not self.writing:
+        if not self.writing or self.scratch is None:
             return
         about = {
             "format": FORMAT,
@@ -150,8 +151,8 @@ class Keeping:
             "sha256": self.digest.hexdigest(),
         }
         with self.reported():
-            size = self.scratch.stat().st_size
-            self.scratch.replace(self.place.with_suffix(".states"))
+            self.scratch.become()
+            size = self.scratch.path.stat().st_size
             write_json(self.place, about)
             self.note(f"what the reference says is kept in {self.place.parent} ({size / 2**20:.1f} MiB)")
 
@@ -173,8 +174,9 @@ def keeping(asked: Predictor, place: Path, note: Note) -> Iterator[Says]:
         yield says
         says.finish()
     finally:
-        with suppress(OSError):
-            says.scratch.unlink()
+        if says.scratch is not None:
+            with suppress(OSError):
+                says.scratch.drop()
 
 
 def _sha256(path: Path) -> str:

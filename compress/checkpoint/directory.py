@@ -29,6 +29,7 @@ from typing import IO, Any
 from compress.checkpoint.files import INDEX, RECORD, read_json
 from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.manifest import read_record
+from compress.checkpoint.scratch import becomes
 from compress.checkpoint.shown import command
 from compress.comm import Comm
 from compress.errors import CheckpointError, InputError, RankLostError, WriteError
@@ -291,7 +292,10 @@ def own_files(directory: Path) -> list[str]:
 def stranger_in(directory: Path) -> Path | None:
     """Something in the output of a run that the run did not write; None where there is nothing."""
     own = {RECORD, *own_files(directory)}
-    return next((p for p in sorted(directory.iterdir()) if p.name not in own or p.is_symlink() or p.is_dir()), None)
+    found = sorted(directory.iterdir())
+    # A process that was killed while it replaced one of our files has left a scratch file of that name.
+    ours = (p for p in found if (p.name in own or becomes(p.name) in own) and p.is_file() and not p.is_symlink())
+    return next(iter(sorted({*found} - {*ours})), None)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.checkpoint.scratch import Scratch
 from compress.reading import parse_json
 
 RECORD = "compress.json"
@@ -24,23 +24,18 @@ OWN_INDEX, OWN_WHOLE = f"model.safetensors.index.{VARIANT}.json", f"model.{VARIA
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write or replace a file in one step: a reader finds the old content or the new one, never half of either.
-
-    The scratch file is created exclusively, under a name that nobody can foresee: nothing that lies beside `path`, a
-    planted link least of all, is written to. A link called `path` is replaced by the file. Raises OSError.
-    """
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Write or replace a file in one step: a reader finds the old content or the new one, never half of either. Raises
+    OSError, with the name of the file that was to be written."""
     try:
-        with open(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except BaseException as error:
-        scratch.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(scratch)):
-            error.filename, error.filename2 = str(path), None
+        scratch = Scratch(path)
+        try:
+            scratch.file.write(content.encode() if isinstance(content, str) else content)
+            scratch.become()
+        except BaseException:
+            scratch.drop()
+            raise
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -3,7 +3,10 @@
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.checkpoint import shards
+from compress.checkpoint import scratch, shards
+from compress.checkpoint.beside import put_beside
+from compress.checkpoint.directory import own_files, stranger_in
 from compress.checkpoint.files import checksum, write_whole
 from compress.checkpoint.shown import command, shown
 from compress.errors import CheckpointError
@@ -50,6 +55,70 @@ def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path: Path, m
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+class Killed(BaseException):
+    """A process ends here: nothing is cleaned up behind it."""
+
+
+@contextmanager
+def killed_at(point: int) -> Iterator[None]:
+    """Within: the process is killed before (an odd point) or behind a call that changes the disk."""
+    calls = 0
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*given: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if point == 2 * calls - 1:
+                raise Killed
+            result = call(*given, **options)
+            if point == 2 * calls:
+                raise Killed
+            return result
+
+        return asked
+
+    with pytest.MonkeyPatch.context() as patch, suppress(Killed):
+        patch.setattr(scratch.Scratch, "drop", lambda self: self.file.close())
+        for module, name in ((os, "open"), (os, "fsync"), (Path, "replace")):
+            patch.setattr(module, name, dying(getattr(module, name)))
+        yield
+
+
+def test_what_a_killed_process_leaves_beside_a_checkpoint_is_known_as_ours(
+    llama_w4: Path, copy_of: Callable[[Path], Path]
+) -> None:
+    output, points = copy_of(llama_w4), 0
+    for points in range(1, 100):
+        done = False
+        with killed_at(points):
+            put_beside(output, {"evaluation.json": str(points), "evaluation.md": "#"})
+            done = True
+        assert stranger_in(output) is None, points
+        if done:
+            break
+    assert points > 2 * 3 * 2
+    assert {path.name for path in output.iterdir()} == {"compress.json", *own_files(output)}, "it cleans up"
+    for stranger in (".compress.json.mine", ".mine.0123456789abcdef"):
+        (output / stranger).write_text("mine")
+        put_beside(output, {"evaluation.md": "##"})
+        assert stranger_in(output) == output / stranger
+        (output / stranger).unlink()
+
+
+def test_a_scratch_file_of_a_live_process_stays(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    alive = scratch.Scratch(path)
+    (tmp_path / ".record.json.0123456789abcdef").write_text("half")
+    (tmp_path / ".record.json.0123456789abcdee").symlink_to(path)
+    write_whole(path, "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [".record.json.0123456789abcdee", alive.place.name, "record.json"]
+    )
+    alive.file.write(b"newer")
+    alive.become()
+    assert path.read_text() == "newer"
 
 
 @settings(max_examples=40, deadline=None)

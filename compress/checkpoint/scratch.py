@@ -1,0 +1,71 @@
+"""Scratch files: `.NAME.<16 hexadecimal digits>` beside NAME, which is replaced in one step when they are whole.
+
+A process that is killed leaves its scratch file. It is known by its name, and the next scratch file for NAME removes it
+unless a live process holds its lock.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+DIGITS = 16
+NAMED = re.compile(rf"\.(.+)\.[0-9a-f]{{{DIGITS}}}")
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def becomes(name: str) -> str | None:
+    """The name that a scratch file was to have; None for the name of another file."""
+    found = NAMED.fullmatch(name)
+    return None if found is None else found[1]
+
+
+class Scratch:
+    """A new file that becomes `path`, or is dropped. It is created exclusively, under a name that nobody can foresee:
+    nothing that lies beside `path`, a planted link least of all, is written to. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _drop_left(path)
+        while True:
+            self.place = path.with_name(f".{path.name}.{secrets.token_hex(DIGITS // 2)}")
+            self.file: BinaryIO = open(os.open(self.place, FLAGS, 0o666), "wb")  # noqa: SIM115 - closed by its two ends
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self.file, fcntl.LOCK_EX)
+            if self.place.exists():  # and was not taken for one that was left, before it was locked
+                return
+            self.file.close()
+
+    def become(self) -> None:
+        """Bring the file to the disk under its name. A link of that name is replaced by the file."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.place.replace(self.path)
+        self.file.close()
+
+    def drop(self) -> None:
+        """Remove the file, unless it has its name already."""
+        self.place.unlink(missing_ok=True)
+        with suppress(OSError):  # what was not written yet has no room
+            self.file.close()
+
+
+def _drop_left(path: Path) -> None:
+    """Remove the scratch files of processes that were killed before theirs became `path`."""
+    with suppress(OSError):
+        for left in path.parent.iterdir():
+            if becomes(left.name) == path.name and left.is_file() and not left.is_symlink():
+                with suppress(OSError):
+                    _drop_unheld(left)
+
+
+def _drop_unheld(left: Path) -> None:
+    descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        left.unlink()
+    finally:
+        os.close(descriptor)
