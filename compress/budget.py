@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from compress.checkpoint.files import write_whole
+from compress.checkpoint.ours import MARK
 from compress.checkpoint.sensitivity import Sensitivity, Tried
 from compress.errors import InputError
 from compress.passes.allocation import Option, choose
@@ -244,7 +245,7 @@ def write_recipe(path: str | Path, allocation: Allocation, about: str) -> None:
     """Write a recipe that `compress quantize --recipe` runs. about: lines of comment to begin it with. Raises
     InputError where it cannot be written."""
     parse_recipe(allocation.recipe, "the recipe")
-    lines = "".join(f"# {line}\n" for line in about.splitlines())
+    lines = "".join(f"# {line}\n" for line in [*about.splitlines(), MARK])
     try:
         text = yaml.safe_dump(allocation.recipe, sort_keys=False, default_flow_style=None, width=110)
         write_whole(Path(path), lines + text)

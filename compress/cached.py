@@ -33,6 +33,15 @@ def checksum_of(rows: Rows) -> str:
     return fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
 
 
+def holds_cached(path: Path) -> bool:
+    """Whether a file says that it is one of these."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return ENTRY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 def write_cached(path: Path, said: TopKRows, teacher: str, rows: Rows) -> None:
     """teacher: its checksum. Raises OSError."""
     tensors = {"log_probs": said.log_probs_NTk.contiguous(), "indices": said.indices_NTk.contiguous()}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.cached import write_cached
+from compress.cached import holds_cached, write_cached
 from compress.checkpoint.pretrained import read_config
 from compress.checkpoint.source import find_source
 from compress.comm import Comm
@@ -51,12 +51,14 @@ def cache_logits(
     batch_size: int = 8,
     device: str | torch.device | None = None,
     fsdp: bool = False,
+    overwrite: bool = False,
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Cached:
     """Write what a teacher says of data, to be given to training as its teacher.
 
-    output: a file that ends in .safetensors; it is replaced. training, length: as in `quantize`. top_k: 1 to the
+    output: a file that ends in .safetensors; one that is there is replaced if it holds cached logits, and any with
+    `overwrite`. training, length: as in `quantize`. top_k: 1 to the
     vocabulary, tokens whose log-probabilities are kept. temperature: of the training that is to come. All of it is held
     in memory: 8 bytes for each token and each of its k. Raises InputError for what cannot be asked or written.
     """
@@ -65,6 +67,8 @@ def cache_logits(
         raise InputError(f"{str(output)!r}; a file of cached logits ends in {CACHED}")
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{str(output)!r} cannot be written; give a file in a directory that exists")
+    if path.exists() and not overwrite and not holds_cached(path):
+        raise InputError(f"{str(output)!r} exists and holds no cached logits; give another file, or --overwrite")
     asked = Train(temperature=temperature)
     request = Request(
         teacher,

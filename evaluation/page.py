@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compress.checkpoint.files import write_whole
+from compress.checkpoint.ours import GENERATOR
 from compress.errors import InputError, install
 
 STYLE = "body{font-family:sans-serif;max-width:1200px;margin:2em auto;padding:0 1em}pre{white-space:pre-wrap}"
@@ -21,7 +22,7 @@ def write_page(path: Path, heading: str, body: str, style: str = "") -> None:
     file cannot be written."""
     title = html.escape(heading)
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>{title}</title>'
         f"<style>{STYLE}{style}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
     )
     try:

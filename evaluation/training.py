@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import write_whole
+from compress.checkpoint.ours import noted
 from compress.checkpoint.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.drawing import MARGIN, SIZE, Frame, key, picture
@@ -117,6 +118,6 @@ def drawn(model: str, found: Sequence[Curve]) -> str:
 def write_curves(model: str, found: Sequence[Curve], path: Path) -> None:
     """Write the picture. Raises InputError where the file cannot be written."""
     try:
-        write_whole(path, drawn(model, found))
+        write_whole(path, noted(drawn(model, found)))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -10,7 +10,17 @@ import click
 
 import compress
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, device_option, given, json_option, quiet_option, trust_option, write_report
+from compress.cli.options import (
+    begin,
+    device_option,
+    files_overwrite_option,
+    given,
+    json_option,
+    quiet_option,
+    trust_option,
+    writable,
+    write_report,
+)
 from compress.cli.running import setting_option, split_settings
 from compress.errors import InputError
 
@@ -87,10 +97,11 @@ def numbers(kind: type[int] | type[float]) -> Callable[..., Any]:
 @click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
 @click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'.")
-@click.option("--output", required=True, metavar="RECIPE", help="The recipe to write, a .yaml file.")
+@click.option("--output", required=True, metavar="RECIPE", callback=writable, help="The recipe to write, a .yaml file.")
 @trust_option
 @device_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @exits_cleanly
 def allocate(

@@ -10,6 +10,7 @@ from compress.cli.options import (
     begin,
     check_page,
     device_option,
+    files_overwrite_option,
     given,
     html_option,
     json_option,
@@ -39,6 +40,7 @@ from compress.errors import CompressError, InputError
 @plugin_option
 @device_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @exits_cleanly
 def bench(model: str | None, json_file: str | None, html: str | None, quiet: bool, **options: Any) -> None:

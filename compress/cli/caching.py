@@ -15,7 +15,7 @@ from compress.errors import InputError
 # Whatever else `distill` takes is about a student.
 OF_A_TEACHER = (
     *("teacher", "cache_logits", "top_k", "training", "calibration", "length", "batch_size", "training_settings"),
-    *("device", "fsdp", "trust_remote_code", "json_file", "quiet"),
+    *("device", "fsdp", "trust_remote_code", "json_file", "quiet", "overwrite"),
 )
 
 
@@ -51,6 +51,7 @@ def cache(teacher: str, file: str, top_k: int | None, settings: Sequence[str], o
             batch_size=options["batch_size"],
             device=device,
             fsdp=fsdp,
+            overwrite=options["overwrite"],
             trust_remote_code=options["trust_remote_code"],
             reporter=reporter,
         )

@@ -12,6 +12,7 @@ from compress.cli.keeping import keep as keep_evaluation
 from compress.cli.options import (
     begin,
     device_option,
+    files_overwrite_option,
     given,
     json_option,
     plugin_option,
@@ -68,6 +69,7 @@ FOR = {"pairs": "encoders", "labelled": "classifiers"}
 @plugin_option
 @device_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @asked_options
 @exits_cleanly
@@ -113,9 +115,9 @@ def evaluate(
 
             found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
             found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)
-    write_report(json_file, asdict(found))
     if keep:
         keep_evaluation(model, found)
+    write_report(json_file, asdict(found))
     if not quiet and json_file != "-":
         from compress.cli import figures
         from compress.cli import tables as show

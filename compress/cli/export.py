@@ -6,7 +6,7 @@ import click
 
 import compress
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, json_option, plugin_option, quiet_option, write_report
+from compress.cli.options import begin, json_option, overwrite_option, plugin_option, quiet_option, write_report
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
@@ -16,7 +16,7 @@ from compress.errors import InputError
 @click.option("--dense", is_flag=True, help="The dense weights that the codes stand for, as transformers writes them.")
 @click.option("--sparse24", is_flag=True, help="Layers of which two in four weights are pruned, without their zeros.")
 @click.option("--output", required=True, metavar="DIR", help="The directory to write. It appears when it is complete.")
-@click.option("--overwrite", is_flag=True, help="Replace an output that this tool wrote.")
+@overwrite_option("Replace an output that this tool wrote.")
 @plugin_option
 @json_option
 @quiet_option

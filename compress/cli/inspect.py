@@ -11,6 +11,7 @@ from compress.cli.options import (
     begin,
     check_page,
     device_option,
+    files_overwrite_option,
     html_option,
     json_option,
     plugin_option,
@@ -34,6 +35,7 @@ from compress.errors import InputError
 @plugin_option
 @device_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @exits_cleanly
 def inspect(
@@ -137,6 +139,7 @@ def _layers(model: str, json_file: str | None, silent: bool) -> None:
 @trust_option
 @plugin_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @exits_cleanly
 def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bool) -> None:

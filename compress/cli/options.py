@@ -15,9 +15,28 @@ from compress.cli.terminal import visible
 from compress.errors import InputError, WriteError
 from compress.reading import LOOP, special
 
+OVERWRITE = "compress.overwrite"
+
+
+def may_overwrite(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Keep the answer for `writable`, which is asked later: the option is eager."""
+    context.meta[OVERWRITE] = value
+    return value
+
+
+def overwrite_option(about: str, exposed: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """--overwrite. about: what it replaces; exposed: the command itself takes it, too."""
+    words: dict[str, Any] = {"is_eager": True, "expose_value": exposed, "callback": may_overwrite}
+    return click.option("--overwrite", is_flag=True, help=about, **words)
+
+
+files_overwrite_option = overwrite_option(
+    "Replace files of the names given even if compress did not write them.", False
+)
+
 
 def writable(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuse a file that cannot be written before the work whose figures it is to hold."""
+    """Refuse a file that cannot be written, or is somebody else's, before the work whose figures it is to hold."""
     if value is None or value == "-":
         return value
     path = Path(value)
@@ -25,6 +44,13 @@ def writable(context: click.Context, parameter: click.Parameter, value: str | No
         raise click.BadParameter(f"{value!r} is {special(path)}; give a file, or '-' for standard output")
     if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise click.BadParameter(f"{value!r} cannot be written; give a file in a directory that exists, or '-'")
+    if path.exists() and not context.meta.get(OVERWRITE):
+        from compress.checkpoint.ours import check_replaceable
+
+        try:
+            check_replaceable(path, "give another file, or --overwrite")
+        except InputError as error:
+            raise click.BadParameter(str(error)) from None
     return value
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, json_option, plugin_option, quiet_option, writable, write_file, write_report
+from compress.cli.options import (
+    begin,
+    json_option,
+    overwrite_option,
+    plugin_option,
+    quiet_option,
+    writable,
+    write_file,
+    write_report,
+)
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
@@ -31,7 +40,7 @@ FORMS = (".html", ".htm", ".md", ".json", ".svg")
 @json_option
 @click.option("--diff", is_flag=True, help="Two runs side by side: differences, and the layers that moved most.")
 @click.option("--card", is_flag=True, help="Write a model card, README.md, into the directory of the run.")
-@click.option("--overwrite", is_flag=True, help="With --card: replace a README.md that is not ours.")
+@overwrite_option("Replace files, with --card README.md, that compress did not write.")
 @plugin_option
 @quiet_option
 @exits_cleanly
@@ -51,8 +60,9 @@ def report(
     The page needs no network and no script. Without --output (or --markdown, --json, --card) the Markdown goes to
     standard output.
     """
-    _check(runs, output, markdown, diff, card, overwrite)
+    _check(runs, output, markdown, json_file, diff, card, overwrite)
     begin()
+    from compress.checkpoint.ours import noted
     from compress.evaluation.showing.compose import compose
     from compress.evaluation.showing.difference import differences
     from compress.evaluation.showing.markdown import as_markdown
@@ -68,7 +78,7 @@ def report(
     if output is not None:
         write_file(output, _formed(Path(output).suffix.lower(), made, found, data))
     if markdown is not None:
-        write_file(markdown, as_markdown(made))
+        write_file(markdown, noted(as_markdown(made)))
     write_report(json_file, data)
     if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
         for line in as_markdown(made).splitlines():
@@ -78,7 +88,13 @@ def report(
 
 
 def _check(
-    runs: Sequence[str], output: str | None, markdown: str | None, diff: bool, card: bool, overwrite: bool
+    runs: Sequence[str],
+    output: str | None,
+    markdown: str | None,
+    json_file: str | None,
+    diff: bool,
+    card: bool,
+    overwrite: bool,
 ) -> None:
     """What can be refused without the libraries."""
     suffix = "" if output is None else Path(output).suffix.lower()
@@ -92,24 +108,26 @@ def _check(
         raise InputError("--card is about one run and --diff about two; ask for one")
     if card and len(runs) != 1:
         raise InputError(f"--card is about one run, whose directory it goes into; {len(runs)} given")
-    if overwrite and not card:
-        raise InputError("--overwrite is for --card: other files are replaced anyway; drop it or add that")
+    if overwrite and not card and {output, markdown, json_file} <= {None, "-"}:
+        raise InputError("--overwrite is for files, and none is to be written; drop it, or name one")
     if suffix == ".svg" and (diff or len(runs) < 2):
         raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
 
 
 def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str, Any]) -> str:
     """The report as the end of a name asks for it."""
+    from compress.checkpoint.ours import noted
+
     if suffix == ".md":
         from compress.evaluation.showing.markdown import as_markdown
 
-        return as_markdown(made)
+        return noted(as_markdown(made))
     if suffix == ".json":
         return json.dumps(data, indent=2) + "\n"
     if suffix == ".svg":
         from compress.evaluation.showing.compose import picture
 
-        return picture(found)
+        return noted(picture(found))
     from compress.evaluation.showing.page import as_html
 
     return as_html(made)

@@ -13,7 +13,16 @@ import click
 
 import compress
 from compress.cli.exits import leave
-from compress.cli.options import begin, device_option, given, json_option, quiet_option, trust_option, write_report
+from compress.cli.options import (
+    begin,
+    device_option,
+    given,
+    json_option,
+    overwrite_option,
+    quiet_option,
+    trust_option,
+    write_report,
+)
 from compress.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,7 +78,7 @@ OPTIONS = (
         help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
     ),
     click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
-    click.option("--overwrite", is_flag=True, help="Replace an output, or drop an unfinished one."),
+    overwrite_option("Replace an output, or drop an unfinished one; replace files that compress did not write."),
     click.option(
         "--verify/--no-verify",
         default=None,

@@ -10,6 +10,7 @@ from compress.cli.exits import exits_cleanly, leave
 from compress.cli.options import (
     begin,
     device_option,
+    files_overwrite_option,
     json_option,
     quiet_option,
     task_options,
@@ -38,6 +39,7 @@ from compress.cli.options import (
 @trust_option
 @device_option
 @json_option
+@files_overwrite_option
 @quiet_option
 @exits_cleanly
 def sweep(

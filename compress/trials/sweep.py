@@ -13,13 +13,14 @@ and one that was asked less than is asked now is only evaluated again. What the 
 tasks is kept where `evaluate` keeps it, and its speed is taken once: none of it is measured for the next recipe again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
 from compress.checkpoint.files import write_json, write_whole
+from compress.checkpoint.ours import check_replaceable, noted
 from compress.checkpoint.shown import shown
 from compress.checkpoint.source import find_source
 from compress.errors import InputError
@@ -27,15 +28,16 @@ from compress.evaluation.evaluate import check_asked
 from compress.evaluation.showing.compose import compose
 from compress.evaluation.showing.markdown import as_markdown
 from compress.evaluation.showing.page import as_html
-from compress.evaluation.showing.runs import open_runs
+from compress.evaluation.showing.runs import EVALUATION, open_runs
 from compress.passes.base import Pass
 from compress.progress import Reporter, Silent
+from compress.reading import special
 from compress.recipe import load_recipe
 from compress.request import several
 from compress.trials.original import OriginalSpeed
 from compress.trials.rows import Row, Sweep, ranked
 from compress.trials.texts import Beside, Text, Texts
-from compress.trials.trial import Common, Trial
+from compress.trials.trial import RUN, Common, Trial
 from compress.version import VERSION
 
 INDEX, ORIGINAL = "sweep.json", "original.json"
@@ -79,6 +81,7 @@ def sweep(
     place, reporter = Path(output), reporter or Silent()
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
+    _check_place(place, steps)
     texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size)
     if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
         raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
@@ -95,6 +98,16 @@ def sweep(
         write_json(place / INDEX, asdict(found))
     _report(place, found)
     return found
+
+
+def _check_place(place: Path, names: Iterable[str]) -> None:
+    """Raises InputError for files in the way of what a sweep writes that no sweep wrote."""
+    of_recipes = (place / name / file for name in names for file in (RUN, EVALUATION))
+    for path in (*(place / file for file in (INDEX, ORIGINAL, PAGE, TEXT)), *of_recipes):
+        kind = special(path)
+        if kind is not None:
+            raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")
+        check_replaceable(path, "move it, or give another output")
 
 
 def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
@@ -144,4 +157,4 @@ def _report(place: Path, found: Sweep) -> None:
     if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
         made = compose(open_runs(evaluations))
         write_whole(place / PAGE, as_html(made))
-        write_whole(place / TEXT, as_markdown(made))
+        write_whole(place / TEXT, noted(as_markdown(made)))

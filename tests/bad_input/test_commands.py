@@ -773,7 +773,10 @@ OTHERS: dict[str, Case] = {
     ),
     "report: difference of one": (lambda d: command("report", "a", "--diff"), ("--diff is of two runs; 1 given",)),
     "report: card of two": (lambda d: command("report", "a", "b", "--card"), ("--card is about one run", "2 given")),
-    "report: nothing to overwrite": (lambda d: command("report", "a", "--overwrite"), ("--overwrite is for --card",)),
+    "report: nothing to overwrite": (
+        lambda d: command("report", "a", "--overwrite"),
+        ("--overwrite is for files, and none",),
+    ),
     "report: a picture of one": (
         lambda d: command("report", "a", "--output", d.here / "x.svg"),
         ("quality against bytes over several runs", "give more"),

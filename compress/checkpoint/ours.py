@@ -1,0 +1,69 @@
+"""Files that this tool wrote, known by their content, so that a file of somebody else is never replaced unasked."""
+
+from pathlib import Path
+
+from compress.checkpoint.files import RECORD
+from compress.errors import CheckpointError, InputError
+from compress.reading import parse_json, special
+
+GENERATOR = '<meta name="generator" content="compress'  # in the head of a page
+MARK = "written by compress"  # in a comment of any other text: a picture, Markdown, a recipe
+MARKED_BYTES = 4096  # at both ends of a file
+# Keys of the JSON that commands write. Those of two are all that such a file has.
+KEYS = (
+    {"compress", "identity", "layers", "left_alone"},  # the record of a run
+    {"format", "model", "texts", "provenance"},  # evaluate
+    {"format", "model", "text", "rows"},  # sweep
+    {"model", "speed"},  # the original's, of a sweep
+    {"identity", "recipe", "asked"},  # of a recipe of a sweep
+    {"verdict", "runs"},  # report
+    {"sensitivity", "allocation"},  # allocate
+    {"sensitivity", "allocation", "achieved_kl", "rounds"},  # quantize --budget
+    {"output", "samples", "tokens", "top_k", "mass"},  # distill --cache-logits
+    {"output", "layers", "bytes", "lost"},  # export
+    {"layers", "size"},  # inspect
+    {"device", "libraries", "layers"},
+    {"model", "ranges"},
+    {"model", "trainings"},
+    {"layers", "transformers"},  # verify
+    {"layers", "transformers", "dtype"},
+    {"format", "what", "complete", "settings", "results"},  # bench
+)
+
+
+def noted(text: str) -> str:
+    """Markdown or a picture with the comment that says who wrote it."""
+    return f"{text}<!-- {MARK} -->\n"
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file holds what a command writes into files that a person names, or nothing yet."""
+    with path.open("rb") as file:
+        head = file.read(MARKED_BYTES)
+        file.seek(max(0, path.stat().st_size - MARKED_BYTES))
+        text = (head + file.read()).decode(errors="replace")
+    if not text.strip() or MARK in text or GENERATOR in text:
+        return True
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        found = parse_json(path)
+    except CheckpointError:
+        return False
+    return isinstance(found, dict) and any(
+        keys <= found.keys() and (len(keys) > 2 or keys == {*found}) for keys in KEYS
+    )
+
+
+def check_replaceable(path: Path, advice: str) -> None:
+    """Raise InputError for a regular file that is not ours, and for the record of a run. advice: what to do then."""
+    if not path.exists() or special(path) is not None:
+        return
+    if path.name == RECORD:
+        raise InputError(f"{path} is where a run keeps its record; give another file")
+    try:
+        ours = is_ours(path)
+    except OSError as error:
+        raise InputError(f"{path} exists and cannot be read ({error.strerror}); give another file") from None
+    if not ours:
+        raise InputError(f"{path} exists and is not what compress writes there; {advice}")
