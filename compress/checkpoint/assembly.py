@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compress.checkpoint.directory import COMPANIONS, Directory
+from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, sync_directory, write_json, write_whole
 from compress.checkpoint.journal import PROGRESS, Journal
+from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
 from compress.checkpoint.shards import Piece, pieces_of, planned, write_shard
 from compress.checkpoint.together import Together
 from compress.errors import CheckpointError
@@ -88,7 +89,10 @@ def write_beside(
     for name, text in extra_files.items():
         write_whole(model / name, text)
     write_json(model / RECORD, {**record, "files": sorted(names)})
-    for path in model.iterdir():
-        if path.name not in {RECORD, *names}:
-            path.unlink()
+    for path in sorted(model.iterdir()):
+        if path.name in {RECORD, *names}:
+            continue
+        if not is_left(MODEL, path, path.name):
+            raise CheckpointError(f"{path} is in the way of the checkpoint, and no run left it; move it")
+        path.unlink()
     sync_directory(model)

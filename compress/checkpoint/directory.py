@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from compress.checkpoint.files import INDEX, RECORD, read_json
 from compress.checkpoint.journal import PROGRESS, Journal
+from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, MODEL, TRAINING, clear, strangers_in
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.shown import command
@@ -35,25 +36,9 @@ from compress.comm import Comm
 from compress.errors import CheckpointError, InputError, RankLostError, WriteError
 from compress.reading import LOOP, special
 
-LOCK, BLOCKS, MODEL, REPLACED, TRAINING = "lock", "blocks", "model", "replaced", "training"
+LOCK, REPLACED = "lock", "replaced"
 ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
 SHOWN = 200  # characters of a command
-# What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
-COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template*",
-    "*preprocessor_config.json",
-    "processor_config.json",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 class Directory:
@@ -148,13 +133,11 @@ class Directory:
         return not done and any(self.training.glob("*/step-*[0-9]"))  # not those that are unfinished (`train.saved`)
 
     def _clear(self) -> None:
-        """Remove what runs make here, but the lock. First the journal: a part of what it names is no run."""
+        """Remove what runs leave here, but the lock. First the journal: a part of what it names is no run."""
         for path in self.partial.iterdir():
             if path.name.startswith((PROGRESS, f".{PROGRESS}.")):
                 path.unlink()
-        for folder in (self.blocks, self.training, self.model):
-            if folder.exists():
-                shutil.rmtree(folder)
+        clear(self.partial)
 
     def _refuse_output(self, overwrite: bool) -> None:
         if not self.output.exists():
@@ -186,12 +169,12 @@ class Directory:
             return
         if self.progress.exists():
             Journal.read(self.progress)
-        for path in sorted(self.partial.iterdir()):
-            if not _is_own(path):
-                raise InputError(
-                    f"{self.partial} is in the way: it holds {path.name}, which no run left; move it or choose another "
-                    "output"
-                )
+        strange = [path for path in sorted(self.partial.iterdir()) if not _is_own(path)]
+        for path in strange or strangers_in(self.partial):
+            raise InputError(
+                f"{self.partial} is in the way: it holds {path.relative_to(self.partial)}, which no run left; move it "
+                "or choose another output"
+            )
         left = holder_of(self.partial / LOCK) is not None or self.progress.exists()
         if not left and any(path.is_file() for path in self.partial.rglob("*")):
             raise InputError(f"{self.partial} is in the way and no run left it; move it or choose another output")

@@ -7,7 +7,7 @@ behind a block without computing it again. `moved` says which tensors lie in the
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import read_json, write_json
 from compress.checkpoint.record import LayerRecord, RangeRecord
@@ -40,6 +40,7 @@ class Block(TypedDict):
     fold_records: list[FoldRecord]
     edits: EditPlace | None
     caches: dict[str, CacheScheme]
+    not_folded: NotRequired[list[str]]
 
 
 class Content(TypedDict):

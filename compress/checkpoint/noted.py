@@ -30,6 +30,7 @@ def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, edits: A
         "fold_records": [asdict(r) for r in finished.fold_records],
         "edits": edits,
         "caches": {n: asdict(c.scheme) for n, c in finished.caches.items()},
+        "not_folded": list(finished.not_folded),
     }
 
 
@@ -52,7 +53,9 @@ def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequ
         caches[name] = CacheCodes.read(CacheScheme(**noted), held)
     described = [FoldRecord(**record) for record in entry["fold_records"]]
     ranges = [RangeRecord.restored(noted) for noted in entry["ranges"]]
-    return Finished(decided, records, entry["left_alone"], edits, described, ranges, caches)
+    return Finished(
+        decided, records, entry["left_alone"], edits, described, ranges, caches, entry.get("not_folded", ())
+    )
 
 
 def edits_of(edits: Sequence[Edit]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:

@@ -114,10 +114,11 @@ class RunRecord:
         self.ranges.extend(done.ranges)
         self.folds.extend(done.fold_records)
         self.left_alone.update(done.left_alone)
+        self.not_folded += [reason for reason in done.not_folded if reason not in self.not_folded]
 
     def forget(self) -> None:
         """Drop what finished blocks have entered: they are gone through once more."""
-        for entered in (self.layers, self.caches, self.ranges, self.folds):
+        for entered in (self.layers, self.caches, self.ranges, self.folds, self.not_folded):
             entered.clear()
 
     @property
@@ -136,7 +137,8 @@ class RunRecord:
 @dataclass(frozen=True)
 class Finished:
     """A block that is done: its decisions (the weight as it is stored, where that is all that is known of one), the
-    edits before them, records, reasons and ranges, and how its attentions keep keys and values."""
+    edits before them, records, reasons and ranges, how its attentions keep keys and values, and producers into which no
+    scale can go."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
@@ -145,6 +147,7 @@ class Finished:
     fold_records: Sequence[FoldRecord] = ()
     ranges: Sequence[RangeRecord] = ()
     caches: Mapping[str, CacheCodes] = field(default_factory=dict)
+    not_folded: Sequence[str] = ()
 
 
 class Sink(Protocol):

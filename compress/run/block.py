@@ -78,6 +78,7 @@ class BlockRun:
         self.ranges = RangeNotes(() if earlier is None else earlier.ranges)
         self.edits: list[Edit] = []
         self.fold_records: list[FoldRecord] = [] if earlier is None else [*earlier.fold_records]
+        self.not_folded: list[str] = [] if earlier is None else [*earlier.not_folded]
         self.permuted: dict[str, Figures] = {}
         self.caches: dict[str, CacheCodes] = {}
 
@@ -160,9 +161,8 @@ class BlockRun:
 
     def fold(self, p: Pass, rewrite: Rewrite, structure: Structure, wanted: Sequence[str]) -> None:
         """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
-        calls, record = self.streams.calls, self.run.record
-        folds = self.run.folds.find(self.opened, self.name, calls[0])
-        record.not_folded += [reason for reason in folds.rejected if reason not in record.not_folded]
+        folds = self.run.folds.find(self.opened, self.name, self.streams.calls[0])
+        self.not_folded += [reason for reason in folds.rejected if reason not in self.not_folded]
         # Nothing is collected for layers that no fold serves.
         sites = self.sites(structure, folds.served.intersection(wanted))
         if not sites:
@@ -274,7 +274,8 @@ def _finished(here: BlockRun) -> Finished:
     left_alone = here.run.record.left_alone
     alone = {name: left_alone[name] for name in (*here.layers, *here.attentions) if name in left_alone}
     ranges = here.ranges.in_order(here.opened.block, here.name)
-    return Finished(here.decided.decisions, here.records, alone, here.edits, here.fold_records, ranges, here.caches)
+    made = (here.edits, here.fold_records, ranges, here.caches, here.not_folded)
+    return Finished(here.decided.decisions, here.records, alone, *made)
 
 
 def _round_caches(here: BlockRun, kv: KVCache) -> None:

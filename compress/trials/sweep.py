@@ -101,9 +101,11 @@ def sweep(
 
 
 def _check_place(place: Path, names: Iterable[str]) -> None:
-    """Raises InputError for files in the way of what a sweep writes that no sweep wrote."""
-    of_recipes = (place / name / file for name in names for file in (RUN, EVALUATION))
-    for path in (*(place / file for file in (INDEX, ORIGINAL, PAGE, TEXT)), *of_recipes):
+    """Raises InputError for files in the way of what a sweep writes that no sweep wrote. What lies beside an index of
+    ours is ours, too, damaged or not, but for reports, which people write as well."""
+    beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
+    known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
+    for path in (*known, place / PAGE, place / TEXT):
         kind = special(path)
         if kind is not None:
             raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import each
-from commands import DRIFT_GPTQ
+from commands import DRIFT_GPTQ, StopAfterOne
 from models import build, tokens
 from places import SUPPORT
 from safetensors.torch import load_file, save_file
@@ -221,7 +221,7 @@ def test_a_directory_of_something_else_is_never_replaced(llama, tmp_path):
 RUN = """
 import sys, torch, compress
 sys.path.insert(0, {tests!r})
-from commands import DRIFT_GPTQ
+from commands import DRIFT_GPTQ, StopAfterOne
 from models import tokens
 from compress.progress import Silent
 from compress.checkpoint.shards import pieces_of
@@ -267,6 +267,29 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path, monkeypatch):
     assert files(out) == files(tmp_path / "whole")
     assert saved == ["block-00002.safetensors", "block-00003.safetensors", "rest.safetensors"], "finished ones, too"
     assert len(result.record.layers) == 28
+
+
+def test_the_record_of_a_resumed_run_is_that_of_the_whole(llama, tmp_path):
+    """But for what it measured of itself, and the forwards that it need not do again."""
+    passes = [
+        compress.AWQ(rounding="none", group_size=32),
+        replace(GPTQ, group_size=32),
+        compress.Embeddings(),
+        compress.KVCache(granularity="tensor"),
+    ]
+    common = {"calibration": tokens(), "verify": False}
+    compress.quantize(llama, passes, output=tmp_path / "whole", **common)
+    with pytest.raises(KeyboardInterrupt):
+        compress.quantize(llama, passes, output=tmp_path / "out", reporter=StopAfterOne(), **common)
+    compress.quantize(llama, passes, output=tmp_path / "out", resume=True, **common)
+    whole, resumed = (json.loads((tmp_path / name / "compress.json").read_text()) for name in ("whole", "out"))
+    for record in (whole, resumed):
+        for key in ("seconds", "spent", "peak_memory_bytes", "block_forwards"):
+            del record[key]
+        for layer in record["layers"]:
+            layer["figures"].pop("block_seconds", None)
+    assert len(whole["not_folded"]) > 1
+    assert resumed == whole
 
 
 def test_a_block_half_written_when_killed_is_written_again(llama, tmp_path):

@@ -29,6 +29,7 @@ from torch.distributed import checkpoint
 import compress
 from compress import verification
 from compress.checkpoint import source
+from compress.checkpoint.directory import Directory
 from compress.cli import progress
 from compress.evaluation import size as sizes
 from compress.evaluation.stored import read_evaluation
@@ -311,14 +312,14 @@ def test_a_full_disk_promises_nothing_that_is_not_there_and_leaves_no_half_of_a_
     assert "cannot write block-00000.safetensors" in last_line(outcome)
     assert "kept" not in last_line(outcome)
     assert not desk.output.with_name("output.partial").exists()
-    figures = desk.file("figures.json", "{}")
+    figures = desk.file("figures.json", before := '{"layers": [], "size": {}}')
     link = desk.here / "link.json"
     link.symlink_to(figures)
     for target in (figures, link):
         with files_of_at_most(100):
             outcome = command("inspect", desk.model, "--json", target, "--quiet")
         assert (outcome.code, outcome.err) == (1, f"compress: cannot write {target}: File too large\n")
-        assert figures.read_text() == "{}"
+        assert figures.read_text() == before
         assert sorted(path.name for path in desk.here.iterdir()) == ["figures.json", "link.json"]
 
 
@@ -342,6 +343,29 @@ def test_an_unfinished_run_is_neither_dropped_nor_mixed_with_another(stopped: De
     assert tree(partial) == before
     assert stopped.rtn(stopped.model, "--scheme", "w3a16", "--overwrite").code == 0
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("place", ["blocks/mine.txt", "model/thesis.tex", "training/0/step-3/mine", "blocks/mine/a"])
+def test_a_file_of_somebody_else_in_an_unfinished_run_stays(stopped: Desk, place: str) -> None:
+    partial = stopped.output.with_name("output.partial")
+    mine = partial / place
+    mine.parent.mkdir(parents=True, exist_ok=True)
+    mine.write_text("mine")
+    for more in (["--overwrite"], ["--resume"]):
+        outcome = stopped.rtn(stopped.model, *more)
+        assert outcome.code == 2
+        assert f"{partial} is in the way: it holds {place.partition('/a')[0]}, which no run left" in outcome.err
+    assert mine.read_text() == "mine"
+
+
+def test_a_file_that_is_put_into_a_running_run_stays(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, taken = desk.output.with_name("output.partial") / "blocks" / "mine.txt", Directory.take_name
+    monkeypatch.setattr(
+        Directory, "take_name", lambda self, overwrite: (mine.write_text("mine"), taken(self, overwrite))
+    )
+    assert desk.rtn(desk.model).code == 0
+    assert mine.read_text() == "mine"
+    assert [path for path in mine.parents[1].rglob("*") if path.is_file()] == [mine]
 
 
 def test_a_damaged_block_of_an_unfinished_run_is_refused(stopped: Desk) -> None:
