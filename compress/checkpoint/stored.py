@@ -194,10 +194,21 @@ def _sharing(
     raise CheckpointError(f"{layer}.weight is missing from the checkpoint")
 
 
-def weight_of(source: Source, layer: str) -> Weight:
-    """The weight of a compressed layer. Raises CheckpointError that names the tensor at fault."""
+def weight_of(source: Source, layer: str, dtype: torch.dtype | None = None) -> Weight:
+    """The weight of a compressed layer, in a model of this dtype where one is given (`widened`). Raises CheckpointError
+    that names the tensor at fault."""
     stored = stored_in(source).layers[layer]
-    return read_weight(layer, stored.scheme, stored.read(source), stored.shape)
+    return read_weight(layer, stored.scheme, widened(stored.read(source), dtype), stored.shape)
+
+
+def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a layer in a model of this dtype (None: of the stored one), wide enough for either: its values are
+    not rounded to the stored dtype before they have that of the model. A layer on codes, whose scales have the dtype of
+    the model, rounds so, too."""
+    if dtype is None:
+        return dict(parts)
+    floats = {name: torch.promote_types(part.dtype, dtype) for name, part in parts.items() if part.dtype in FLOATS}
+    return {name: part.to(floats[name]) if name in floats else part for name, part in parts.items()}
 
 
 def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight:
@@ -208,11 +219,14 @@ def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: 
         raise CheckpointError(f"{layer}.{error}") from None
 
 
-def read_tensors(source: Source, without: Container[str] = ()) -> dict[str, Tensor | Weight]:
-    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight, but some that are left out."""
+def read_tensors(
+    source: Source, without: Container[str] = (), dtype: torch.dtype | None = None
+) -> dict[str, Tensor | Weight]:
+    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight (`weight_of`), but some that are
+    left out."""
     layers = stored_in(source).layers
     compressed = {name for stored in layers.values() for name in stored.parts.values()}
     result: dict[str, Tensor | Weight] = {}
     result |= source.weights.tensors(name for name in source.weights if name not in compressed)
     own = (layer for layer, stored in layers.items() if stored.shares is None and layer not in without)
-    return result | {f"{layer}.weight": weight_of(source, layer) for layer in own}
+    return result | {f"{layer}.weight": weight_of(source, layer, dtype) for layer in own}

@@ -19,7 +19,7 @@ from compress.weights.terms import Weight
 
 
 def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of a compressed checkpoint with dense weights: exactly what its codes stand for.
+    """The model of a compressed checkpoint with dense weights: exactly what its codes stand for in this dtype.
 
     Raises InputError where a layer also quantizes its input or output, which dense weights would not show.
     """
@@ -50,7 +50,7 @@ def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tu
 def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
     """Within: a layer has its weight."""
     empty = module._parameters["weight"]
-    module._parameters["weight"] = nn.Parameter(weight_of(source, layer).dequantize().to(dtype), False)
+    module._parameters["weight"] = nn.Parameter(weight_of(source, layer, dtype).dequantize().to(dtype), False)
     try:
         yield
     finally:
@@ -67,18 +67,19 @@ def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]
             f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "
             "would leave out; load it without dequantize"
         )
+    config = read_config(source)
+    wanted = dtype or config.dtype
     tensors = {
         name: value.dequantize() if isinstance(value, Weight) else value
-        for name, value in read_tensors(source, without=given).items()
+        for name, value in read_tensors(source, without=given, dtype=wanted).items()
     }
     tensors |= {f"{layer}.weight": value for layer, value in given.items()}
     scales = {
         attention: [tensors.pop(name) for name, _ in held.values()]
         for attention, held in ({} if caches is None else caches.scales).items()
     }
-    config = read_config(source)
     del config.quantization_config
-    model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=dtype or config.dtype)
+    model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
     if caches is not None:
         for name, attention in attentions(model).items():
             if name in scales:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from combinations import each
 from commands import Largest
-from models import GATED, SIZES, build, tokens
+from models import GATED, SIZES, build, strong, tokens
 from places import FIXTURES
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -89,6 +89,34 @@ def test_what_we_write_runs_as_its_codes_say(options, dtype, tmp_path):
     assert (found - expected).abs().max() <= 100 * torch.finfo(dtype).eps * expected.abs().max()
 
 
+def test_a_16_bit_checkpoint_stands_for_the_same_weights_in_float32_on_codes_and_dense(tmp_path):
+    """A method for each layer: neither way rounds a value, or a sum, to the stored dtype first."""
+    methods = {
+        "q_proj": compress.RTN(group_size=16, grid="asymmetric"),
+        "k_proj": compress.SpQR(group_size=16),
+        "v_proj": compress.RTN(group_size=16, outliers=0.03),
+        "o_proj": compress.LowRank(rank=4),
+        "gate_proj": compress.LQS(rank=2, group_size=16),
+        "up_proj": compress.Ternary(),
+        "down_proj": compress.RTN(scheme="w8a16", group_size=-1),
+    }
+    passes = [compress.only(one, f"*.{name}") for name, one in methods.items()]
+    compress.quantize(
+        strong("llama", torch.bfloat16), passes, calibration=tokens(), output=tmp_path / "out", verify=False
+    )
+    model, dense, narrow = (
+        compress.load(tmp_path / "out", dtype, dequantize=how)
+        for dtype, how in ((torch.float32, False), (torch.float32, True), (None, True))
+    )
+    for name, layer in compressed_layers(model):
+        weight = dense.get_submodule(name).weight
+        assert torch.equal(layer.dequantize(), weight), name
+        exact = name.endswith("up_proj")  # of three levels each is a number of 16 bits
+        assert torch.equal(narrow.get_submodule(name).weight.float(), weight) == exact, name
+    found, expected = outputs(model, probe(96)), outputs(dense, probe(96))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.std().item())
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "opt", "bert", "t5", "mistral"])
 def test_every_family_runs(kind, tmp_path):
     out = write(tmp_path, kind)
@@ -127,8 +155,8 @@ def test_checkpoints_of_llm_compressor(name, fuse):
     model = compress.load(LLMCOMPRESSOR / name, torch.float32, fuse=fuse)
     found = outputs(model, expected["input_ids"])
     if name == "w4a16_asym":
-        # transformers rounds dequantized weights to bfloat16 there, which is our dequantized model.
-        dense = compress.load(LLMCOMPRESSOR / name, torch.float32, dequantize=True)
+        # transformers rounds dequantized weights to bfloat16 there, which is our dequantized model in that dtype.
+        dense = compress.load(LLMCOMPRESSOR / name, dequantize=True).float()
         torch.testing.assert_close(outputs(dense, expected["input_ids"]), expected["logits_float32"])
         half = compress.load(LLMCOMPRESSOR / name, fuse=fuse)
         worst = held_to_tolerance(half)
