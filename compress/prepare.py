@@ -138,12 +138,11 @@ def _job(
     for p in plan_.passes:
         if p.stage(Gradients):
             check_loss(model, batches, p.name)
-    if rows is not None:
-        check_batches(model, [{name: tensor for name, tensor in rows.take([0]).items() if name != LABELS}])
     identity = _identity(request, source, model, plan_, _fingerprint_of(tokens, batches), dtype)
     if restructured is not None:
         identity["structure"] = restructured.fingerprint
     if rows is not None:
+        check_batches(model, [{name: tensor for name, tensor in rows.take([0]).items() if name != LABELS}])
         identity["training"] = checksum_of(rows)
     if data.cached:
         identity["teachers"] = {name: checksum for name, (_, checksum) in data.cached.items()}

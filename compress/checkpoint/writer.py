@@ -51,8 +51,7 @@ class Writer:
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
     ) -> None:
-        """halved: layers, which are 2:4, that are written without their zeros. buffers: tensors of the model that are
-        no parameters; a mask may hold infinities."""
+        """halved: layers, 2:4, to write without their zeros. buffers: tensors that may hold infinities, as masks do."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.buffers = frozenset(buffers)
         self.together = Together(comm, place.partial)
