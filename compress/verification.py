@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.directory import Directory
-from compress.checkpoint.files import RECORD, checksum, read_json, write_json
+from compress.checkpoint.files import RECORD, checksum, read_json
 from compress.checkpoint.manifest import read_record
+from compress.checkpoint.seal import check as check_files
+from compress.checkpoint.seal import check_itself, rewrite
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import stored_in, weight_of
 from compress.comm import Comm
@@ -53,6 +55,7 @@ def check_record(source: Source) -> int:
     if not path.exists():
         raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
     record = read_record(source.path)
+    check_itself(source.path, record)
     # Before tensors had checksums of their own, only the values of compressed layers did.
     check_tensors(source, record.get("tensors"))
     for layer in record["layers"]:
@@ -167,10 +170,12 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
     compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
     ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too.
     Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
-    was compared, too.
+    was compared, too. remarks, if any: documents that were edited, and what records of earlier versions cannot show.
     """
     source = find_source(str(path), trust_remote_code)
     result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
+    if remarks := check_files(source.path, read_record(source.path)):
+        result["remarks"] = remarks
     try:
         ids = comparable_probe(source)
         stored, sums = stored_in(source), is_own(source.quantization)
@@ -268,7 +273,7 @@ def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code
         reporter.note("verifying the output in a fresh process")
         try:
             found = in_fresh_process(place, trust_remote_code)
-            write_json(place.model / RECORD, {**read_json(place.model / RECORD), "verification": found})
+            rewrite(place.model, {"verification": found})
         except CompressError as error:
             problem = str(error)
         except OSError as error:

@@ -9,6 +9,7 @@ from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, sync_directory, write_json, write_whole
 from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
+from compress.checkpoint.seal import write_record
 from compress.checkpoint.shards import Piece, pieces_of, planned, write_shard
 from compress.checkpoint.together import Together
 from compress.errors import CheckpointError
@@ -88,7 +89,7 @@ def write_beside(
         names.add(path.name)
     for name, text in extra_files.items():
         write_whole(model / name, text)
-    write_json(model / RECORD, {**record, "files": sorted(names)})
+    write_record(model, {**record, "files": sorted(names)})
     for path in sorted(model.iterdir()):
         if path.name in {RECORD, *names}:
             continue

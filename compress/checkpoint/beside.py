@@ -7,7 +7,9 @@ person has put there is never touched unless that is asked for.
 from pathlib import Path
 
 from compress.checkpoint.directory import is_checkpoint, own_files
-from compress.checkpoint.files import RECORD, read_json, write_json, write_whole
+from compress.checkpoint.files import RECORD, write_whole
+from compress.checkpoint.manifest import read_record
+from compress.checkpoint.seal import ABSENT, checksum_of, rewrite
 from compress.errors import InputError
 
 
@@ -27,15 +29,18 @@ def check_beside(directory: Path, names: list[str], overwrite: bool = False) -> 
 def put_beside(directory: Path, content: dict[str, str], overwrite: bool = False) -> None:
     """Write files into the output of a run. Raises InputError as `check_beside` does, and where nothing can be written.
 
-    The record is written first: were this stopped in between, it would name a file that is not there, which harms
-    nothing.
+    The record is written first, and once more at the end: were this stopped in between, it would name a file that is
+    not there, or hold one for right as it was or as it will be, which harms nothing.
     """
     check_beside(directory, list(content), overwrite)
-    record, own = read_json(directory / RECORD), own_files(directory)
+    own = own_files(directory)
+    known = read_record(directory).get("checksums", {}).get("files", {})
+    sums = {name: checksum_of(text.encode()) for name, text in content.items()}
     try:
-        if new := [name for name in content if name not in own]:
-            write_json(directory / RECORD, {**record, "files": sorted([*own, *new])})
+        either = {name: [*known.get(name, [ABSENT]), new] for name, new in sums.items()}
+        rewrite(directory, {"files": sorted({*own, *content})}, either)
         for name, text in content.items():
             write_whole(directory / name, text)
+        rewrite(directory, {}, {name: [new] for name, new in sums.items()})
     except OSError as error:
         raise InputError(f"cannot write to {directory}: {error.strerror}") from None

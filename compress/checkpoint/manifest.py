@@ -10,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 from compress.checkpoint.files import RECORD, read_json
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
+from compress.checkpoint.seal import Checksums
 from compress.checkpoint.shown import command
 from compress.schema import fits
 from compress.version import VERSION
@@ -25,6 +26,7 @@ class Run(TypedDict):
     ranges: NotRequired[list[RangeRecord]]
     tensors: NotRequired[dict[str, str]]
     files: NotRequired[list[str]]
+    checksums: NotRequired[Checksums]
 
 
 def read_record(directory: Path) -> dict[str, Any]:

@@ -214,9 +214,7 @@ class Writer:
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
         if not tensors:
             return {}
-        clean = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
-        for name, tensor in clean.items():
-            check_finite(name, tensor, infinities=name in self.buffers)
+        clean = cleaned(tensors, self.buffers)
         save_file(clean, path, metadata={"format": "pt"})
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -252,6 +250,15 @@ def halved(layer: Layer, decision: Decision) -> Decision:
         raise CompressError(
             f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
         ) from None
+
+
+def cleaned(tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str, Tensor]:
+    """Tensors as a weight file takes them. Raises CompressError for numbers that are not finite; buffers may hold
+    infinities."""
+    clean = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    for name, tensor in clean.items():
+        check_finite(name, tensor, infinities=name in buffers)
+    return clean
 
 
 def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:

@@ -149,3 +149,5 @@ def verify(model: str, trust_remote_code: bool, json_file: str | None, quiet: bo
     write_report(json_file, found)
     if not quiet and json_file != "-":
         click.echo(visible(f"{found['layers']} layers bit for bit; transformers {found['transformers']}"))
+        for remark in found.get("remarks", ()):
+            click.echo(visible(remark))

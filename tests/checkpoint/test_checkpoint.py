@@ -286,6 +286,7 @@ def test_the_record_of_a_resumed_run_is_that_of_the_whole(llama, tmp_path):
     for record in (whole, resumed):
         for key in ("seconds", "spent", "peak_memory_bytes", "block_forwards"):
             del record[key]
+        del record["checksums"]["record"]
         for layer in record["layers"]:
             layer["figures"].pop("block_seconds", None)
     assert len(whole["not_folded"]) > 1
@@ -570,7 +571,7 @@ def test_a_record_without_checksums_of_tensors_still_has_those_of_layers(damaged
 
     out = damaged(flip)
     record = json.loads((out / "compress.json").read_text())
-    del record["tensors"]
+    del record["tensors"], record["checksums"]
     (out / "compress.json").write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=f"{LAYER} does not hold the values"):
         compress.verify(out)

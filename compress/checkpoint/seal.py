@@ -1,0 +1,174 @@
+"""Checksums of everything that an output is beside its tensors, which have their own: the `checksums` of compress.json.
+
+    files          {name: [SHA-256]} of every file but weights and config.json; of one that a command was replacing when
+                   it was stopped, of both contents ("": the file was not there)
+    headers        {name: SHA-256} of the headers of weight files: the rest of each is tensors
+    configuration  {key: SHA-256} of the values of config.json as they are parsed, whatever their order and spaces
+    tensors        SHA-256 of the names and checksums of all tensors
+    record         SHA-256 of compress.json itself, but for this entry
+
+Whoever rewrites compress.json does so through here. A record that somebody else has changed is not given a new
+checksum by that. Records of earlier versions have no `checksums`: what cannot be checked for that is said.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from compress.checkpoint.files import RECORD, fingerprint, read_json, write_json
+from compress.errors import CheckpointError
+
+CONFIG = "config.json"
+ABSENT = ""
+LENGTH = 8  # bytes at the beginning of a weight file that say how long its header is
+# For people: no loader reads them. They may be written, edited and deleted by hand.
+DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "*.md", "*.html", "*.png", "*.svg", "*.pdf", ".*")
+TEMPLATES = "additional_chat_templates"  # a folder that transformers looks into
+WHOLE = "quantization_config"  # has an entry of its own and none for each of its keys
+
+
+class Checksums(TypedDict):
+    """The entry `checksums` of compress.json."""
+
+    files: dict[str, list[str]]
+    headers: dict[str, str]
+    configuration: dict[str, str]
+    tensors: NotRequired[str]
+    record: str
+
+
+def write_record(directory: Path, record: Mapping[str, Any]) -> None:
+    """Write compress.json for an output whose other files are all there; `files` of the record names them."""
+    record = json.loads(json.dumps(record))  # as it will be read
+    checksums = _of_files(directory, record["files"])
+    if "tensors" in record:
+        checksums["tensors"] = fingerprint(record["tensors"])
+    write_json(directory / RECORD, _sealed({**record, "checksums": checksums}))
+
+
+def rewrite(directory: Path, changes: Mapping[str, Any], files: Mapping[str, list[str]] | None = None) -> None:
+    """Change entries of compress.json, and the checksums of some files."""
+    before = read_json(directory / RECORD)
+    after = {**before, **changes}
+    if "checksums" in before:
+        own = before["checksums"]
+        after["checksums"] = {**own, "files": {**own["files"], **(files or {})}}
+        after = _sealed(after) if is_intact(before) else after
+    write_json(directory / RECORD, after)
+
+
+def is_intact(record: Mapping[str, Any]) -> bool:
+    """Whether a record is what compress wrote last; of one without checksums, nothing says that it is not."""
+    return "checksums" not in record or record["checksums"].get("record") == _own(record)
+
+
+def checksum_of(content: bytes) -> str:
+    """SHA-256 of what a file holds."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check(directory: Path, record: Mapping[str, Any]) -> list[str]:
+    """Hold an output to the checksums of its record. Raises CheckpointError that names the file, or the key of
+    config.json, that is not what was written; returns remarks about what is not checked."""
+    check_itself(directory, record)
+    if "checksums" not in record:
+        return [f"not checked: the {RECORD} of an earlier version has no checksums of files, configuration and itself"]
+    expected: Checksums = record["checksums"]
+    _check_configuration(directory, expected["configuration"])
+    remarks = list(_check_files(directory, expected))
+    if foreign := next(_foreign(directory, record["files"]), None):
+        raise CheckpointError(f"{foreign} was not written with the model, which may be read with it; move it away")
+    return remarks
+
+
+def check_itself(directory: Path, record: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a record that is not what compress wrote last."""
+    path, checksums = directory / RECORD, record.get("checksums")
+    if checksums is None:
+        return
+    if not is_intact(record):
+        raise CheckpointError(f"{path} is not what compress wrote; put it back or write the model again")
+    if "tensors" in checksums and checksums["tensors"] != fingerprint(record["tensors"]):
+        raise CheckpointError(f"{path} lists other tensors than were written; write the model again")
+
+
+def _check_configuration(directory: Path, expected: Mapping[str, str]) -> None:
+    path = directory / CONFIG
+    found = _of_configuration(path)
+    for key in sorted({*expected, *found}):
+        if expected.get(key) != found.get(key):
+            how = "is missing" if key not in found else "was added" if key not in expected else "was changed"
+            raise CheckpointError(f"{key} of {path} {how} since the model was written; put it back")
+
+
+def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
+    """Remarks about documents that have changed."""
+    for name, known in expected["files"].items():
+        path = directory / name
+        found = checksum_of(path.read_bytes()) if path.is_file() else ABSENT
+        if found in known:
+            continue
+        how = "is missing" if found == ABSENT else "is not what was written"
+        if not _is_document(name):
+            raise CheckpointError(f"{path} {how}; put it back")
+        yield f"{name} {how}, which nothing reads"
+    for name, header in expected["headers"].items():
+        if not (directory / name).is_file() or _header(directory / name) != header:
+            raise CheckpointError(f"the header of {directory / name} is not what was written; put it back")
+
+
+def _foreign(directory: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Files that a loader could read and that no command of ours has put there."""
+    own = {RECORD, *names}
+    for path in sorted(directory.iterdir()):
+        if path.name not in own and not _is_document(path.name) and (path.name == TEMPLATES or not path.is_dir()):
+            yield path
+
+
+def _is_document(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in DOCUMENTS)
+
+
+def _of_files(directory: Path, names: Iterable[str]) -> dict[str, Any]:
+    """The checksums of files, headers and the configuration."""
+    names = [name for name in names if name != CONFIG]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    others = [name for name in names if name not in weights]
+    return {
+        "files": {name: [checksum_of((directory / name).read_bytes())] for name in others},
+        "headers": {name: _header(directory / name) for name in weights},
+        "configuration": _of_configuration(directory / CONFIG),
+    }
+
+
+def _header(path: Path) -> str:
+    """SHA-256 of the length and the header of a weight file."""
+    with path.open("rb") as file:
+        length = file.read(LENGTH)
+        return checksum_of(length + file.read(int.from_bytes(length, "little")))
+
+
+def _of_configuration(path: Path) -> dict[str, str]:
+    """{key: SHA-256} of the values of a configuration; of values inside of others, the keys are joined by points."""
+    return {key: fingerprint({"": value}) for key, value in _leaves(read_json(path))} if path.exists() else {}
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value and prefix + key != WHOLE:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {**record, "checksums": {**record["checksums"], "record": _own(record)}}
+
+
+def _own(record: Mapping[str, Any]) -> str:
+    """SHA-256 of a record without its own."""
+    rest = {key: value for key, value in record["checksums"].items() if key != "record"}
+    return fingerprint({**record, "checksums": rest})
