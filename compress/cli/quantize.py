@@ -55,7 +55,7 @@ embeddings_option = click.option(
     "--group-size",
     type=int,
     help="Inputs that share a scale; -1: one scale per output channel. With --recipe: instead of its own.  [default: "
-    "128; where that does not divide the inputs of all layers 64, 32, or the largest that does]",
+    "128; where that does not divide the inputs of all layers 64 or 32, each layer's own, or -1; of spqr 16]",
 )
 @click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
 @click.option("--activations", help="Of rounded inputs: dynamic (fitted to every token) or static.  [default: dynamic]")

@@ -97,6 +97,11 @@ class Pass:
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
 
+    @property
+    def usual_size(self) -> int | None:
+        """The group size that this pass prefers, where its options leave that open; None where they do not."""
+        return None
+
     def fitted(self, widths: Collection[int]) -> "Pass":
         """This pass for layers of so many inputs: with what its options leave open settled."""
         return self

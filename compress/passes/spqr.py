@@ -27,8 +27,8 @@ Departs from the authors' code:
 - a group of equal weights has a range from them to 0 (the code: from -1 to 1); 16 equal scales are stored as they are.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.base import Aspect
+from compress.passes.base import Aspect, Pass
 from compress.passes.columns import ActOrder
 from compress.passes.outliers import check_share
 from compress.passes.second_order import Relied, SecondOrder
@@ -44,11 +44,15 @@ from compress.passes.sites import Site
 from compress.passes.solve import Solve
 from compress.passes.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
 from compress.weights.decision import Decision
-from compress.weights.grid import MAX_BITS, suggest_groups
+from compress.weights.grid import MAX_BITS, near_group, suggest_groups
 from compress.weights.scheme import SCHEMES, check_scheme
 from compress.weights.sparse import entry_bits
 from compress.weights.terms import Summand
 from compress.weights.tiles import Tiles
+
+# What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
+# takes twice as many bits for scales.
+USUAL_GROUP, LEAST_GROUP = 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,9 @@ class SpQR(SecondOrder):
     scheme: str = "w3a16"
     """w2a16 ... w8a16: bits of a code."""
 
-    group_size: int = 16
-    """1 or more: inputs that share a scale and a zero point."""
+    group_size: int = 0
+    """0 or more: inputs that share a scale and a zero point. 0: the usual, 16, or where that does not divide all layers
+    the nearest size from 8 up that does; where none does, each layer has its own."""
 
     tile_rows: int = 16
     """1 or more: rows whose scales share a range, and so their zero points."""
@@ -102,7 +107,7 @@ class SpQR(SecondOrder):
         for option in ("scale_bits", "zero_bits"):
             if not 1 <= getattr(self, option) <= MAX_BITS:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: 1 to {MAX_BITS}")
-        for option, least in (("group_size", 1), ("tile_rows", 1), ("refit", 0), ("sweeps", 0)):
+        for option, least in (("group_size", 0), ("tile_rows", 1), ("refit", 0), ("sweeps", 0)):
             if getattr(self, option) < least:
                 raise InputError(f"{option} {getattr(self, option)}; allowed: {least} or more")
         if self.act_order == "static":
@@ -130,24 +135,44 @@ class SpQR(SecondOrder):
             bits=SCHEMES[self.scheme],
             scale_bits=self.scale_bits,
             zero_bits=self.zero_bits,
-            group_size=self.group_size,
+            group_size=self.group_length,
             tile_rows=self.tile_rows,
         )
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        if self.group_size == 0:
+            return
         bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
         if bad:
+            widths = {columns for _, columns in shapes.values()}
             raise InputError(
                 f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of {bad[0]} "
-                f"({len(bad)} layers in all); {suggest_groups(columns for _, columns in shapes.values())}"
+                f"({len(bad)} layers in all); {suggest_groups(widths, False, self._bits_of_scales)}"
             )
+
+    def _bits_of_scales(self, size: int) -> float:
+        return replace(self.tiles, group_size=size).bits_per_weight(torch.float16) - self.tiles.bits
+
+    @property
+    def usual_size(self) -> int | None:
+        return None if self.group_size else USUAL_GROUP
+
+    def fitted(self, widths: Collection[int]) -> Pass:
+        """One size for all layers where one near the usual divides the inputs of them all; else it stays open, and one
+        layer alone has the nearest that divides its own, or one group for all of its inputs."""
+        if self.group_size or not widths:
+            return self
+        size = near_group(widths, USUAL_GROUP, LEAST_GROUP)
+        if size is None and len(set(widths)) == 1:
+            (size,) = set(widths)
+        return self if size is None else replace(self, group_size=size)
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return {name: Decision(weight, figures) for name, (weight, figures) in self.solved(site).items()}
 
     @property
-    def group_length(self) -> int | None:
-        return self.group_size
+    def group_length(self) -> int:
+        return self.group_size or USUAL_GROUP
 
     @property
     def together(self) -> int:

@@ -30,7 +30,8 @@ class WeightFormat(Pass):
 
     group_size: int = 0
     """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that
-    does not divide all layers 64, 32 or the largest that does."""
+    does not divide all layers 64 or 32, which have kernels, too; where none does, each layer has its own of these, or
+    -1."""
 
     grid: GridName = "signed-scale"
     """What codes stand for. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
@@ -120,7 +121,11 @@ class WeightFormat(Pass):
                 f"{bad[0]} ({len(bad)} layers in all); {suggest_groups(widths)}"
             )
 
+    @property
+    def usual_size(self) -> int | None:
+        return None if self.group_size else DEFAULT_GROUP
+
     def fitted(self, widths: Collection[int]) -> Pass:
-        """One size for all layers, because not every reader takes several. Where none from 16 up divides the inputs of
-        them all (a CNN whose first layer has 27), it is one scale per output channel."""
+        """One size for all layers, because not every reader takes several. Where none that has a kernel divides the
+        inputs of them all (a CNN whose first layer has 27), it is one scale per output channel."""
         return self if self.group_size else replace(self, group_size=usual_group(widths))

@@ -24,10 +24,11 @@ from compress.passes.base import Pass
 from compress.passes.embeddings import Embeddings
 from compress.passes.kv_cache import KVCache
 from compress.passes.prune import Prune
+from compress.passes.spqr import SpQR
 from compress.passes.stages import Decide, Fix, Gradients, Learn, Reorder
 from compress.passes.weight_format import WeightFormat
 from compress.run.matching import Ignored, Matching, check_untouched
-from compress.weights.grid import DEFAULT_GROUP, SMALLEST_GROUP
+from compress.weights.grid import KERNEL_GROUPS, largest_group, usual_group
 from compress.weights.masks import Earlier
 
 
@@ -171,21 +172,48 @@ def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
     """The pass with one group size for all its layers, where it left that open. Where no size suits them all it stays
     open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into `notes`."""
     widths = {layer.shape[1] for layer in layers}
-    found = p.fitted(widths) if widths else p
-    odd = next((layer for layer in layers if layer.shape[1] % DEFAULT_GROUP), None)
-    if found == p or odd is None or not isinstance(found, WeightFormat):
+    found, usual = p.fitted(widths) if widths else p, p.usual_size
+    odd = next((layer for layer in layers if usual is not None and layer.shape[1] % usual), None)
+    if usual is None or odd is None:
+        return found
+    example = f"{odd.name} has {odd.shape[1]} inputs"
+    if isinstance(p, SpQR):
+        notes.append(_tiles_note(found, usual, example))
+        return found
+    if not isinstance(found, WeightFormat):
         return found
     size = found.group_size
-    example = f"{odd.name} has {odd.shape[1]} inputs"
-    if size == -1 and len(widths) > 1:
+    slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
+    if size == -1 and any(usual_group([width]) != -1 for width in widths):
         notes.append(
-            f"no group size from {SMALLEST_GROUP} to {DEFAULT_GROUP} divides the inputs of all layers ({example}): "
-            "each has the largest for its own, or one scale per output channel; --group-size gives one for all"
+            f"no group size of {', '.join(map(str, KERNEL_GROUPS))} divides the inputs of all layers ({example}): each "
+            f"has the largest of these for its own, or one scale per output channel; {slow}; --group-size gives one "
+            "for all"
         )
         return p
-    what = "one scale per output channel" if size == -1 else f"groups of {size}"
-    notes.append(f"{what} instead of groups of {DEFAULT_GROUP}: {example}; --group-size gives another")
+    other = largest_group(widths) if size == -1 else None
+    if other is None:
+        what = "one scale per output channel" if size == -1 else f"groups of {size}"
+        notes.append(f"{what} instead of groups of {usual}: {example}; --group-size gives another")
+    else:
+        notes.append(
+            f"one scale per output channel instead of groups of {usual}: {example}; {slow}: --group-size {other} is "
+            "nearer to the original at that price"
+        )
     return found
+
+
+def _tiles_note(found: Pass, usual: int, example: str) -> str:
+    """A note about groups of SpQR of another size than the usual, `found` or left open for each layer."""
+    assert isinstance(found, SpQR)
+    slow = "torch multiplies by them many times slower for few tokens, kernels have multiples of 16"
+    if found.group_size == 0:
+        each = (
+            f"no group size near {usual} divides the inputs of all layers ({example}): each has the nearest of its own"
+        )
+        return f"{each}; {slow}; --group-size gives one for all"
+    price = "" if found.group_size % usual == 0 else f"; {slow}"
+    return f"groups of {found.group_size} instead of groups of {usual}: {example}{price}; --group-size gives another"
 
 
 def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:

@@ -19,7 +19,7 @@ A value is `(code - zero_point) * scale`, computed in the dtype in which the sca
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -41,6 +41,9 @@ MIN_BITS, MAX_BITS = 2, 8
 # What a group usually has. With fewer than SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
 KERNEL_GROUPS = (DEFAULT_GROUP, 64, 32)
+# The smallest size that a message names, with what its scales cost.
+LEAST_SUGGESTED = 2
+SCALE_BITS = 16
 # What a message names: as many sizes, none above.
 SUGGESTED, LARGEST_SUGGESTED = 8, 512
 # Range search: factors 1, 0.98, ..., 0.22 under the squared error. GPTQ's authors (`Quantizer`) try twice as many under
@@ -190,21 +193,41 @@ def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
 
 
 def usual_group(widths: Iterable[int]) -> int:
-    """The group size where none is asked for: the largest of 128, 64 and 32 that divides every width, for which GPU
-    kernels are made (ours, and those of other readers); else the largest divisor below 128; -1 (one scale per output
-    channel) where none from 16 up is one."""
-    sizes = divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP)
-    return next((size for size in KERNEL_GROUPS if size in sizes), max(sizes, default=-1))
+    """The group size where none is asked for: the largest of 128, 64 and 32 that divides every width, for which kernels
+    are made (ours, and those of other readers); -1 (one scale per output channel), which has kernels, too, where none
+    does: torch multiplies by groups of other sizes many times as slowly as by dense weights."""
+    sizes = divisors(widths, min(KERNEL_GROUPS), DEFAULT_GROUP)
+    return next((size for size in KERNEL_GROUPS if size in sizes), -1)
 
 
-def suggest_groups(widths: Iterable[int]) -> str:
-    """A sentence that names group sizes dividing every width: from 16 up (from 8, where there are none), and of many
-    those around the usual one."""
+def largest_group(widths: Iterable[int]) -> int | None:
+    """The largest group size up to 128 that divides every width, with a kernel or without; None where none from 16 up
+    does."""
+    return max(divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP), default=None)
+
+
+def near_group(widths: Iterable[int], usual: int, least: int) -> int | None:
+    """The size from `least` to 128 nearest to the usual one that divides every width; None where none does."""
+    return min(divisors(widths, least, DEFAULT_GROUP), key=lambda size: abs(math.log(size / usual)), default=None)
+
+
+def suggest_groups(
+    widths: Iterable[int], whole: bool = True, cost: Callable[[int], float] = lambda size: SCALE_BITS / size
+) -> str:
+    """A sentence that names group sizes dividing every width: from 16 up, and of many those around the usual one; below
+    16 the largest, with the bits per weight that it takes for scales. whole: -1 is one, too."""
     widths = list(widths)
-    sizes = divisors(widths, SMALLEST_GROUP, LARGEST_SUGGESTED) or divisors(widths, 8, SMALLEST_GROUP)
-    near = sorted(sizes, key=lambda size: abs(math.log(size / DEFAULT_GROUP)))[:SUGGESTED]
+    sizes = divisors(widths, SMALLEST_GROUP, LARGEST_SUGGESTED)
+    near = sorted(sorted(sizes, key=lambda size: abs(math.log(size / DEFAULT_GROUP)))[:SUGGESTED])
+    names = [*map(str, near), *(["-1"] if whole else [])]
+    small = max(divisors(widths, LEAST_SUGGESTED, SMALLEST_GROUP - 1), default=None)
+    if not near and small is not None:
+        names.insert(0, f"{small} (scales take {cost(small):g} bits per weight)")
+    if not names:
+        return "no size divides the inputs of all layers: leave it out, and each layer has its own"
     some = "some " if len(near) < len(sizes) else ""
-    return f"{some}sizes that work: {', '.join(map(str, [*sorted(near), -1]))} (-1 is one scale per output channel)"
+    about = " (-1 is one scale per output channel)" if whole else ""
+    return f"{some}sizes that work: {', '.join(names)}{about}"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from transformers import AlbertConfig, AlbertModel
 
 import compress
 from compress.errors import InputError
+from compress.kernels.cpu.gemm import why_not_sizes
 from compress.passes.base import Pass
 from compress.run.plan import plan
 from compress.runtime.linear import QuantLinear
-from compress.weights.grid import quantize
+from compress.weights.grid import quantize, suggest_groups, usual_group
 
 
 def chain(*widths: int) -> nn.Module:
@@ -37,13 +38,14 @@ METHODS = [
 SIZES = {
     (128, 256): ([128, 128], None),
     (576, 1536): ([64, 64], "groups of 64 instead of groups of 128: 0 has 576 inputs; --group-size gives another"),
-    (240, 240): ([120, 120], "groups of 120 instead"),
+    (240, 240): ([None, None], "one scale per output channel instead of groups of 128: 0 has 240 inputs"),
+    (320, 240): ([64, None], "no group size of 128, 64, 32 divides the inputs of all layers (0 has 320 inputs)"),
     (288, 128): ([32, 32], "0 has 288 inputs"),
     (64, 96): ([32, 32], "groups of 32 instead"),
-    (60, 100): ([20, 20], "groups of 20 instead"),
+    (60, 100): ([None, None], "many times slower for few tokens: --group-size 20 is nearer to the original"),
     (128, 27, 15, 134): (
-        [128, 27, None, 67],
-        "no group size from 16 to 128 divides the inputs of all layers (1 has 27",
+        [128, None, None, None],
+        "no group size of 128, 64, 32 divides the inputs of all layers (1 has 27",
     ),
     (15, 15): ([None, None], "one scale per output channel instead of groups of 128: 0 has 15 inputs"),
 }
@@ -77,8 +79,8 @@ def test_each_pass_of_a_recipe_has_its_own_size_and_the_plan_states_it() -> None
         return [p.group_size for p in plan(chain(80, 128, 160, 8), passes).recipe]
 
     halves = [compress.only(compress.RTN(), "0"), compress.but(compress.RTN(scheme="w3a16"), "0")]
-    assert sizes(*halves) == [80, 32]
-    assert sizes(compress.RTN()) == [16]
+    assert sizes(*halves) == [-1, 32]
+    assert sizes(compress.RTN()) == [0]  # of each layer its own
     assert sizes(compress.RTN(scheme="w8a8")) == sizes(compress.RTN(per_tensor=True)) == [-1]
     # Asking again, for the layers of one site, changes nothing that is settled.
     (settled,) = plan(chain(96, 128), [compress.RTN()]).recipe
@@ -86,7 +88,7 @@ def test_each_pass_of_a_recipe_has_its_own_size_and_the_plan_states_it() -> None
 
 
 def test_a_layer_alone_has_the_usual_group_too() -> None:
-    for inputs, size in ((256, 128), (576, 64), (240, 120), (15, None)):
+    for inputs, size in ((256, 128), (576, 64), (240, None), (15, None)):
         assert QuantLinear.from_linear(nn.Linear(inputs, 8), "w4a16").scheme.weights.group_size == size
 
 
@@ -120,7 +122,7 @@ def test_a_run_with_the_usual_size_resumes(tmp_path: Path, token_file: Path) -> 
         run("stopped", reporter=StopAfterOne())
     resumed = run("stopped", resume=True)
     run("whole")
-    assert {layer.shape[1]: layer.group_size for layer in resumed.record.layers} == {64: 64, 100: 100}
+    assert {layer.shape[1]: layer.group_size for layer in resumed.record.layers} == {64: 64, 100: None}
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert (tmp_path / "stopped" / file.name).read_bytes() == file.read_bytes()
     assert compress.verify(tmp_path / "stopped")["transformers"] == "compared"
@@ -134,7 +136,54 @@ def test_a_model_whose_blocks_form_no_chain_is_recorded_with_the_size_it_gets(tm
     method, output = compress.GPTQ(**PLAIN_GPTQ), tmp_path / "out"
     made = compress.quantize(model, method, calibration=tokens(), output=output, verify=False).record
     assert any("not a simple chain" in note for note in made.notes)
-    assert {layer.group_size for layer in made.layers} == {16}
+    assert {layer.shape[1]: layer.group_size for layer in made.layers} == {16: None, 32: 32}
     record = json.loads((output / "compress.json").read_text())
-    assert record["identity"]["recipe"]["passes"][0]["gptq"]["group_size"] == 16
-    assert any(note.startswith("groups of 16 instead of groups of 128") for note in record["notes"])
+    assert record["identity"]["recipe"]["passes"][0]["gptq"]["group_size"] == 0
+    assert any(note.startswith("no group size of 128, 64, 32 divides") for note in record["notes"])
+
+
+# Inputs of the layers -> the sizes of SpQR's groups, and what the run says.
+TILE_SIZES = {
+    (64, 96): ([16, 16], None),
+    (64, 172): ([16, 43], "no group size near 16 divides the inputs of all layers (1 has 172 inputs)"),
+    (72, 120): ([12, 12], "groups of 12 instead of groups of 16: 0 has 72 inputs; torch multiplies by them many times"),
+    (131, 131): ([131, 131], "groups of 131 instead of groups of 16"),
+}
+
+
+@pytest.mark.parametrize("widths", TILE_SIZES)
+def test_spqr_has_a_group_size_for_every_model(widths: tuple[int, ...]) -> None:
+    sizes, said = TILE_SIZES[widths]
+    x = torch.randn(40, widths[0], generator=torch.Generator().manual_seed(1))
+    fast = compress.SpQR(search=False, sweeps=0, refit=0, drift=0.0)
+    made = compress.quantize(chain(*widths, 8), fast, calibration=[{"input": x}]).record
+    (settled,) = plan(chain(*widths, 8), [fast]).recipe
+    assert [settled.fitted({width}).tiles.group_size for width in widths] == sizes
+    assert all(layer.figures["loss"] < 1 for layer in made.layers)
+    about_groups = [note for note in made.notes if "--group-size" in note]
+    assert len(about_groups) == (said is not None)
+    assert said is None or said in about_groups[0]
+
+
+def test_a_size_is_proposed_only_to_a_method_that_takes_it() -> None:
+    shapes = {"0": (8, 64), "1": (8, 172)}
+    for method in (compress.RTN, compress.SpQR):
+        with pytest.raises(InputError) as refused:
+            method(group_size=16).check(shapes)
+        message = str(refused.value)
+        named = message.partition("sizes that work: ")[2].partition(" (")[0]
+        assert named == "4"
+        assert ("-1" in message) is (method is compress.RTN)
+        method(group_size=4).check(shapes)
+    assert "4 (scales take 4 bits per weight), -1" in suggest_groups([64, 172])
+    assert "4 (scales take 2.5 bits per weight)" in message
+    with pytest.raises(InputError, match="leave it out, and each layer has its own"):
+        compress.SpQR(group_size=16).check({"0": (8, 27), "1": (8, 64)})
+
+
+def test_the_usual_group_has_a_kernel() -> None:
+    for columns in (*range(16, 400), 576, 1080, 4096):
+        size = usual_group([columns])
+        assert why_not_sizes("weight_only", columns, size) == [], columns
+        if columns % 16 == 0:
+            assert why_not_sizes("tiles", columns, compress.SpQR().fitted({columns}).tiles.group_size) == []
