@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OF_A_BUDGET = ("text", "by", "fused")
 # What it does not take beside one: what a budget finds itself, and what else would not be read.
 FOUND_BY_A_BUDGET = ("scheme", "bits", "recipe", "effort", "embeddings", "kv_cache")
-UNREAD_BY_A_BUDGET = ("training", "fsdp", "one_block", "convolutions", "store")
+UNREAD_BY_A_BUDGET = ("training", "fsdp", "one_block", "convolutions", "store", "drop_zeros")
 BUDGET_OPTIONS = (
     click.option("--budget", metavar="SIZE", help="3.5bpw: bits per weight of compressed layers; 2.1GB: of all files."),
     click.option("--max-kl", type=float, help="Instead: the fewest bytes at which KL to the original is at most this."),
