@@ -49,6 +49,7 @@ from compress.train.layers import (
     swap,
     tied_to,
     was_called,
+    weight_scales,
     weights_outside,
 )
 from compress.train.optimizer import Learned, average_gradients, parameter_groups
@@ -63,6 +64,7 @@ class Prepared:
     """A model that rounds while it is trained. model: the one that was given, or read.
 
     layers: those that round. stores: by name, the dtypes of parameters before they were made wide enough to be trained.
+    training: identities of the parameters that were to be trained when the model was prepared.
     """
 
     job: Job
@@ -72,6 +74,7 @@ class Prepared:
     caches: TrainedCaches
     narrow: Callable[[], None]
     unhook: Callable[[], None]
+    training: frozenset[int] = frozenset()
     converted: bool = False
 
     @property
@@ -92,6 +95,14 @@ class Prepared:
         return parameter_groups(learned, learning_rate, scale_rate, weight_decay)
 
     @torch.inference_mode(False)
+    def fit_scales(self) -> None:
+        """Fit the scales of weights to what these are now, after something else than training has changed them (an
+        adapter was merged): codes reach no further than their scales. Scales that were learned are forgotten."""
+        self._check_open()
+        for layer, quantizer in weight_scales(self.layers):
+            quantizer.fit(layer.weight)
+
+    @torch.inference_mode(False)
     def convert(
         self,
         output: str | Path | None = None,
@@ -109,6 +120,7 @@ class Prepared:
         """
         self._check_open()
         self._check_whole()
+        self._check_scales()
         request = replace(self.job.request, delivery=Delivery(output, False, overwrite, verify, store))
         request.check()
         comm = Comm()
@@ -181,6 +193,18 @@ class Prepared:
                 raise InputError(
                     f"{layer.name} is not the module any more that was prepared (modules_to_save of peft puts copies "
                     "in their place); train the prepared one, or prepare_qat the model that there is now"
+                )
+
+    def _check_scales(self) -> None:
+        """Refuse weights that were frozen after all (as peft does) and changed: their scales have not moved."""
+        if isinstance(self.model, FSDPModule):
+            return
+        frozen = [n for n in self.layers if id(n.parameter) in self.training and not n.parameter.requires_grad]
+        for layer, quantizer in weight_scales(frozen):
+            if quantizer.clips(layer.weight):
+                raise InputError(
+                    f"the weight of {layer.name} was changed and not trained (an adapter was merged?), and reaches "
+                    'beyond the codes of its scales; call fit_scales(), or prepare with scales="fitted"'
                 )
 
     def _note_uncalled(self, record: RunRecord, reporter: Reporter) -> None:
@@ -280,4 +304,5 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
         caches.on()
         begin(model, job.plan, job.residency, decided.decisions, decided.places)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
-    return Prepared(job, decided, attached, wide, caches, narrow, average_gradients(whole, job.comm))
+    training = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+    return Prepared(job, decided, attached, wide, caches, narrow, average_gradients(whole, job.comm), training)

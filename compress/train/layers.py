@@ -21,7 +21,14 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import CompressError, InputError
 from compress.model.layers import Layer, Table, is_read_uncalled
-from compress.train.quantizers import ActivationQuantizer, Quantizer, Scales, Shared, weight_quantizer
+from compress.train.quantizers import (
+    ActivationQuantizer,
+    Quantizer,
+    Scales,
+    Shared,
+    WeightQuantizer,
+    weight_quantizer,
+)
 from compress.weights.decision import Decision
 from compress.weights.dense import dense
 
@@ -79,6 +86,17 @@ def computed_weight(module: nn.Module) -> Tensor:
     """The weight that a layer computes with: the rounded one, of a layer that rounds."""
     weight: Tensor = module.rounded_weight if isinstance(module, Quantizing) else module.weight  # type: ignore
     return weight
+
+
+def weight_scales(layers: Iterable[Layer]) -> Iterator[tuple[Layer, WeightQuantizer]]:
+    """Layers whose weight is rounded by scales that do not follow it by themselves, with their quantizers. Raises
+    InputError for a weight that is not whole."""
+    for layer in layers:
+        quantizer = layer.module._modules[PARTS[0]]
+        if isinstance(quantizer, WeightQuantizer) and quantizer.scales != "fitted":
+            if isinstance(layer.parameter, DTensor):
+                raise InputError(f"{layer.name} is sharded; scales are fitted to whole weights")
+            yield layer, quantizer
 
 
 def was_called(module: nn.Module) -> bool:

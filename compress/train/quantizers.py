@@ -5,6 +5,7 @@ itself, whatever its size, and it keeps its sign (LSQ learns the scale itself). 
 model that is.
 """
 
+import copy
 from typing import Literal
 
 import torch
@@ -32,6 +33,7 @@ from compress.weights.terms import Summand, Weight, added, summed
 
 Scales = Literal["learned", "anchored", "fixed", "fitted"]
 LEARNED = ("learned", "anchored")
+FAR = 4.0  # times the squared error of fitted scales
 
 
 def learned(
@@ -127,6 +129,26 @@ class WeightQuantizer(nn.Module):
     def masked(self, weight_NK: Tensor) -> Tensor:
         """A weight with exact zeros where it is pruned, through which these get no gradient."""
         return weight_NK if self.kept is None else torch.where(self.kept, weight_NK, 0.0)
+
+    @torch.no_grad()
+    def fit(self, weight_NK: Tensor) -> None:
+        """Begin again with scales that are fitted to a weight."""
+        wanted = self.masked(self.without_others(weight_NK))
+        scale, zero = fit_matrix(wanted, self.grid, self.scale_dtype)
+        self.start.copy_(scale)
+        self.log_factor.zero_()
+        self.zero_point.copy_(zero)
+
+    @torch.no_grad()
+    def clips(self, weight_NK: Tensor) -> bool:
+        """Whether scales that could learn never have, and are far from a weight, which has been changed since: fitted
+        ones would have less than a quarter of the squared error."""
+        if self.scales not in LEARNED or bool(self.log_factor.any()):
+            return False
+        fitted = copy.deepcopy(self)
+        fitted.fit(weight_NK)
+        own, least = (float((each(weight_NK) - weight_NK).square().sum()) for each in (self, fitted))
+        return own > FAR * least
 
     @torch.no_grad()
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:

@@ -119,6 +119,25 @@ def test_an_adapter_on_what_is_prepared_for_training_is_merged_into_what_is_trai
     assert torch.equal(compress.load(tmp_path / "out", dequantize=True)(input_ids=ids).logits, seen)
 
 
+def test_learned_scales_are_fitted_to_what_a_merge_has_changed():
+    """peft freezes them; they would clip what an adapter adds."""
+    ids, model = tokens(), build("llama")
+    prepared = compress.prepare_qat(model, compress.RTN(scheme="w8a16", group_size=16))
+    config = peft.LoraConfig(r=4, target_modules=["down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        before = adapted(input_ids=ids).logits
+        adapted.merge_and_unload()
+        clipped = model(input_ids=ids).logits
+        with pytest.raises(InputError, match=r"down_proj was changed and not trained .* call fit_scales\(\)"):
+            prepared.convert()
+        prepared.fit_scales()
+        fitted = model(input_ids=ids).logits
+        assert (before - fitted).square().mean() < 0.01 * (before - clipped).square().mean()
+        prepared.convert()
+        assert torch.equal(model(input_ids=ids).logits, fitted)
+
+
 def plain_logits(model, values, ids):
     """The logits of a prepared model with other values of its parameters."""
     with torch.no_grad():
