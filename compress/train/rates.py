@@ -1,16 +1,17 @@
 """Range test: the learning rate of a run to which nobody gave one (Smith 2017, arXiv 1506.01186).
 
-A few steps from the start of the run, on its own samples, with a rate that grows by the same factor from step to step:
+A few steps from the start of the run, with a rate that grows by the same factor from step to step:
 
-    r_i = r_0 (r_n / r_0)^(i / n)       l_i: the loss after step i, of samples that no step has seen
+    r_i = r_0 (r_n / r_0)^(i / n)       l_i: the loss after step i, l: before the first
 
-    chosen = PART argmin l              l: geometric means of three neighbours
+    low     = {i: l_i <= min l_i + NEAR (l - min l_i)}
+    chosen  = PART exp(mean of log r_i over low)
 
-Every l_i is of the same samples, so that differences of a few thousandths show, and not of those that are trained on:
-on one batch, again and again, quantized weights learn that batch by heart and bear higher rates. The loss falls slowly,
-and rises at once where steps are too long: its minimum is at the longest step that a few steps bear, and a run has
-many. The part of it is measured (`recipes/rates.py`). The steepest fall, the other usual rule, says nothing of a rate
-here: a student that is far from its teacher falls fastest in the first steps, whatever their rate.
+All steps are of the same samples, those of the first step of the run. So l_i has no noise of samples, and what ends its
+fall are steps that are too long for the model, not those that are too long for one batch after another: the latter do
+no harm to a run whose rate falls in the end. A few steps bear more than many, hence a part of the rate at the minimum;
+how large a part is measured (`recipes/rates.py`). The steepest fall, the other usual rule, says nothing here: a student
+that is far from its teacher falls fastest in the first steps, whatever their rate.
 
 Parameters, gradients and random state are afterwards what they were: a run begins as if its rate had been given.
 """
@@ -27,15 +28,16 @@ from typing import Any
 import torch
 
 from compress.errors import CheckpointError, CompressError, WriteError
-from compress.train.loop import Training, measured, take_step, untouched
+from compress.train.loop import Training, take_step, untouched
 from compress.train.optimizer import optimizer, set_learning_rate
-from compress.train.rows import Order, Rows
+from compress.train.rows import Order
 from compress.train.shards import reshard
 
 LOWEST, HIGHEST = 1e-6, 1e-1  # rates that are tried
 TRIALS = 31  # six for each power of ten
-FEWEST = 6  # one for each: of a run of a few steps
-PART = 1 / 3
+FEWEST = 16  # three for each, of a run of a few steps
+NEAR = 0.1  # of the whole fall: losses as near to the smallest one are as good
+PART = 1 / 2
 TOO_FAR = 2.0  # times the smallest loss: no larger rate is tried
 SHOWN = 8  # places of a curve in a line
 FILE = "rate.json"  # beside the checkpoints of a run: what was chosen, for the run that goes on
@@ -45,19 +47,20 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The rate that was chosen, and the loss after a step of every rate that was tried; none where it diverged."""
+    """The rate that was chosen, by the loss before the first step, and after a step of every rate that was tried, up to
+    the first that made it no number, or much larger."""
 
     learning_rate: float
+    start: float
     curve: list[tuple[float, float]]
     seconds: float
 
     def __str__(self) -> str:
         """The rate, and enough of the curve for a line."""
-        found = [(r, loss) for r, loss in self.curve if math.isfinite(loss)]
-        few = found[:: max(1, len(found) // SHOWN)]
-        shown = few if few[-1:] == found[-1:] else [*few, *found[-1:]]
+        few = self.curve[:: max(1, -(-len(self.curve) // SHOWN))]
+        shown = few if few[-1:] == self.curve[-1:] else [*few, self.curve[-1]]
         told = ", ".join(f"{rate:.0e}: {loss:.4g}" for rate, loss in shown)
-        return f"learning rate {self.learning_rate:.2g}, of a range test (loss after a step of each rate: {told})"
+        return f"learning rate {self.learning_rate:.2g}, by a range test (loss {self.start:.4g}, after steps of {told})"
 
 
 def tried(steps: int) -> list[float]:
@@ -66,47 +69,40 @@ def tried(steps: int) -> list[float]:
     return [LOWEST * (HIGHEST / LOWEST) ** (i / (trials - 1)) for i in range(trials)]
 
 
-def smoothed(curve: Curve) -> list[float]:
-    """The loss at each rate as the geometric mean of it and its neighbours: of two at the ends."""
-    logs = [math.log(max(loss, torch.finfo(torch.float64).tiny)) for _, loss in curve]
-    near = [logs[max(0, i - 1) : i + 2] for i in range(len(logs))]
-    return [math.exp(math.fsum(each) / len(each)) for each in near]
-
-
-def chosen(curve: Curve) -> float:
-    """The rate for a run, by the losses after a step of each rate that was tried, from the smallest on. Losses that are
-    not finite end the curve. The smallest rate where every step did harm."""
-    finite = [(rate, loss) for rate, loss in curve if math.isfinite(loss)]
-    if not finite:
+def chosen(start: float, curve: Curve) -> float:
+    """The rate for a run, by the loss before the first step and those after a step of each rate, from the smallest on:
+    the smallest one where every step did harm."""
+    least = min((loss for _, loss in curve), default=start)
+    if least >= start:
         return LOWEST
-    losses = smoothed(finite)
-    return PART * finite[losses.index(min(losses))][0]
+    low = [math.log(rate) for rate, loss in curve if loss <= least + NEAR * (start - least)]
+    return PART * math.exp(math.fsum(low) / len(low))
 
 
 def range_test(this: Training) -> RangeTest:
     """Try rates. Everything is the same on all ranks, what is chosen included. A collective."""
-    started, options = time.monotonic(), this.options
-    seen, kept_out = this.rows.split(options.held_out)
-    order = Order(len(seen), options.rows, options.seed)
-    rates = tried(options.steps)
-    probe = _first(kept_out if len(kept_out) else seen, options.rows)
-    curve: list[tuple[float, float]] = []
+    began, options = time.monotonic(), this.options
+    seen, _ = this.rows.split(options.held_out)
+    samples = Order(len(seen), options.rows, options.seed).of_step(0)
+    rates, losses = tried(options.steps), list[float]()
     with _as_before(this):
         adamw = optimizer(this.learned, options)
-        for trial, rate in enumerate(rates):
+        for trial, rate in enumerate([*rates, HIGHEST]):  # a step also measures what the one before it has made
             step = replace(options, learning_rate=rate, warmup=0.0, schedule="constant")
-            trying = replace(this, options=step, after=untouched)
             set_learning_rate(adamw, this.learned, rate)
             try:
-                take_step(trying, adamw, seen, order.of_step(trial), trial)
-                loss = this.objective.total(measured(trying, probe, trial))
-            except CompressError:  # the loss of a step is not finite, on all ranks
-                loss = math.inf
-            curve.append((rate, loss))
-            this.reporter.step(trial + 1, len(rates), f"range test, rate {rate:.1e}")
-            if not loss <= TOO_FAR * min(found for _, found in curve):
+                line = take_step(replace(this, options=step, after=untouched), adamw, seen, samples, trial)
+            except CompressError:  # the loss is not finite, on all ranks
+                if not losses:
+                    raise
                 break
-    return RangeTest(chosen(curve), curve, time.monotonic() - started)
+            losses.append(float(line["loss"]))
+            this.reporter.step(min(trial + 1, len(rates)), len(rates), f"range test, rate {rate:.1e}")
+            if losses[-1] > TOO_FAR * min(losses):
+                break
+    start, *after = losses
+    curve = list(zip(rates, after, strict=False))
+    return RangeTest(chosen(start, curve), start, curve, time.monotonic() - began)
 
 
 def range_test_once(this: Training) -> RangeTest:
@@ -121,10 +117,6 @@ def range_test_once(this: Training) -> RangeTest:
             this.comm.fail_together(_write(path, found) if this.comm.rank == 0 else None)
     assert isinstance(found, RangeTest)
     return found
-
-
-def _first(rows: Rows, count: int) -> Rows:
-    return Rows(rows.take(range(min(count, len(rows)))))
 
 
 @contextmanager
@@ -150,7 +142,7 @@ def _read(path: Path) -> RangeTest | None:
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         curve = [(float(rate), float(loss)) for rate, loss in kept["curve"]]
-        return RangeTest(float(kept["learning_rate"]), curve, float(kept["seconds"]))
+        return RangeTest(float(kept["learning_rate"]), float(kept["start"]), curve, float(kept["seconds"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); start again with --overwrite") from None
 
