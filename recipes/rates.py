@@ -4,7 +4,7 @@
     python recipes/rates.py MODEL --calibration TOKENS --text TOKENS --student-layers 2 --json OUT.json
 
 Each row is trained in this process on the calibration tokens, alike but for its rate, and compared with the original on
-held-out text. The first row is what training begins with. Rows are added to those of an earlier run into the same file.
+held-out text. The first row is what training begins with. Rows that the file has already are not made again.
 """
 
 import argparse
@@ -82,6 +82,8 @@ def main() -> None:
     about = {"model": Path(said.model).name, "kind": kind, **few, "length": tokens.shape[1]}
     rows = stored(said.json)
     for title, passes in ways.items():
+        if any({**about, "title": title}.items() <= found.items() for found in rows):
+            continue
         rows.append({**about, **row(title, said, passes, tokens, text), "command": asked("rates.py")})
         record = {**made_by(), "rows": rows}
         said.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
