@@ -8,7 +8,7 @@ from pathlib import Path
 
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD
 from compress.checkpoint.scratch import becomes
-from compress.train.metrics import METRICS
+from compress.train.metrics import METRICS, RATE, UNFINISHED
 from compress.train.metrics import TRAINING as CURVES
 
 BLOCKS, MODEL, TRAINING = "blocks", "model", "training"
@@ -31,7 +31,10 @@ COMPANIONS = (
 BESIDE = (RECORD, "config.json", INDEX, OWN_INDEX, CURVES, "README.md", *COMPANIONS)
 OF_BLOCKS = re.compile(r"((block|edits|part)-\d{5}|rest)(-rank\d+)?\.safetensors|\.tmp\w{6}")  # safetensors' scratch
 WEIGHTS = re.compile(r"model(\.\w+)?(-\d{5}-of-\d{5})?\.safetensors")
-OF_TRAINING = re.compile(rf"\d+/({re.escape(METRICS)}|step-\d+(\.part)?/(\.metadata|__\d+_\d+\.distcp)(\.tmp)?)")
+OF_TRAINING = re.compile(
+    rf"\d+/({re.escape(METRICS)}|{re.escape(RATE)}({re.escape(UNFINISHED)})?"
+    r"|step-\d+(\.part)?/(\.metadata|__\d+_\d+\.distcp)(\.tmp)?)"
+)
 FOLDER_OF_TRAINING = re.compile(r"\d+(/step-\d+(\.part)?)?")
 
 

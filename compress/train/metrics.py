@@ -14,6 +14,8 @@ from typing import Any
 from compress.errors import WriteError
 
 METRICS = "metrics.jsonl"  # of one training, while it goes on
+RATE = "rate.json"  # beside it: the rate that was chosen, for the run that goes on
+UNFINISHED = ".part"
 TRAINING = "training.jsonl"  # of all of a run, beside the checkpoint
 
 Line = dict[str, Any]

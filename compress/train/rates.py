@@ -29,6 +29,7 @@ import torch
 
 from compress.errors import CheckpointError, CompressError, WriteError
 from compress.train.loop import Training, take_step, untouched
+from compress.train.metrics import RATE, UNFINISHED
 from compress.train.optimizer import optimizer, set_learning_rate
 from compress.train.rows import Order
 from compress.train.shards import reshard
@@ -40,7 +41,6 @@ NEAR = 0.1  # of the whole fall: losses as near to the smallest one are as good
 PART = 1 / 2
 TOO_FAR = 2.0  # times the smallest loss: no larger rate is tried
 SHOWN = 8  # places of a curve in a line
-FILE = "rate.json"  # beside the checkpoints of a run: what was chosen, for the run that goes on
 
 Curve = Sequence[tuple[float, float]]
 
@@ -108,7 +108,7 @@ def range_test(this: Training) -> RangeTest:
 def range_test_once(this: Training) -> RangeTest:
     """The range test of a run, or of the run that this one goes on from. A collective. Raises CheckpointError for a
     file that is damaged."""
-    path = None if this.place is None else this.place / FILE
+    path = None if this.place is None else this.place / RATE
     earlier = _read(path) if this.resume and path is not None and this.comm.rank == 0 else None
     found = this.comm.gather_objects(earlier)[0]
     if found is None:
@@ -148,7 +148,7 @@ def _read(path: Path) -> RangeTest | None:
 
 
 def _write(path: Path, found: RangeTest) -> WriteError | None:
-    part = path.with_suffix(".part")
+    part = path.with_name(RATE + UNFINISHED)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")

@@ -17,10 +17,10 @@ from torch.distributed import checkpoint as dcp
 
 from compress.comm import Comm
 from compress.errors import CheckpointError, WriteError, first_line
+from compress.train.metrics import UNFINISHED
 from compress.train.optimizer import Learned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-UNFINISHED = ".part"
 
 
 def newest(place: Path) -> int | None:
