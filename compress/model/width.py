@@ -28,17 +28,19 @@ Place = tuple[str, int | str]  # (parameter, dimension), or (module, attribute)
 @dataclass(frozen=True)
 class Width:
     """Where a model has the channels of its hidden state: dimensions of parameters by name, and attributes (module,
-    name) that count them. owner: of the field of the configuration, the path to it."""
+    name) that count them. owner: of the field of the configuration, the path to it. also: other fields of the same
+    owner, which have to be the same number (OPT's word_embed_proj_dim)."""
 
     size: int
     axes: Mapping[str, tuple[int, ...]]
     numbers: tuple[tuple[str, str], ...]
     owner: tuple[str, ...] = ()
     field: str = FIELD
+    also: tuple[str, ...] = ()
 
     def configured(self, size: int) -> tuple[Field, ...]:
         """What the configuration says of that many channels."""
-        return (Field(self.owner, self.field, size),)
+        return tuple(Field(self.owner, name, size) for name in (self.field, *self.also))
 
     def inside(self, module: str) -> "Width":
         """The same for a module of the model."""
@@ -89,7 +91,8 @@ def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]
         raise InputError(f"{type(model).__name__} has no configuration that says its {FIELD}; leave hidden out")
     path = next((path for path, each in configs_of(config) if each is owner), ())
     field = getattr(owner, "attribute_map", {}).get(FIELD, FIELD)
-    ours, wider = facts_of(model), facts_of(_made(model, Field(path, field, 2 * size)))
+    ours, also = facts_of(model), _as_wide(model, owner, path, field)
+    wider = facts_of(_made(model, *(Field(path, name, 2 * size) for name in (field, *also))))
     axes: dict[str, tuple[int, ...]] = {}
     numbers: list[tuple[str, str]] = []
     for (name, attribute), own in ours.items():
@@ -106,19 +109,35 @@ def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]
                 f"{name} is {list(ours[name, ''])}, and nothing tells which of it are channels of the hidden state "
                 "(its block has no heads or channels that can be cut); leave hidden out"
             )
-    return Width(size, axes, tuple(numbers), path, field)
+    return Width(size, axes, tuple(numbers), path, field, also)
 
 
-def _made(model: nn.Module, field: Field) -> nn.Module:
-    """The model of the configuration with another number in it, without weights."""
+def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], field: str) -> tuple[str, ...]:
+    """Other fields of the configuration that have to be as wide as the hidden state: where it alone is wider, the model
+    has parameters that it had not, like a projection between both."""
+    size, own = getattr(owner, field), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def same(*names: str) -> bool:
+        made = _made(model, *(Field(path, name, 2 * size) for name in names))
+        return {name for name, _ in made.named_parameters(remove_duplicate=False)} == own
+
+    if same(field):
+        return ()
+    alike = [n for n, value in vars(owner).items() if n != field and type(value) is int and value == size]
+    return next(((name,) for name in alike if same(field, name)), ())
+
+
+def _made(model: nn.Module, *fields: Field) -> nn.Module:
+    """The model of the configuration with other numbers in it, without weights."""
     config = copy.deepcopy(model.config)
-    setattr(field.owner(config), field.name, field.value)
+    for field in fields:
+        setattr(field.owner(config), field.name, field.value)
     try:
         with torch.device("meta"):
             return type(model)(config)
     except Exception as error:  # noqa: BLE001 - what a class refuses, no width can be made of
         raise InputError(
-            f"no {type(model).__name__} has another {field.name} ({first_line(error)}); leave hidden out"
+            f"no {type(model).__name__} has another {fields[0].name} ({first_line(error)}); leave hidden out"
         ) from None
 
 

@@ -9,20 +9,23 @@ attention); its inputs fall into groups (one channel; the heads of one key-value
 
 Groups go one after the other, each time those whose removal costs least now, and the survivors of the consumer make up
 for them. An input that is always one stands for the consumer's bias, which makes up, too. Every block loses as many,
-because a configuration has one number for all: `intermediate_size`, `num_key_value_heads`. Blocks as a whole go by
-their influence, 1 - cos(input, output), a mean over tokens, the least first.
+because a configuration has one number for all: `intermediate_size`, `num_key_value_heads`. Blocks as a whole go by the
+KL of the model without each, on some 4,096 tokens, one after the other, the least first: for every block that goes, as
+many forwards of the model as half its blocks. The layers behind them make up for the drift of their inputs.
 
 Sources: optimal brain surgeon for groups, one at a time: ZipLM (Kurtic et al. 2023, arXiv 2302.04089, equations 2-4);
-SlimGPT (Ling et al. 2024, arXiv 2412.18110). Blocks: ShortGPT (Men et al. 2024, arXiv 2403.03853, equation 1).
+SlimGPT (Ling et al. 2024, arXiv 2412.18110). Blocks: SLEB (Song et al. 2024, arXiv 2402.09025), which removes the one
+without which the model loses least, again and again.
 
 Paper -> code: saliency of a group -> `removal.LeastSquares.scores`; its update -> `remove`; the weight that is left ->
-`removal.compensated`; block influence BI -> `Influence`.
+`removal.compensated`; the loss without a block -> `run.without`.
 
 Departs from the papers:
 - several groups go between two looks at the scores (`rounds`), the cost of the set being exact; survivors are solved
   for at the end from H itself, not from an inverse that was updated many times.
 - H is shrunk towards its diagonal as far as the tokens are few, and damped; both as in gptq. So is `drift`: W becomes
   what returns, from the input behind the cut prefix, what the layer returned before anything was cut inside blocks.
+- blocks are judged by the KL to the original (SLEB: by the perplexity), and what is behind them is solved again.
 - query heads go with their key-value head, as a group.
 - widths are a share of each block; ZipLM searches for those that meet a time.
 """
@@ -33,11 +36,9 @@ from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from compress.calibration.hessian import AffineHessian, Hessian
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.comm import Comm
 from compress.errors import InputError, one_of
 from compress.passes.base import Pass, Treats
 from compress.passes.stages import Stage
@@ -73,7 +74,7 @@ class Structure(Pass):
     """Remove what costs the output least, what is read least (|W_j|^2 E[x_j^2]), or the smallest weights."""
 
     compensate: bool = True
-    """Solve for the weights that read what is left, by least squares."""
+    """Solve for the weights that read what is left, by least squares; behind blocks that go, all weights."""
 
     drift: float = 1.0
     """0 to 1: how much of what was cut before a layer its weights make up for, too, of what `shrink` leaves."""
@@ -168,21 +169,3 @@ class Structure(Pass):
             advice = "no share takes any" if least >= 1 else f"give {least:.3g} or more"
             raise InputError(f"{part} {share} of {groups} {what}{where} is none; {advice}, or leave it out")
         return kept
-
-
-class Influence:
-    """How much a block changes what passes through it: 1 - cos(input, output), a mean over tokens and ranks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
-
-    def update(self, x_MK: Tensor, y_MK: Tensor) -> None:
-        """Count tokens before and behind the block."""
-        self.total += torch.nn.functional.cosine_similarity(x_MK.double(), y_MK.double(), dim=-1).sum()
-        self.tokens += len(x_MK)
-
-    def result(self, comm: Comm) -> float:
-        """The mean, on every rank. A collective."""
-        total, tokens = comm.all_reduce(self.total), comm.all_reduce(self.tokens)
-        return 1 - float(total / tokens.clamp(min=1))

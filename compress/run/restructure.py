@@ -1,6 +1,7 @@
 """Removing structure, before the loop over blocks: what comes after it sees a smaller model, and nothing else.
 
-    couplings -> what will be left (said) -> blocks by influence -> for block: for coupling: statistics -> groups -> cut
+    couplings -> what will be left (said) -> blocks by the loss without each -> for block: for coupling: statistics
+              -> groups -> cut
               -> configuration -> what is left is what was said
 
 The model is in memory as a whole, cut: under FSDP2 on every rank, before it is sharded. Statistics are summed over the
@@ -14,21 +15,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from compress.calibration.collect import collected
 from compress.comm import Comm
 from compress.errors import CompressError
-from compress.model.calls import Arrival, Batch, Call, evaluating, hidden_of, real_tokens, without_cache
-from compress.model.changes import Applied, undo
+from compress.model.calls import Arrival, Batch, Call, evaluating, without_cache
+from compress.model.changes import DATA, Applied, change, undo
 from compress.model.configured import Fields, configure, unread_of
 from compress.model.drop import Drop
-from compress.model.layers import Layer, Stack, find_stacks, layers_of, whole_model
+from compress.model.layers import Layer, Stack, find_stacks, layers_of, obstacle, whole_model
 from compress.model.opened import Opened
 from compress.model.valueless import size_of
-from compress.passes.groups import Reading, choose
-from compress.passes.structure import Influence, Structure
+from compress.passes.groups import Reading, choose, consumer_of
+from compress.passes.structure import Structure
 from compress.progress import Reporter
 from compress.run.batches import ChainBrokenError
 from compress.run.capture import capture, output_shape
@@ -36,11 +37,12 @@ from compress.run.cuts import Cut, Removed
 from compress.run.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width, unread_of_all
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
-from compress.run.matching import Ignored
+from compress.run.matching import Ignored, shared_weights
 from compress.run.narrowing import Narrowing
 from compress.run.residency import Local
 from compress.run.state import Streams
 from compress.run.structure import structure_of
+from compress.run.without import Without
 
 
 @dataclass
@@ -166,23 +168,78 @@ class Restructuring:
     # --- whole blocks
 
     def drop(self, stack: Stack) -> Stack:
-        """Drop the blocks that change least what passes through them; returns what is left of the stack."""
-        influence: dict[int, float] = {}
+        """Drop the blocks without which the model loses least, one after the other; returns what is left of the stack,
+        in which the block behind each makes up for it."""
         captured = self.captured(stack, self.batches)
-        streams = Streams(captured[0], [])
-        for i, (name, block) in enumerate(stack.blocks):
-            self.reporter.step(i, len(stack.blocks), "")
-            streams = streams.called_as(captured[i])
-            captured[i] = []
-            with self.residency.open(block, keep=False) as opened:
-                influence[i], streams = influence_of(opened, streams, self.comm)
-            self.reporter.step(i + 1, len(stack.blocks), name)
-        gone = sorted(sorted(influence, key=lambda i: (influence[i], i))[: self.p.layers])
-        gone = self.comm.gather_objects(gone)[0]
-        self.done.record["dropped"] = [f"{stack.name}.{i}" for i in gone]
-        self.done.record["influence"] = {f"{stack.name}.{i}": found for i, found in influence.items()}
-        self.done.changes.append(Drop(stack.name, tuple(gone)).apply(self.model))
+        without = Without(self.model, stack, self.batches, captured, self.residency, self.comm)
+        gone: list[int] = []
+        losses: dict[int, float] = {}
+        for turn in range(self.p.layers):
+            self.reporter.step(turn, self.p.layers, "")
+            found = self.comm.gather_objects(without.losses(gone))[0]
+            losses = losses or found
+            gone.append(min(found, key=lambda i: (found[i], i)))
+            self.reporter.step(turn + 1, self.p.layers, stack.blocks[gone[-1]][0])
+        self.done.record["dropped"] = [f"{stack.name}.{i}" for i in sorted(gone)]
+        self.done.record["loss_without"] = {f"{stack.name}.{i}": found for i, found in losses.items()}
+        if self.p.compares:
+            self.make_up(stack, captured, set(gone))
+        self.done.changes.append(Drop(stack.name, tuple(sorted(gone))).apply(self.model))
         return find_stacks(self.model)[0]
+
+    def make_up(self, stack: Stack, captured: list[list[Call]], gone: set[int]) -> None:
+        """Solve for the weights of the blocks behind those that go: they return, from what they are given without them,
+        what they returned with them."""
+        streams = Streams(captured[0], captured[0])
+        for i, (name, block) in enumerate(stack.blocks):
+            streams = streams.called_as(captured[i])
+            with self.residency.open(block, keep=False) as opened, torch.no_grad():
+                if i in gone:
+                    others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
+                    streams = Streams(streams.calls, streams.after(others, others).reference)
+                    continue
+                solved, streams = self.adjusted(name, opened, streams, min(gone) < i)
+            for layer, weight, bias in solved:
+                changes = [change(layer.parameter, DATA, layer.stored(weight).to(layer.parameter.data))]
+                if bias is not None:
+                    parameter: Any = layer.module.bias
+                    changes.append(change(parameter, DATA, bias.to(parameter.data)))
+                self.done.changes.append(Applied(tuple(changes)))
+
+    def adjusted(
+        self, name: str, opened: Opened, streams: Streams, solves: bool
+    ) -> tuple[list[tuple[Layer, Tensor, Tensor | None]], Streams]:
+        """The layers of an open block that make up for what went before it, with weights and biases in the dtypes that
+        the model stores, and the calls of the next block."""
+        found: list[tuple[Layer, Tensor, Tensor | None]] = []
+        versions = Versions()
+        shared = shared_weights(self.model)
+        layers = [each for each in layers_of(opened.block, name) if obstacle(each.module) is None] if solves else []
+        layers = [each for each in layers if id(each.parameter) not in shared and not self.ignored.asked_for(each.name)]
+        by_name = {layer.name: layer for layer in layers}
+        structure = structure_of(opened.block, streams.calls[0], layers)
+
+        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+            biased = {layer.name: getattr(layer.module, "bias", None) for layer in site}
+            for bias in dict.fromkeys(b is not None for b in biased.values()):
+                alike = [layer for layer in site if (biased[layer.name] is not None) == bias]
+                statistics = collected(self.p.needs_of(bias), alike[0], arrivals, self.comm)
+                if statistics is None:
+                    continue
+                for layer in alike:
+                    none = torch.empty(0, 1, dtype=torch.long, device=layer.weight.device)
+                    reading = Reading(layer.weight, biased[layer.name], statistics[0], none)
+                    weight = consumer_of(self.p, reading, self.comm).weight
+                    own = (weight[:, :-1], weight[:, -1]) if bias else (weight, None)
+                    found.append((layer, *stored_as(opened, layer, *own)))
+                    versions.replace(layer.parameter, layer.stored(found[-1][1]).to(layer.parameter.data))
+                    if found[-1][2] is not None:
+                        parameter: Any = layer.module.bias
+                        versions.replace(parameter, found[-1][2].to(parameter.data))
+
+        sites = [[by_name[n] for n in names] for names in structure.sites]
+        outputs, others = suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
+        return found, streams.after(outputs, others)
 
     # --- through all blocks
 
@@ -270,14 +327,10 @@ class Restructuring:
         return found
 
 
-@torch.no_grad()
-def influence_of(opened: Opened, streams: Streams, comm: Comm) -> tuple[float, Streams]:
-    """How much an open block changes what passes through it, and the calls of the next. A collective."""
-    measured = Influence(streams.calls[0].hidden.device)
-    outputs = [opened.block(*call.args, **call.kwargs) for call in streams.calls]
-    for call, output in zip(streams.calls, outputs, strict=True):
-        measured.update(real_tokens(call.hidden, call), real_tokens(hidden_of(output), call))
-    return measured.result(comm), streams.after(outputs, [])
+def stored_as(opened: Opened, layer: Layer, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A weight and a bias in the dtypes that the model stores."""
+    held = None if bias is None else bias.to(opened.dtype_of(layer.module.bias))  # type: ignore[arg-type]
+    return weight.to(opened.dtype_of(layer.parameter)), held
 
 
 def check_ignored(model: nn.Module, ignored: Ignored) -> None:

@@ -148,3 +148,18 @@ def test_a_layer_to_be_left_alone_has_these_channels_too():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED))
     with pytest.raises(InputError, match=r"hidden takes channels of model\.layers\.\S+, too"):
         compress.quantize(model, compress.Structure(hidden=0.5), ignore=["*.0.self_attn.q_proj"], **ON_TOKENS)
+
+
+def test_a_width_that_goes_with_the_hidden_state_by_another_name_follows_it(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 40, "word_embed_proj_dim": 40, "num_attention_heads": 5, "ffn_dim": 48, "vocab_size": 64}
+    config = transformers.OPTConfig(**sizes, num_hidden_layers=2, max_position_embeddings=32)
+    model = transformers.OPTForCausalLM(config).eval()
+    how = compress.Structure(heads=0.2, hidden=0.2)
+    compress.quantize(model, how, calibration=tokens(8, 16) % 64)
+    left = model.config
+    assert (left.hidden_size, left.word_embed_proj_dim, left.num_attention_heads) == (32, 32, 4)
+    model.save_pretrained(tmp_path / "out")
+    again = transformers.OPTForCausalLM.from_pretrained(tmp_path / "out")
+    ids = tokens(2, 8) % 64
+    assert torch.equal(again(ids).logits, model(ids).logits)

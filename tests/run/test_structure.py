@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import vision
 from blocks import answer
 from combinations import every
 from commands import DRIFT_GPTQ
-from models import GATED, SIZES, build, tokens
+from models import GATED, SIZES, build, strong, tokens
 
 import compress
 from compress.checkpoint.source import find_source
@@ -123,8 +122,8 @@ def test_what_the_record_says_went_is_what_went():
     how = compress.Structure(**QUARTER, compensate=False)
     result = compress.quantize(model, how, **ON_TOKENS)
     (dropped,) = result.record.structure["dropped"]
-    influence = result.record.structure["influence"]
-    assert dropped == min(influence, key=influence.get)
+    without = result.record.structure["loss_without"]
+    assert dropped == min(without, key=without.get)
     del original.model.layers[int(dropped.split(".")[-1])]
     for index, block in enumerate(original.model.layers):
         block.self_attn.layer_idx = index
@@ -138,16 +137,51 @@ def test_what_the_record_says_went_is_what_went():
     torch.testing.assert_close(answer(model, batch()), answer(original, batch()), rtol=1e-4, atol=1e-5)
 
 
-def test_influence_is_what_each_block_changes():
-    model = made("nomic-bert")
-    result = compress.quantize(
-        made("nomic-bert"), compress.Structure(layers=1), calibration=tokens(4, 16), batch_size=3
-    )
+def lacking(kind, *gone):
+    """A model without some of its blocks."""
+    model = made(kind)
+    stack = model.model.layers if kind != "nomic-bert" else model.layers
+    for index in sorted(gone, reverse=True):
+        del stack[index]
+    return model
+
+
+def loss_between(expected, found):
+    """KL of predictions, or the part of the squares that is wrong."""
     with torch.no_grad():
-        states = model(tokens(4, 16), output_hidden_states=True).hidden_states
-    expected = [1 - float(torch.cosine_similarity(a, b, dim=-1).mean()) for a, b in pairwise(states)]
-    found = list(result.record.structure["influence"].values())
-    assert found == pytest.approx(expected, abs=1e-6)
+        ours, theirs = (model(tokens(4, 16)) for model in (expected, found))
+    if "logits" not in ours:
+        ours, theirs = ours[0], theirs[0]
+        return float((ours - theirs).square().sum() / ours.square().sum())
+    ours, theirs = ours.logits.log_softmax(-1), theirs.logits.log_softmax(-1)
+    return float((ours.exp() * (ours - theirs)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("kind", ["nomic-bert", "llama"])
+def test_the_blocks_go_without_which_the_model_loses_least(kind):
+    how = compress.Structure(layers=2, compensate=False)
+    result = compress.quantize(made(kind), how, calibration=tokens(4, 16), batch_size=4)
+    structure, original = result.record.structure, made(kind)
+    found = [loss_between(original, lacking(kind, i)) for i in range(3)]
+    assert list(structure["loss_without"].values()) == pytest.approx(found, rel=1e-4)
+    first = min(range(3), key=found.__getitem__)
+    second = min((i for i in range(3) if i != first), key=lambda i: loss_between(original, lacking(kind, first, i)))
+    assert [int(name.split(".")[-1]) for name in structure["dropped"]] == sorted([first, second])
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "qwen2"])
+def test_what_is_behind_a_block_that_goes_makes_up_for_it(kind, monkeypatch):
+    def first(self, gone):
+        return {i: float(i) for i in range(len(self.stack.blocks)) if i not in gone}
+
+    monkeypatch.setattr("compress.run.without.Without.losses", first)
+    seen, original, error = tokens(64, 32), strong(kind), {}
+    unseen = {"input_ids": seen[48:]}
+    for compensate in (False, True):
+        how = compress.Structure(layers=1, compensate=compensate)
+        model = compress.quantize(strong(kind), how, calibration=seen[:48]).model
+        error[compensate] = float((answer(model, unseen) - answer(original, unseen)).square().sum())
+    assert error[True] < 0.75 * error[False]
 
 
 def test_the_smallest_weights_need_no_calibration():
