@@ -103,7 +103,7 @@ def test_what_commands_wrote_they_replace(desk: Desk, llama_w4: Path) -> None:
         path.write_text(MINE[ending])
         outcome = command(*writers[name], path, "--overwrite", "--quiet")
         assert outcome.code == 0, (name, outcome)
-        assert path.read_text() != MINE[ending]
+        assert path.read_text(encoding="utf-8") != MINE[ending]
     record = output / "compress.json"
     before = json.loads(record.read_text())
     assert f"{record} is where a run keeps its record" in command("inspect", output, "--json", record).err

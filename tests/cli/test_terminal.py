@@ -19,7 +19,7 @@ from compress.cli.progress import Lines, reporting
 from compress.cli.tasks import answered
 from compress.cli.terminal import PlainConsole, console, visible
 from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
-from compress.evaluation.routes import KernelRow
+from compress.evaluation.routes import KernelRow, LibraryRow
 from compress.evaluation.size import Row, Size
 from compress.evaluation.speed.report import Report
 from compress.evaluation.speed.table import tables
@@ -66,7 +66,14 @@ SIZE = Size(1, 1.0, 1.0, 1, 1, NASTY)
 PRINTED = {
     "evaluations": (lambda: show.evaluations([(NASTY, evaluation())], NASTY), 3),
     "tasks": (lambda: answered([TaskResult(NASTY, NASTY, NASTY, 1, Figure(1.0), metric=NASTY)]), 2),
-    "kernels": (lambda: show.kernels([KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,), (NASTY,))], NASTY), 7),
+    "kernels": (
+        lambda: show.kernels(
+            [KernelRow(NASTY, (1, 1), NASTY, {1: NASTY}, (NASTY,), (NASTY,))],
+            NASTY,
+            [LibraryRow(NASTY, None, (NASTY,))],
+        ),
+        9,
+    ),
     "calibration": (lambda: show.calibration(ranges()), 4),
     "inspection": (lambda: show.inspection([Row(NASTY, (1,), NASTY, 1.0, 1, NASTY)], SIZE), 2),
     "bench": (lambda: [console().print(part) for part in tables(bench())], 6),
