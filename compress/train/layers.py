@@ -100,7 +100,7 @@ def weight_scales(layers: Iterable[Layer]) -> Iterator[tuple[Layer, WeightQuanti
 
 
 def was_called(module: nn.Module) -> bool:
-    """Whether anything has seen a layer round: a forward of its own, or a module around it that reads its weight."""
+    """True for a layer that something has seen round: its own forward, or a module around it that reads its weight."""
     return isinstance(module, Quantizing) and (module.called or is_read_uncalled(module))
 
 

@@ -141,7 +141,7 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def clips(self, weight_NK: Tensor) -> bool:
-        """Whether scales that could learn never have, and are far from a weight, which has been changed since: fitted
+        """True for scales that could learn, never have, and are far from a weight, which has been changed since: fitted
         ones would have less than a quarter of the squared error."""
         if self.scales not in LEARNED or bool(self.log_factor.any()):
             return False

@@ -35,7 +35,7 @@ def change(found: Evaluation) -> Figure | None:
 
 
 def sample(text: TextResult) -> str:
-    """How little text that was; nothing of one that is long enough."""
+    """The size of a text that is small, in words; nothing for one that is long enough."""
     if text.windows >= FEW_WINDOWS:
         return ""
     count = "one window" if text.windows == 1 else f"{text.windows} windows"
@@ -168,13 +168,13 @@ def _named(task: TaskResult) -> str:
 
 
 def too_few(task: TaskResult) -> bool:
-    """Whether a task that does not differ had too few questions to show a difference that matters."""
+    """True for a task that had too few questions to show a difference that matters, where it shows none."""
     found = task.interval or words.bounds(task.difference)
     return found is None or found[1] - found[0] > UNCLEAR
 
 
 def outcome(task: TaskResult) -> str:
-    """What comes of a task, in two or three words; nothing without a reference."""
+    """The outcome of a task in two or three words; nothing without a reference."""
     if task.difference is None:
         return ""
     return "differs" if significant(task) else "too few to tell" if too_few(task) else "within noise"
