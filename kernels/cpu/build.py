@@ -262,7 +262,8 @@ def built(directory: Path, command: list[str], flags: tuple[str, ...], name: str
             with kept.scratch(directory) as folder:
                 kept.keep(_compiled(folder, command, flags, name, beat), path)
         except CompileError as failed:
-            kept.keep_failure(path, str(failed))
+            if not failed.passes:
+                kept.keep_failure(path, str(failed))
             raise
     return path
 

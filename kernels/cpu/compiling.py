@@ -19,8 +19,17 @@ JOB_BYTES = 400 * 2**20  # the largest unit, with g++ 12
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+# Words of a compiler about the machine, which another try may find in a better state.
+PASSING = ("No space left", "Killed", "Cannot allocate memory", "out of memory")
+
+
 class CompileError(Exception):
     """A compiler that failed or was given up. The message says which and why, in one line."""
+
+    @property
+    def passes(self) -> bool:
+        """True where the machine was at fault, not the sources or the compiler: it is tried again next time."""
+        return any(words in str(self) for words in PASSING)
 
 
 def jobs() -> int:

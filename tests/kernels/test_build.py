@@ -98,6 +98,14 @@ def test_a_failure_is_remembered_until_something_changes(small, calls, monkeypat
     assert calls.count() == 3
 
 
+def test_a_machine_without_memory_is_tried_again(small, calls, tmp_path):
+    calls("echo 'c++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1")
+    for times in (1, 2):
+        _, (reason,) = cpu.build_and_load(tmp_path / "cache", FLAGS)
+        assert reason.endswith("Killed signal terminated program cc1plus")
+        assert calls.count() == times
+
+
 def test_a_library_that_does_not_load_is_a_failure(small, calls, tmp_path):
     calls('while [ "$1" != -o ]; do shift; done; echo nonsense > "$2"')
     for _ in range(2):
