@@ -75,6 +75,7 @@ def picture(title: str, marks: Sequence[str]) -> str:
 
 # --- pictures inside a page: they take their colours from its style, light or dark, and its text size on a phone ------
 
+LETTER, STRONG = 7.8, 9.0  # units, about the width of a letter and of a bold one in the widest of the usual fonts
 WIDE = 480  # units of width; a phone shows about three quarters of a unit per pixel, a desk one
 INK = (
     "svg.drawn{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}svg.drawn text{fill:var(--soft)}"
@@ -151,6 +152,12 @@ def label(x: float, y: float, words: str, anchor: str = "start", style: str = ""
     """A line of text; words are plain text."""
     named = f' class="{style}"' if style else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{named}>{html.escape(words)}</text>'
+
+
+def tick(x: float, y: float, words: str) -> str:
+    """A mark of an axis to the right, centered below its place but never beyond the ends of the picture."""
+    half = LETTER * len(words) / 2
+    return label(min(max(x, half), WIDE - half), y, words, "middle")
 
 
 def rule(x1: float, y1: float, x2: float, y2: float, style: str = "grid") -> str:

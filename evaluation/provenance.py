@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
-from compress.checkpoint.shown import command
+from compress.checkpoint.shown import command, shown
 from compress.checkpoint.source import Source
 from compress.evaluation.components import size_result
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
@@ -42,7 +42,7 @@ def named(model: nn.Module | Source, network: nn.Module, size: SizeResult | None
     if not isinstance(model, Source) or size is None:
         return Named(kind, kind, sum(parameter.numel() for parameter in network.parameters()), dtype)
     architecture = str(next(iter(model.config.get("architectures") or ()), kind))
-    return Named(model.name, architecture, size.parameters, dtype, model.fingerprint())
+    return Named(shown(model.name), architecture, size.parameters, dtype, model.fingerprint())
 
 
 def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult | None]:

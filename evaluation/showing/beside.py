@@ -46,7 +46,7 @@ def _speed(runs: Sequence[Run]) -> Table:
     turns = "in turns with the original" if all(each.in_turns for each in measured) else "the original taken once"
     rows = [(words.name(run.name), *_timed(run.evaluation)) for run in runs]
     columns = ("run", "decoding, tokens/s", "original", "ratio", "prompt, tokens/s", "original", "device")
-    return Table(columns, rows, f"Speed of one sequence, {turns}")
+    return Table(columns, rows, left=frozenset({6}), title=f"Speed of one sequence, {turns}")
 
 
 def _timed(found: Evaluation) -> tuple[str, ...]:

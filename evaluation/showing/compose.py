@@ -73,7 +73,7 @@ def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]
     )
     known = {id(run) for run in alike}
     faint = frozenset(i for i, run in enumerate(order) if id(run) in known and id(run) not in best)
-    blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({8}), faint=faint))
+    blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({7, 8}), faint=faint))
     blocks += beside.tables(order)
     blocks += [Words(f"Not compared: {words.clean(each)}.", "warning") for each in left]
     return Section("Quality against bytes", blocks), _said(points, runs)

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from compress.evaluation.document import Evaluation, Figure, RunResult, SizeResult, SpeedResult, Timing
-from compress.evaluation.drawing import WIDE, hover, inline, label
+from compress.evaluation.drawing import LETTER, WIDE, hover, inline, label
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Picture, Section, Table, Words
 
 BAR, GAP = 26.0, 20.0
-LETTER = 6.4  # about the width of a letter
 FAINTEST = 0.2  # opacity of the last part of a bar
 NAMED_FROM = 0.02  # of a bar, from which a part is in the legend
+CALLED = {"modified": "changed since that commit", "device_type": "kind of device"}
 SHOWN = 6  # names of layers in a row
 
 
@@ -204,9 +204,7 @@ def provenance(found: Evaluation) -> Section:
             rows.append(("calibrated on", _pairs(found.run.calibration)))
     for text in found.texts:
         rows.append(("evaluated on", f"{text.name}, sha256 of the tokens {text.sha256[:16]}"))
-    for key, value in found.provenance.items():
-        if value is not None:
-            rows.append((key, _pairs(value) if isinstance(value, Mapping) else str(value)))
+    rows += [(CALLED.get(key, key), said) for key, value in found.provenance.items() if (said := _said(value))]
     clean = [(words.name(key), words.clean(value)) for key, value in rows]
     blocks: list[Block] = [Table(("", ""), clean, names=2)]
     if found.recipe is not None:
@@ -220,8 +218,16 @@ def _named(name: str, fingerprint: str | None) -> str:
     return name if fingerprint is None else f"{name} (sha256 {fingerprint[:16]})"
 
 
+def _said(value: Any) -> str:
+    """A fact in words; nothing for what is not there."""
+    if isinstance(value, Mapping):
+        return _pairs(value)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else "" if value is None else str(value)
+
+
 def _pairs(value: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {str(each)[:16] if key == 'sha256' else each}" for key, each in value.items())
+    known = {key: _said(each) for key, each in value.items()}
+    return ", ".join(f"{key} {said[:16] if key == 'sha256' else said}" for key, said in known.items() if said)
 
 
 # Methods that are told for how many steps they train.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from compress.evaluation.showing.content import Article, Block, Continuation, Report, Section, Table, Words
-from compress.evaluation.showing.words import clean
+from compress.evaluation.showing.words import CODE, clean
 
 SPECIAL = re.compile(r"([\\`*\[\]<>|~&$])|(?<!\w)_|_(?!\w)")
 
@@ -47,9 +47,14 @@ def _block(block: Block) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Text that means nothing to Markdown or HTML, on one line; addresses are not made links."""
-    found = SPECIAL.sub(lambda found: "\\" + found[0], " ".join(clean(text).split())).replace("://", ":&#47;/")
+    """Text that means nothing to Markdown or HTML but for `code`, on one line; addresses are not made links."""
+    parts = CODE.split(" ".join(clean(text).split()))
+    found = "".join(f"`{part}`" if i % 2 else _escaped(part) for i, part in enumerate(parts))
     return "\\" + found if re.match(r"(#|>|[-+]\s|\d+[.)]\s|={3}|-{3})", found) else found
+
+
+def _escaped(text: str) -> str:
+    return SPECIAL.sub(lambda found: "\\" + found[0], text).replace("://", ":&#47;/")
 
 
 def table(block: Table) -> list[str]:

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from compress.evaluation.drawing import COLOURS, DARK, INK
 from compress.evaluation.showing.content import Block, Picture, Report
-from compress.evaluation.showing.words import clean
+from compress.evaluation.showing.words import CODE, clean
 from compress.version import VERSION
 
 HOME = Path(__file__).parent
@@ -36,7 +36,7 @@ def as_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable}
+    environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable, "coded": coded}
     template = environment.get_template(TEMPLATE)
     return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"
 
@@ -48,7 +48,12 @@ def seen(value: object) -> object:
 
 def breakable(text: str) -> Markup:
     """A name that may go on in the next line behind a dot, a slash or an underscore, escaped."""
-    return Markup(re.sub(r"([._/])(?=[^\W\d])", r"\1<wbr>", str(escape(clean(text)))))
+    return Markup(re.sub(r"(?<!<)([._/])(?=[^\W\d])", r"\1<wbr>", str(coded(text))))
+
+
+def coded(text: str) -> Markup:
+    """Escaped text, with what stands between backticks as code."""
+    return Markup(CODE.sub(r"<code>\1</code>", str(escape(clean(text)))))
 
 
 def picture_runs(blocks: Sequence[Block]) -> Iterator[tuple[bool, list[Block]]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compress.evaluation.document import Figure
-from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, padded, rule
+from compress.evaluation.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, padded, rule, tick
 from compress.evaluation.front import undominated
 from compress.evaluation.showing import words
 from compress.evaluation.showing.runs import Run
@@ -18,7 +18,7 @@ from compress.evaluation.showing.verdict import held_out
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 330.0, 66.0, 14.0, 16.0, 44.0
 RADIUS = 5.0
 LOGARITHMIC_FROM = 4.0  # times between the ends of an axis
-LETTER, STRONG, LINE = 6.6, 8.0, 13.0  # about the width of a letter of a label, and of a bold one; its height
+LINE = 13.0  # about the height of a letter
 MEASURES = (("kl_mean", "KL to the original, nats per token"), ("perplexity", "perplexity"))
 
 
@@ -115,7 +115,7 @@ def _grid(across: Axis, up: Axis, below: str, beside: str) -> list[str]:
     for value in across.ticks():
         x = across.place(value)
         marks += [rule(x, HEIGHT - BOTTOM, x, HEIGHT - BOTTOM + 4)]
-        marks += [label(x, HEIGHT - BOTTOM + 18, f"{value:.4g}", "middle")]
+        marks += [tick(x, HEIGHT - BOTTOM + 18, f"{value:.4g}")]
     marks.append(label((LEFT + WIDE - RIGHT) / 2, HEIGHT - 6, below, "middle"))
     turned = f"rotate(-90 11 {(HEIGHT - BOTTOM) / 2:.0f})"
     marks.append(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
-from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, rule
+from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, rule, tick
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Block, Continuation, Picture, Section, Table, Words
 from compress.evaluation.showing.verdict import outcome, points
@@ -97,7 +97,7 @@ def _histogram(found: Histogram) -> Picture:
     marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
     for power in across.ticks():
         if power == round(power):
-            marks.append(label(across.place(power), HEIGHT - BOTTOM + 16, f"{10.0**power:g}", "middle"))
+            marks.append(tick(across.place(power), HEIGHT - BOTTOM + 16, f"{10.0**power:g}"))
     marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "KL of a token, nats", "middle"))
     return Picture(
         "KL by token", inline(f"histogram of the KL of {total} tokens", HEIGHT, marks), "Tokens by their KL."
@@ -136,8 +136,7 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
         marks.append(rule(middle, up.place(max(low, 0)), middle, up.place(high), "bar"))
     marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
     for value in (0, 0.25, 0.5, 0.75, 1):
-        side = "end" if value == 1 else "middle"
-        marks.append(label(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %", side))
+        marks.append(tick(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %"))
     marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "probability that the original gave its first choice", "middle"))
     about = "mean KL by the original's confidence"
     caption = "Mean KL of the tokens on which the original was so sure; lines are 95 % intervals."

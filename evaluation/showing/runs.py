@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.files import RECORD
+from compress.checkpoint.shown import shown
 from compress.checkpoint.source import Source, find_source, path_of
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.components import size_result
@@ -107,7 +108,7 @@ def named(source: Source) -> Named:
     architectures = source.config.get("architectures") or ["unknown"]
     dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "unknown")
     parameters = size_result(source).parameters
-    return Named(source.name, str(architectures[0]), parameters, dtype, source.fingerprint())
+    return Named(shown(source.name), str(architectures[0]), parameters, dtype, source.fingerprint())
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
