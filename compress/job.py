@@ -144,7 +144,7 @@ class Job:
             self.record,
             self.reporter,
             FoldFinder(self.comm, shared_weights(self.model)),
-            Steps.of(self.reporter, self.plan),
+            Steps.of(self.reporter, self.plan, "before training, " if self.lessons is not None else ""),
             self.lessons,
             self.earlier,
         )

@@ -400,6 +400,15 @@ def sink_of(
     return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers), cache
 
 
+def _found(sink: Writer, total: int) -> str:
+    """A remark on what an earlier run has left to go on with."""
+    if sink.blocks:
+        return f"going on with an earlier run of {sink.output.name}: {len(sink.blocks)} of {total} steps are done"
+    if sink.place.trained():
+        return f"going on with the training of an earlier run of {sink.output.name}"
+    return f"no finished block of an earlier run for {sink.output.name}: started from the beginning"
+
+
 def _remarks(
     request: Request, model: nn.Module, plan_: Plan, tokens: Tokens | None, sink: Writer | Discard
 ) -> list[str]:
@@ -415,8 +424,8 @@ def _remarks(
     several = plan_.stacks[0].container is None and not request.extent.one_block
     if several and len(find_stacks(model, plan_.convolutions)) > 1:
         notes.append("the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block")
-    if request.delivery.resume and isinstance(sink, Writer) and not sink.blocks:
-        notes.append(f"no finished block of an earlier run for {sink.output.name}: started from the beginning")
+    if request.delivery.resume and isinstance(sink, Writer):
+        notes.append(_found(sink, sum(len(stack.blocks) for stack in plan_.stacks) + len(plan_.tables)))
     if plan_.passes and not any(p.stage(Decide) for p in plan_.passes):
         notes.append(
             "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"

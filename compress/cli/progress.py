@@ -85,7 +85,9 @@ class Bar:
             self.progress.update(self.task, description=f"{self.title} {visible(what)}")
 
     def note(self, message: str) -> None:
-        self.progress.console.print(f"note: {message}", highlight=False, soft_wrap=True)
+        self.progress.console.print(f"note: {message}", highlight=False)
+        if self.progress.finished:  # work of which nobody knows how long it takes
+            self.progress.reset(self.task, total=None, description=f"{self.title} finishing", end=None)
 
 
 @contextmanager

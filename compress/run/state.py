@@ -22,13 +22,13 @@ from compress.run.spending import Spending
 class Steps:
     """Counts tables and blocks for the person who waits."""
 
-    def __init__(self, reporter: Reporter, total: int) -> None:
-        self.reporter, self.total, self.done = reporter, total, 0
+    def __init__(self, reporter: Reporter, total: int, phase: str = "") -> None:
+        self.reporter, self.total, self.phase, self.done = reporter, total, phase, 0
 
     @classmethod
-    def of(cls, reporter: Reporter, plan: Plan) -> "Steps":
-        """Of a walk through the tables and blocks of a plan."""
-        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables))
+    def of(cls, reporter: Reporter, plan: Plan, phase: str = "") -> "Steps":
+        """Of a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
+        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables), phase)
 
     def begin(self) -> None:
         """The next begins now."""
@@ -39,7 +39,7 @@ class Steps:
         self.done += 1
         if not usual:
             self.reporter.step(self.done, self.total, "")
-        self.reporter.step(self.done, self.total, name)
+        self.reporter.step(self.done, self.total, f"{self.phase}{name}")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
     rate = {} if tested is None else {"learning_rate": tested.learning_rate}
     about = {"options": described(learn) | rate, "range_test": None if tested is None else asdict(tested)}
     run.record.training.append({**asdict(history), **about})
-    return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left))
+    return replace(run, plan=left, earlier=sink.blocks, steps=Steps.of(run.reporter, left, "after training, "))
 
 
 def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> Collected:

@@ -93,6 +93,8 @@ def train(this: Training) -> History:
     every = options.evaluate_every or (0 if best.since is None else interval(options, len(kept_out)))
     history, started = History(), time.monotonic()
     history.resumed = _resumed(this, adamw, best)
+    if history.resumed:
+        this.reporter.note(f"training goes on behind step {history.resumed} of {options.steps}")
     log = Log(this.place if comm.rank == 0 else None, history.resumed)
     history.earlier = log.earlier
     unit = "tokens" if is_text(seen.take([0])) else "samples"

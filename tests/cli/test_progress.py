@@ -74,6 +74,21 @@ def test_a_bar_counts_down_however_long_a_step_takes(clock: Clock) -> None:
             assert str(column.render(shown.tasks[0])) == f"0:00:{left - 1:02}"
 
 
+def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after() -> None:
+    out = io.StringIO()
+    shown = Progress(console=Console(file=out, width=40, force_terminal=True))
+    bar = Bar("work", shown)
+    bar.step(2, 2, "b")
+    assert shown.finished
+    bar.note("what is said after the steps are done takes two lines here, and no word is broken")
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        "note: what is said after the steps are",
+        "done takes two lines here, and no word",
+        "is broken",
+    ]
+    assert (shown.tasks[0].total, shown.tasks[0].description) == (None, "work finishing")
+
+
 def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) -> None:
     """The first forward takes a minute, a block ten seconds, an embedding and a block of an earlier run none."""
 
@@ -98,7 +113,9 @@ def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) 
         compress.quantize(model, passes, reporter=StopInTheEnd(), **options)
     model = make_llama(num_hidden_layers=4)
     compress.quantize(model, passes, reporter=Lines("run"), resume=True, **options)
-    said = [line.removeprefix("run: ") for line in capsys.readouterr().err.splitlines() if line.startswith("run: ")]
+    lines = capsys.readouterr().err.splitlines()
+    assert "note: going on with an earlier run of out: 4 of 6 steps are done" in lines
+    said = [line.removeprefix("run: ") for line in lines if line.startswith("run: ")]
     assert said == [
         "0/6",
         "1/6 model.embed_tokens",
