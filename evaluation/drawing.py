@@ -75,7 +75,7 @@ def picture(title: str, marks: Sequence[str]) -> str:
 
 # --- pictures inside a page: they take their colours from its style, light or dark, and its text size on a phone ------
 
-LETTER, STRONG = 7.8, 9.0  # units, about the width of a letter and of a bold one in the widest of the usual fonts
+LETTER, STRONG = 8.6, 9.2  # units, about the width of a letter and of a bold one in the widest of the usual fonts
 WIDE = 480  # units of width; a phone shows about three quarters of a unit per pixel, a desk one
 INK = (
     "svg.drawn{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}svg.drawn text{fill:var(--soft)}"

@@ -87,7 +87,8 @@ class Bar:
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False)
         if self.progress.finished:  # work of which nobody knows how long it takes
-            self.progress.reset(self.task, total=None, description=f"{self.title} finishing", end=None)
+            self.progress.reset(self.task, description=f"{self.title} finishing", end=None)
+            self.progress.tasks[self.progress.task_ids.index(self.task)].total = None
 
 
 @contextmanager

@@ -117,9 +117,9 @@ def _grid(across: Axis, up: Axis, below: str, beside: str) -> list[str]:
         marks += [rule(x, HEIGHT - BOTTOM, x, HEIGHT - BOTTOM + 4)]
         marks += [tick(x, HEIGHT - BOTTOM + 18, f"{value:.4g}")]
     marks.append(label((LEFT + WIDE - RIGHT) / 2, HEIGHT - 6, below, "middle"))
-    turned = f"rotate(-90 11 {(HEIGHT - BOTTOM) / 2:.0f})"
+    turned = f"rotate(-90 15 {(HEIGHT - BOTTOM) / 2:.0f})"
     marks.append(
-        f'<text x="11" y="{(HEIGHT - BOTTOM) / 2:.0f}" text-anchor="middle" transform="{turned}">{beside}</text>'
+        f'<text x="15" y="{(HEIGHT - BOTTOM) / 2:.0f}" text-anchor="middle" transform="{turned}">{beside}</text>'
     )
     return marks
 

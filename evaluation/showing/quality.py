@@ -10,7 +10,7 @@ from compress.evaluation.showing.content import Block, Continuation, Picture, Se
 from compress.evaluation.showing.verdict import outcome, points
 from compress.evaluation.statistics import FEW_WINDOWS
 
-HEIGHT, LEFT, BOTTOM, TOP = 200.0, 44.0, 38.0, 12.0
+HEIGHT, LEFT, BOTTOM, TOP = 200.0, 56.0, 38.0, 12.0
 LEAST = 1e-12
 
 

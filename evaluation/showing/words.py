@@ -17,7 +17,7 @@ LONG = 400  # characters of a name
 PERCENTILE = re.compile(r"(kl|delta_p)_p(\d+)$")
 SHARES = ("same_top", "accuracy", "reference_accuracy", "accuracy_difference", "agreement")
 # What is shown as code: of all that could be markup somewhere nothing is let in.
-CODE = re.compile(r"(?<!`)`([\w .,:=/+-]+)`(?!`)")
+CODE = re.compile(r"(?<!`)`([\w-][\w .,:=/+-]*)`(?!`)")
 POINTS = "delta_p"  # figures that are differences of probabilities
 
 # What the figures of a text are called, in the order in which they are shown.

@@ -18,6 +18,18 @@ OPEN = "document.querySelectorAll('details').forEach(each => { each.open = true 
 BOXES = """[...document.querySelectorAll('svg')].map(each => {
   const box = each.getBoundingClientRect(); return [box.width, box.height, each.querySelectorAll('*').length];
 })"""
+CUT = """[...document.querySelectorAll('svg text')].filter(each => {
+  const text = each.getBoundingClientRect(), drawn = each.ownerSVGElement.getBoundingClientRect();
+  return text.width > 0 && (text.left < drawn.left - 1 || text.right > drawn.right + 1);
+}).map(each => each.textContent)"""
+OVER = """[...document.querySelectorAll('svg')].flatMap(drawn => {
+  const found = [...drawn.querySelectorAll('text, rect[width="10.0"]')].map(each => each.getBoundingClientRect());
+  const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4 && b.top < a.bottom - 4;
+  return found.filter((a, i) => a.width > 0 && found.slice(i + 1).some(b => meet(a, b)))
+    .map(() => drawn.getAttribute('aria-label'));
+})"""
+CLIPPED = """[...document.querySelectorAll('.wide')].filter(each => each.scrollWidth > each.clientWidth + 1)
+  .map(each => each.getAttribute('aria-label'))"""
 BEYOND = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -53,6 +65,19 @@ def test_a_page_is_quiet_and_whole(seen: browser.Browser, pages: dict[str, Path]
         assert all(w > 200 and h > 40 and inside > 5 for w, h, inside in boxes), boxes
         assert seen.value(BEYOND) == 0, f"wider than a screen of {width}"
         assert seen.value("document.querySelectorAll('script, img, iframe').length") == 0
+
+
+@pytest.mark.parametrize("name", ["one", "several"])
+def test_words_of_pictures_stand_apart_and_tables_have_room(
+    seen: browser.Browser, pages: dict[str, Path], name: str
+) -> None:
+    for width in (390, 1280):
+        seen.look(width)
+        seen.open(pages[name])
+        seen.value(OPEN)
+        assert seen.value(CUT) == []
+        assert seen.value(OVER) == []
+        assert seen.value(CLIPPED) == []
 
 
 def test_tables_are_read_without_scripts_and_on_paper(seen: browser.Browser, pages: dict[str, Path]) -> None:

@@ -102,6 +102,16 @@ def test_a_page_of_one_run_shows_everything_that_was_measured() -> None:
     assert found.tags.count("mark") == 4
 
 
+def test_facts_are_words_and_what_is_not_there_is_not_shown() -> None:
+    known = {"modified": False, "commit": None, "versions": {"torch": "2.11", "gemlite": None}}
+    found = page(replace(evaluations.whole(), provenance=known, missing={"speed": "ask with `--speed`"}))
+    assert ["changed since that commit", "no"] in found.rows
+    assert ["versions", "torch 2.11"] in found.rows
+    assert not any(row[0] == "commit" for row in found.rows)
+    assert ["speed", "ask with --speed"] in found.rows
+    assert "code" in found.tags
+
+
 def test_a_page_needs_nothing_but_itself() -> None:
     found = page(*evaluations.sweep())
     assert not {"script", "img", "iframe", "object", "base", "form"} & {*found.tags}
@@ -358,6 +368,7 @@ def test_a_card_has_front_matter_and_replaces_only_what_is_ours(copy_of: Callabl
     assert {"type": "kl_divergence", "value": 0.045} in held_out["metrics"]
     assert [each["dataset"]["name"] for each in tasks] == ["lambada", "piqa"]
     assert "## Quality" in text
+    assert str(out.parent) not in text  # a reader learns nothing of this machine's folders
     (out / "evaluation.json").unlink()
     assert stranger_in(out) is None  # --overwrite of the run may replace it with the rest
     assert command(out, "--card").code == 0
@@ -393,5 +404,7 @@ def test_hostile_names_are_text_and_nothing_else() -> None:
 
 def test_plain_text_stays_plain_in_markdown() -> None:
     assert plain("a|b\n# c") == r"a\|b # c"
+    assert plain("run `compress verify --json a.b`_") == r"run `compress verify --json a.b`\_"
+    assert plain("``a`` `<b>` `c\\`") == r"\`\`a\`\` \`\<b\>\` \`c\\\`"
     assert plain("# no heading") == r"\# no heading"
     assert plain("self_attn.q_proj _x_") == r"self_attn.q_proj \_x\_"

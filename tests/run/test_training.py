@@ -114,7 +114,7 @@ class StopAfter(Silent):
             raise KeyboardInterrupt
 
 
-@every("stops", [["step 3"], ["step 5", "model.layers.0"]])
+@every("stops", [["step 3"], ["step 5", "after training, model.layers.0"]])
 def test_a_run_that_was_stopped_goes_on_and_ends_the_same(folder, tmp_path_factory, stops):
     place = tmp_path_factory.mktemp("out")
     passes = [TWO_BITS, Train(**FEW, save_every=2)]
