@@ -45,7 +45,7 @@ from compress.run.plan import Plan, plan, planned, structural_of
 from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
 from compress.run.restore import naming, undone
 from compress.run.restructure import Restructured, Restructuring
-from compress.run.storable import cache_entry_of, check_storable
+from compress.run.storable import cache_entry_of, check_halved, check_storable
 from compress.run.zeros import check_plan, check_structure, recorded
 from compress.runtime.embedding import QuantEmbedding
 from compress.runtime.linear import QuantLinear
@@ -395,6 +395,7 @@ def sink_of(
     cache = cache_entry_of(plan_, model)
     delivery = request.delivery
     halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
+    check_halved(plan_, halved)
     how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
     buffers = [name for name, _ in stored_buffers(model)]
     return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers), cache

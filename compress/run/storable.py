@@ -1,7 +1,7 @@
 """What compressed-tensors cannot express is refused before the work; what readers should know is said after it."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -9,10 +9,16 @@ from torch import nn
 from compress.checkpoint.files import VARIANT
 from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
+from compress.model.layers import Layer
 from compress.passes.activation_format import ActivationFormat
+from compress.passes.base import Pass
+from compress.passes.prune import Prune
+from compress.passes.stages import Learn
+from compress.passes.weight_format import WeightFormat
 from compress.run.plan import Plan
 from compress.weights.compressed_tensors import cache_entry, group_entry, needs_dequantizing, why_not
 from compress.weights.scheme import Scheme
+from compress.weights.sparse24 import PackedSparse24, is_halved
 
 
 def check_storable(plan: Plan) -> None:
@@ -25,17 +31,42 @@ def check_storable(plan: Plan) -> None:
                 "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
             )
     for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
-        if layer.name in plan.halved:
-            raise InputError(
-                f"{layer.name} is a {type(layer.module).__name__}, which has no form without its zeros; ignore it, or "
-                "leave store out"
-            )
         for p in plan.passes:
             if p.rounds_inputs and p.wants(layer.name):
                 raise InputError(
                     f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
                     f"rounded input ({p.name}); ignore it, give it weights only, or leave the output out"
                 )
+
+
+def check_halved(plan: Plan, halved: Collection[str]) -> None:
+    """Refuse layers to be stored as 2:4 that will not be, as far as their passes tell."""
+    for layer in (layer for layers in plan.layers.values() for layer in layers if layer.name in halved):
+        why = _why_not_halved(layer, [p for p in plan.passes if p.wants(layer.name)])
+        if why is not None:
+            raise InputError(f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store")
+
+
+def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
+    """Why a layer has no 2:4 form after these passes; None where it has one, or where only the work will tell."""
+    if not layer.has_format:
+        return f"a {type(layer.module).__name__} has no such form"
+    for p in passes:
+        if isinstance(p, WeightFormat) and p.writes == "quantized weight":
+            if getattr(p, "outliers", 0):
+                return f"{p.name} keeps outliers beside its codes"
+            try:
+                problem = PackedSparse24(grid=p.weight_grid()).problem(*layer.shape)
+            except InputError as error:
+                return f"{p.name}: {error}"
+            if problem is not None:
+                return f"{p.name} {problem}"
+    pruning = [p for p in passes if p.writes == "mask" or ((learn := p.stage(Learn)) and learn.sparsity.prunes)]
+    if not pruning and not is_halved(layer.weight):
+        return "no step prunes it"
+    if pruning and all(isinstance(p, Prune) and not p.pattern for p in pruning):
+        return f"{pruning[-1].name} prunes a share of its weights, wherever they are"
+    return None
 
 
 def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:

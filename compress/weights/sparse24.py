@@ -140,6 +140,14 @@ def zeros_of(quantized: Quantized) -> Tensor:
     return zero.repeat_interleave(columns // zero.shape[1], 1)
 
 
+def is_halved(weight_NK: Tensor) -> bool:
+    """Whether a weight is 2:4 as it is."""
+    columns = weight_NK.shape[1]
+    if quads_problem(columns) is not None:
+        return False
+    return bool((weight_NK.reshape(-1, QUAD) != 0).sum(1).le(KEPT).all())
+
+
 def sparse24(summand: Summand) -> Term:
     """A dense term, or codes with zeros, as the 2:4 term of exactly the same values; one that is 2:4, as it is.
 

@@ -487,6 +487,22 @@ MASKS: dict[str, Case] = {
         ),
         ("store 2:4 is of layers that a pass prunes", "leave it out"),
     ),
+    **{
+        f"no 2:4 form: {words}": (
+            lambda d, words=words: d.rtn(d.model, *words.split(), "--store", "2:4"),
+            ("q_proj cannot be stored as 2:4: ", says, "leave out store"),
+        )
+        for words, says in {
+            "--scheme fp8 --group-size -1": "rtn: 2:4 codes are signed integers",
+            "--group-size 16 --set outliers=0.01": "rtn keeps outliers beside its codes",
+            "--group-size 16": "no step prunes it",
+            "--group-size 2": "rtn has groups of 2 inputs, which are not whole groups of 4",
+        }.items()
+    },
+    "a share stored as 2:4": (
+        lambda d: prune(d, "magnitude", "--sparsity", 0.5, "--store", "2:4"),
+        ("cannot be stored as 2:4: magnitude prunes a share of its weights",),
+    ),
     "groups that do not divide what structure leaves": (
         lambda d: d.recipe(
             "passes: [structure: {channels: 0.25, importance: magnitude, compensate: false}, rtn: {group_size: 32}]"
