@@ -52,7 +52,7 @@ class MaskMethod(click.Option):
 @click.option(
     "--allocate",
     help="Of wanda and sparsegpt: whether all layers lose the same share (uniform), or by outliers (owl), or by what "
-    "each loses (layer-loss).  [default: uniform]",
+    "each loses (layer-loss, which often costs more than uniform: compare both).  [default: uniform]",
 )
 @setting_option
 @run_options

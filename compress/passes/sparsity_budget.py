@@ -46,7 +46,8 @@ class SparsityBudget(Prune):
 
     allocate: Sharing = "uniform"
     """Who loses how much: all layers the same share, blocks with more outliers less (owl), or each layer as much as
-    adds least to the losses of all, as parts of what they return; found in a walk over the original model."""
+    adds least to the losses of all, as parts of what they return; found in a walk over the original model. Layer-loss
+    counts all layers' losses alike, and often costs more than uniform shares: compare both by the KL."""
 
     outlier: float = OUTLIER
     """1 or more: what makes an outlier of a product |W_ij| |X_j|, in means of its block (M of owl; 5 to 7 there)."""
