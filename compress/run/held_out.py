@@ -87,7 +87,7 @@ class HeldOut:
     def _log_probs(self, i: int, output: Any) -> Tensor:
         """[B, T-1, V] float32 of the next token, from what the last block returned of a micro-batch."""
         if self.stack.container is not None:
-            stand_ins = [Recorder(block, partial(_instead, output)) for block in self.blocks]
+            stand_ins = [Recorder(block, partial(instead, output)) for block in self.blocks]
             with swapped(self.stack.container, stand_ins):
                 output = self.model(**self.batches[i])
         logits = getattr(output, "logits", None)
@@ -98,7 +98,7 @@ class HeldOut:
         return functional.log_softmax(logits[:, :-1].float(), -1)
 
 
-def _instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a block is said to return, whatever it is called with."""
     return output
 

@@ -18,7 +18,7 @@ from compress.comm import Comm
 from compress.model.calls import Batch, Call, hidden_of, real_tokens
 from compress.model.layers import Stack
 from compress.run.capture import Recorder, swapped
-from compress.run.held_out import divergence
+from compress.run.held_out import divergence, instead
 from compress.run.residency import Local
 
 Measure = Callable[[Tensor, Tensor], float]
@@ -91,7 +91,7 @@ class Without:
         sum over rows of what others are off."""
         blocks = [block for _, block in self.stack.blocks]
         assert self.stack.container is not None
-        with swapped(self.stack.container, [Recorder(block, partial(_instead, output)) for block in blocks]):
+        with swapped(self.stack.container, [Recorder(block, partial(instead, output)) for block in blocks]):
             made = self.model(**{key: value.to(self.residency.device) for key, value in batch.items()})
         logits = getattr(made, "logits", None)
         found = logits if isinstance(logits, Tensor) else hidden_of(output)
@@ -104,11 +104,6 @@ class Without:
 def _as(output: Any, hidden: Tensor) -> Any:
     """What a block returned, with another hidden state."""
     return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
-
-
-def _instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is said to return, whatever it is called with."""
-    return output
 
 
 def relative_error(expected: Tensor, found: Tensor) -> float:
