@@ -22,6 +22,8 @@ from compress.checkpoint.files import checksum, write_whole
 from compress.checkpoint.shown import command, shown
 from compress.errors import CheckpointError
 from compress.evaluation.page import write_page
+from compress.kernels import cache
+from compress.kernels.notes import note_once
 from compress.kernels.private import candidates
 from compress.kernels.tuning import table
 
@@ -119,6 +121,34 @@ def test_a_scratch_file_of_a_live_process_stays(tmp_path: Path) -> None:
     alive.file.write(b"newer")
     alive.become()
     assert path.read_text() == "newer"
+
+
+def test_a_user_without_a_home_directory_has_a_private_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a container's, who is in no list of users; a folder that somebody else may have made is not trusted."""
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_CACHE_HOME", "COMPRESS_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    usual = tmp_path / f"compress-{os.geteuid()}"
+    for trusted in (True, False):
+        cache._temporary.cache_clear()
+        note_once.cache_clear()
+        caplog.clear()
+        found = cache.cache_directory()
+        assert (found == usual) == trusted
+        assert found.parent == tmp_path
+        assert found.stat().st_mode & 0o777 == 0o700
+        assert f"no home directory: caches are in {found}" in caplog.text
+        usual.chmod(0o777)
+    monkeypatch.setenv("COMPRESS_CACHE_DIR", str(tmp_path / "own"))
+    assert cache.cache_directory() == tmp_path / "own"
+    cache._temporary.cache_clear()
 
 
 @settings(max_examples=40, deadline=None)
