@@ -4,23 +4,27 @@ import os
 import signal
 from types import FrameType
 
-STOPPED = 130  # what a shell reports for a command that was interrupted
+# What a shell reports for a command that was interrupted, or terminated.
+CODES = {signal.SIGINT: (130, b"compress: stopped\n"), signal.SIGTERM: (143, b"compress: stopped by SIGTERM\n")}
 
 
 def stop(number: int, frame: FrameType | None) -> None:
     """Leave at once: nothing has begun. An exception would pass through imports of C++, which not all survive."""
-    os.write(2, b"compress: stopped\n")
-    os._exit(STOPPED)
+    code, line = CODES[signal.Signals(number)]
+    os.write(2, line)
+    os._exit(code)
 
 
 def main() -> None:
     """Import the command line and run it."""
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # not where a shell has told its background jobs to ignore interrupts
-        signal.signal(signal.SIGINT, stop)
+    usual = {number: signal.getsignal(number) for number in CODES}
+    for number, handler in usual.items():
+        if handler in (signal.default_int_handler, signal.SIG_DFL):  # a shell has its background jobs ignore interrupts
+            signal.signal(number, stop)
     from compress.cli import main as cli
 
-    signal.signal(signal.SIGINT, usual)
+    for number, handler in usual.items():
+        signal.signal(number, handler)
     try:
         cli.main()
     except KeyboardInterrupt:

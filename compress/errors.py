@@ -29,6 +29,10 @@ def install(extra: str) -> str:
     return f"in the checkout of compress run: pip install -e '.[{extra}]'"
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends the work as an interrupt does."""
+
+
 def first_line(error: BaseException) -> str:
     """What an exception of a library says, in a line; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -30,6 +30,7 @@ from compress.errors import InputError
 from compress.job import Job
 from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch
+from compress.model.finite import check_finite
 from compress.model.layers import check_tensors, find_stacks
 from compress.passes.base import Pass
 from compress.passes.stages import Decide, Gradients, Learn
@@ -103,6 +104,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     model = load_dense(source, notes=record.notes) if source is not None else request.model
     assert isinstance(model, nn.Module)
     _check_no_codes(model)
+    check_finite(model, comm)
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = _compute_dtype(model, device, request.work.dtype)
     earlier = earlier_of(request, source)

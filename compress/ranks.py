@@ -17,15 +17,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from compress.comm import Comm
-from compress.errors import RankLostError, first_line
+from compress.errors import RankLostError, Terminated, first_line
 
 PATIENCE_S = 2.0  # for a process whose connections are closed already to be gone, too
 PAUSE_S = 0.02
 GONE = ("Z", "X")  # of /proc/PID/stat: ended, and nobody has asked how
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, in a process that handles it with `terminate`."""
 
 
 def terminate(number: int, frame: FrameType | None) -> NoReturn:

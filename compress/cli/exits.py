@@ -1,28 +1,37 @@
 """How a command ends: one line on standard error and an exit code, never a traceback."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 
 from compress.cli.terminal import visible
-from compress.errors import CompressError, InputError, first_line
+from compress.errors import CompressError, InputError, Terminated, first_line
 
 GATE = 3  # an evaluation that fails a gate
-STOPPED = 130  # what a shell reports for a command that was interrupted
+# What a shell reports for commands that were interrupted, terminated, or whose reader went away (as `| head` does).
+STOPPED, TERMINATED, UNREAD = 130, 143, 141
 TRACEBACK = "COMPRESS_TRACEBACK"
 
 
 def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
-    """Exit code 2 for bad input, 1 for work that failed, 130 for an interrupt; each with a line that says why."""
+    """Exit code 2 for bad input, 1 for work that failed, 130 for an interrupt, 143 for SIGTERM; each with a line that
+    says why. 141, without one, where nobody reads what is printed any more."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            unread()
         except InputError as error:
             fail(str(error), 2)
         except CompressError as error:
@@ -32,7 +41,7 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             fail(f"{error.filename or 'input or output'}: {error.strerror or error}", 1)
         except KeyboardInterrupt as error:
-            fail(said(error), STOPPED)
+            fail(said(error), TERMINATED if isinstance(error, Terminated) else STOPPED)
         except click.ClickException:
             raise
         except Exception as error:  # a defect of ours or of a library: one line, the traceback on request
@@ -49,6 +58,37 @@ def out_of_memory() -> tuple[type[Exception], ...]:
     return () if found is None else (found,)
 
 
+def unread() -> NoReturn:
+    """Leave without a word: the reader of standard output has gone."""
+    print_nowhere()
+    leave(UNREAD)
+
+
+def print_nowhere() -> None:
+    """Let what is left to print go nowhere: the interpreter writes it when it ends, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """A handler of SIGTERM: the first ends the work as an interrupt would, the second the process at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated("stopped by SIGTERM")
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Within: SIGTERM is a line and exit code 143, where nobody else handles it."""
+    usual = signal.getsignal(signal.SIGTERM)
+    if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
 def said(error: BaseException) -> str:
     """What an exception says, and what was added to it on its way."""
     return "; ".join([str(error) or "stopped", *getattr(error, "__notes__", ())])
@@ -60,10 +100,13 @@ def fail(message: str, code: int) -> None:
     leave(code)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process. Under torchrun without the interpreter's own end, in which torch's communication threads
     sometimes abort a rank whose work is done ("terminate called without an active exception")."""
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        print_nowhere()
     sys.stderr.flush()
     if "RANK" in os.environ:
         os._exit(code)

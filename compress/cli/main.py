@@ -11,6 +11,7 @@ from compress.cli.allocate import allocate
 from compress.cli.bench import bench
 from compress.cli.demo import demo
 from compress.cli.evaluate import evaluate
+from compress.cli.exits import terminating
 from compress.cli.export import export
 from compress.cli.generate import generate
 from compress.cli.inspect import inspect, verify
@@ -91,4 +92,5 @@ for command in (
 def main() -> None:
     """Entry point of `compress` and `python -m compress`."""
     spell_what_streams_lack()
-    cli()
+    with terminating():
+        cli()

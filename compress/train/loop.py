@@ -122,10 +122,12 @@ def train(this: Training) -> History:
             if len(kept_out) and (last or (every and done % every == 0)):
                 measure(done)
             asked = stopping.asked()
-            if this.place is not None and (last or asked or (options.save_every and done % options.save_every == 0)):
+            if this.place is not None and (
+                last or asked is not None or (options.save_every and done % options.save_every == 0)
+            ):
                 saved.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
-            if asked:
-                raise KeyboardInterrupt
+            if asked is not None:
+                raise asked
     history.kept = options.steps if best.step is None else best.step
     if history.kept != options.steps:
         reshard(this.objective.models[0])  # a root of FSDP that has run would not see what comes back

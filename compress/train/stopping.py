@@ -6,6 +6,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from compress.comm import Comm
+from compress.errors import Terminated
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,7 +18,8 @@ class Stopping:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.wanted, self.before = comm, False, dict[int, Any]()
+        self.comm, self.before = comm, dict[int, Any]()
+        self.number: int | None = None
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
@@ -28,7 +30,7 @@ class Stopping:
         self._give_back()
 
     def _keep(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
+        self.number = number
         self._give_back()
 
     def _give_back(self) -> None:
@@ -36,6 +38,9 @@ class Stopping:
             signal.signal(number, handler)
         self.before = {}
 
-    def asked(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on all."""
-        return any(self.comm.gather_objects(self.wanted))
+    def asked(self) -> KeyboardInterrupt | None:
+        """What to raise where any rank was asked to stop; of the same kind on all."""
+        numbers = {number for number in self.comm.gather_objects(self.number) if number is not None}
+        if not numbers:
+            return None
+        return Terminated("stopped by SIGTERM") if signal.SIGTERM in numbers else KeyboardInterrupt()

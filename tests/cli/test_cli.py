@@ -6,6 +6,7 @@ Work that fails: exit code 1, one line after the progress, finished blocks kept.
 
 import hashlib
 import json
+import os
 import re
 import resource
 import shutil
@@ -143,17 +144,23 @@ def damaged(desk: Desk, tensor: str, value: float) -> Path:
     return desk.copy(model__safetensors=edit)
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_weight_that_is_not_a_number_stops_the_run_at_its_layer(desk: Desk, method: str) -> None:
-    model = damaged(desk, "model.layers.1.mlp.up_proj.weight", float("nan"))
-    outcome = desk.rtn(model) if method == "rtn" else desk.gptq(desk.tokens, *FAST, model=model)
-    assert outcome.code == 1
-    assert "model.layers.1.mlp.up_proj has non-finite weights" in last_line(outcome)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layers.1.mlp.up_proj", "nan"), ("embed_tokens", "nan"), ("norm", "inf"), ("layers.0.input_layernorm", "-inf")],
+)
+def test_a_weight_that_is_not_a_number_is_refused_wherever_it_lies(desk: Desk, name: str, value: str) -> None:
+    model = damaged(desk, f"model.{name}.weight", float(value))
+    outcome = desk.rtn(model)
+    assert outcome.code == 2
+    assert outcome.err.startswith(f"compress: model.{name}.weight has non-finite weights"), outcome.err
     assert not desk.output.exists()
 
 
 def test_activations_that_are_not_numbers_stop_the_run_at_their_layer(desk: Desk) -> None:
-    model = damaged(desk, "model.embed_tokens.weight", float("inf"))
+    model = desk.copy(config__json=configured(dtype="float32"))
+    tensors = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    tensors["model.layers.0.input_layernorm.weight"].fill_(3e38)  # finite, and what it multiplies is not any more
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     outcome = desk.gptq(desk.ids(torch.zeros(2, 9, dtype=torch.int64)), *FAST, model=model)
     assert outcome.code == 1
     assert "the input of model.layers.0.self_attn.q_proj has non-finite values" in last_line(outcome)
@@ -217,6 +224,35 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
     monkeypatch.setattr(source, "weight_files", stopped)
     for words in (["evaluate", desk.model, "--text", "demo"], ["inspect", desk.model], ["bench", desk.model]):
         assert command(*words) == Outcome(130, "", "compress: stopped\n")
+
+
+def test_sigterm_is_one_line_that_says_how_to_go_on_and_ends_with_143(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminated(_: object, done: int, total: int, what: str) -> None:
+        if done == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before, partial = signal.getsignal(signal.SIGTERM), desk.output.with_name("output.partial")
+    monkeypatch.setattr(progress.Lines, "step", terminated)
+    outcome = desk.rtn(desk.model)
+    assert outcome.code == 143
+    kept = f"1 finished block is kept in {partial}: run again with --resume"
+    assert outcome.err == f"compress: stopped by SIGTERM; {kept}\n"
+    train = ["--train", "steps=2", "--calibration", desk.tokens, "--group-size", 32]
+    outcome = command("qat", desk.model, *train, "--output", desk.here / "trained")
+    assert outcome.code == 143
+    assert last_line(outcome).startswith("compress: stopped by SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As `compress methods | head`: quiet, and the exit code of a program that SIGPIPE ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "compress", "methods"], stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @contextmanager

@@ -1,0 +1,42 @@
+"""Weights that are no numbers, found before any work."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compress.comm import Comm
+from compress.errors import InputError
+from compress.model.buffers import stored_buffers
+
+AT_ONCE = 2**24  # values that are looked at together
+
+
+def check_finite(model: nn.Module, comm: Comm) -> None:
+    """Raise InputError that names the first parameter with a value that is not finite, or the first stored buffer with
+    one that is not a number (masks hold infinities). Each rank looks at its part of what all ranks have. A collective.
+    """
+    problem = None
+    named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
+    named += [(name, buffer, False) for name, buffer in stored_buffers(model)]
+    for i, (name, tensor, finite) in enumerate(named):
+        sharded = isinstance(tensor, DTensor)
+        if problem is None and (sharded or i % comm.world == comm.rank) and not tensor.is_meta:
+            held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            problem = (i, name) if _damaged(held.detach(), finite) else None
+    found = min((each for each in comm.gather_objects(problem) if each is not None), default=None)
+    if found is not None:
+        raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); the model is damaged: fetch it again")
+
+
+def _damaged(tensor: Tensor, finite: bool) -> bool:
+    """Whether a tensor holds what is not a number, or, where it has to be finite, an infinity."""
+    if not tensor.is_floating_point():
+        return False
+    for part in tensor.flatten().split(AT_ONCE):
+        values = part.float() if part.element_size() == 1 else part
+        # A sum is one fast pass and finite only where all values are; large values may overflow it, so look again.
+        if bool(values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()):
+            continue
+        if bool(values.isnan().any()) or (finite and bool(values.isinf().any())):
+            return True
+    return False
