@@ -7,9 +7,10 @@ two tensors.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,12 +21,25 @@ from compress.checkpoint.files import checksum, fingerprint, write_whole
 from compress.checkpoint.source import path_of
 from compress.errors import CheckpointError, InputError, first_line
 from compress.reading import regular
+from compress.schema import misfits
 from compress.train.loss_options import LossOptions
 from compress.train.offline import TopKRows
 from compress.train.rows import Rows
 
 ENTRY, VERSION = "compress.cached_logits", 1
+ROUNDING = 1e-3  # of the logarithm of a probability of 1
 HOW = "write it anew with compress distill TEACHER --cache-logits"
+
+
+class About(TypedDict):
+    """The metadata. teacher, training, values: checksums."""
+
+    version: int
+    teacher: str
+    training: str
+    values: dict[str, str]
+    temperature: float
+    vocabulary: int
 
 
 def checksum_of(rows: Rows) -> str:
@@ -66,7 +80,7 @@ def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, 
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get(ENTRY, "null"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be read ({first_line(error)}); {HOW}") from None
     _check(name, about, tensors)
     if about["training"] != checksum_of(rows):
@@ -79,6 +93,10 @@ def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, 
             f"{name} was made at temperature {about['temperature']:g}, and temperature {options.temperature:g} is "
             "asked for; give the same, or tail=conditional"
         )
+    if len(tensors["indices"]) != len(rows):
+        raise CheckpointError(
+            f"{name} is damaged (of {len(tensors['indices'])} samples; {len(rows)} are trained on); {HOW}"
+        )
     said = TopKRows(tensors["log_probs"], tensors["indices"], about["temperature"], about["vocabulary"])
     return said, fingerprint(about)
 
@@ -90,5 +108,24 @@ def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"{name} holds no cached logits; {HOW}")
     if about.get("version") != VERSION:
         raise CheckpointError(f"{name} is of version {about.get('version')!r}; this release reads {VERSION}: {HOW}")
-    if about.get("values") != {key: checksum(tensor) for key, tensor in tensors.items()}:
+    if (misfit := next(misfits(about, About), None)) is not None:
+        raise CheckpointError(f"{name} is damaged ({misfit}); {HOW}")
+    if about["values"] != {key: checksum(tensor) for key, tensor in tensors.items()}:
         raise CheckpointError(f"{name} is damaged (its checksum differs); {HOW}")
+    if (why := _nonsense(about, tensors["log_probs"], tensors["indices"])) is not None:
+        raise CheckpointError(f"{name} is damaged ({why}); {HOW}")
+
+
+def _nonsense(about: Mapping[str, Any], log_probs_NTk: Tensor, indices_NTk: Tensor) -> str | None:
+    """The reason why values cannot be what a teacher said; None where they can."""
+    if log_probs_NTk.ndim != 3 or log_probs_NTk.shape != indices_NTk.shape or 0 in log_probs_NTk.shape:
+        shapes = f"{list(log_probs_NTk.shape)} and {list(indices_NTk.shape)}"
+        return f"log_probs and indices have the shapes {shapes}; both must be [samples, tokens, k]"
+    if not (math.isfinite(about["temperature"]) and about["temperature"] > 0):
+        return f"temperature is {about['temperature']}; it must be above 0"
+    least, most = (int(end) for end in indices_NTk.aminmax())
+    if least < 0 or most >= about["vocabulary"]:
+        return f"indices are {least} to {most}; the vocabulary is 0 to {about['vocabulary'] - 1}"
+    if not bool((log_probs_NTk <= ROUNDING).all()):
+        return "log_probs hold what is no logarithm of a probability"
+    return None

@@ -130,7 +130,7 @@ def read_tokens(source: str) -> Any:
         raise InputError(f"token file {source!r} does not exist")
     try:
         if path.suffix == ".pt":
-            return torch.load(path, weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True)
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except Exception:  # noqa: BLE001 - pickle and numpy raise anything, and advise to load it unsafely
         writer = "torch.save" if path.suffix == ".pt" else "numpy.save"
@@ -148,8 +148,21 @@ def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:
         )
 
 
+def _unusual(tensor: Tensor) -> str | None:
+    """A word for a tensor that is more, or less, than rows of numbers; None for one that is not."""
+    kinds = {
+        "nested": tensor.is_nested,
+        "sparse": tensor.layout is not torch.strided,
+        "quantized": tensor.is_quantized,
+        "meta": tensor.is_meta,
+    }
+    return next((kind for kind, so in kinds.items() if so), None)
+
+
 def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
     """int64 [samples, length] token ids inside the vocabulary, or an InputError."""
+    if isinstance(value, Tensor) and (kind := _unusual(value)) is not None:
+        raise InputError(f"{source} holds a {kind} tensor; token ids must be integers of shape [samples, length]")
     if (
         not isinstance(value, Tensor)
         or value.ndim != 2

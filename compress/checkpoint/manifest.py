@@ -33,6 +33,8 @@ def read_record(directory: Path) -> dict[str, Any]:
     """The record of a finished run. Raises CheckpointError, naming the key, for one that no run has written."""
     found = read_json(directory / RECORD)
     fits(found, Run, directory / RECORD)
+    for layer in found["layers"]:
+        layer.setdefault("figures", {})
     return found
 
 

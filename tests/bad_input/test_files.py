@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import PLAIN_GPTQ, Outcome, StopAfterOne, command
+from commands import PLAIN_GPTQ, Desk, Outcome, StopAfterOne, command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.cached import ENTRY, read_cached
 from compress.checkpoint import shards
-from compress.checkpoint.files import OWN_WHOLE
+from compress.checkpoint.files import OWN_WHOLE, checksum
 from compress.checkpoint.journal import Journal
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.source import find_source
@@ -30,8 +32,10 @@ from compress.checkpoint.stored import stored_in
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.calibration import calibrated_ranges
 from compress.evaluation.size import inspect_checkpoint
+from compress.passes.stages import Learn
 from compress.recipe import load_recipe
 from compress.recipes.low_rank import LowRankAndCodes
+from compress.train.rows import rows_of
 
 pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 5000 + "]" * 5000
@@ -162,6 +166,53 @@ def test_an_index_names_files_of_its_own_directory(llama: Path, copy_of: Callabl
         index = {"weight_map": dict.fromkeys(load_file(llama / "model.safetensors"), outside)}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
         refused(command("inspect", model), f"is in {outside}, outside of the model")
+
+
+def test_cached_logits_that_say_what_no_teacher_can_are_refused(desk: Desk) -> None:
+    """Their checksums fit: somebody has written them so."""
+    said, ask = desk.here / "said.safetensors", ["--training", desk.tokens, "--quiet"]
+    assert command("distill", desk.model, "--cache-logits", said, "--top-k", 4, *ask).code == 0
+    with safe_open(said, "pt") as file:
+        about, tensors = json.loads(file.metadata()[ENTRY]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    indices, log_probs = tensors["indices"], tensors["log_probs"]
+    learn = compress.Train().stage(Learn)
+    assert learn is not None
+    rows = rows_of([{"input_ids": torch.load(desk.tokens)}])
+    assert len(read_cached(str(said), rows, learn.options)[0].indices_NTk) == len(rows)
+    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ({"temperature": 0}, {}, "temperature is 0; it must be above 0"),
+        ({"vocabulary": "a"}, {}, "vocabulary is 'a'; it must be a whole number"),
+        ({}, {"indices": indices + 4000}, "the vocabulary is 0 to 2047"),
+        ({}, {"indices": indices - 4000}, "the vocabulary is 0 to 2047"),
+        ({}, {"log_probs": log_probs / 0}, "what is no logarithm of a probability"),
+        ({}, {"indices": indices[..., :2].contiguous()}, "both must be [samples, tokens, k]"),
+        ({}, {"indices": indices[:2].clone(), "log_probs": log_probs[:2].clone()}, "of 2 samples; 6 are trained on"),
+    ]
+    cases += [({key: None}, {}, f"{key} is missing") for key in ("teacher", "training", "temperature", "vocabulary")]
+    for changes, others, says in cases:
+        held = {**tensors, **others}
+        noted = {**about, **changes, "values": {key: checksum(tensor) for key, tensor in held.items()}}
+        save_file(held, said, {ENTRY: json.dumps({key: value for key, value in noted.items() if value is not None})})
+        with pytest.raises(CheckpointError, match=r"said\.safetensors is damaged") as refusal:
+            read_cached(str(said), rows, learn.options)
+        assert says in str(refusal.value)
+
+
+def test_token_files_hold_plain_tensors(desk: Desk) -> None:
+    ids = torch.zeros(2, 9, dtype=torch.int64)
+    kinds = {"sparse": ids.to_sparse(), "nested": torch.nested.nested_tensor([*ids], layout=torch.jagged)}
+    for kind, tensor in {**kinds, "meta": ids.to("meta")}.items():
+        path = desk.ids(tensor)
+        refused(command("evaluate", desk.model, "--text", path, "--quiet"), f"{path} holds a {kind} tensor", "integers")
+
+
+def test_a_record_without_figures_of_a_layer_is_read(llama_w4: Path, copy_of: Callable[..., Path]) -> None:
+    model = copy_of(llama_w4)
+    record = json.loads((model / "compress.json").read_text())
+    del record["layers"][0]["figures"]
+    (model / "compress.json").write_text(json.dumps(record))
+    assert command("inspect", model, "--quiet").code == 0
+    assert "unexpected" not in command("report", model, "--quiet").err
 
 
 def test_files_without_a_tensor_are_refused(llama: Path, copy_of: Callable[..., Path]) -> None:
