@@ -51,7 +51,7 @@ def test_a_buffer_may_hold_infinities_and_nothing_else_that_is_not_finite(tmp_pa
     model.model.layers[1].register_buffer("mask", torch.tensor([0.0, value]))
     passes, output = compress.RTN(group_size=16), tmp_path / "out"
     if math.isnan(value):
-        with pytest.raises(CompressError, match=r"model\.layers\.1\.mask is not made of finite numbers"):
+        with pytest.raises(CompressError, match=r"^mask has non-finite weights"):
             compress.quantize(model, passes, output=output, verify=False)
         assert not output.exists()
         return
