@@ -61,7 +61,8 @@ class Job:
     one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
     have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
     lessons: what it trains with, if it does. stores: the dtypes of parameters before they were widened for that.
-    restructured: what was removed of the model, before all this. earlier: what has been found out about each block.
+    restructured: what was removed of the model, before all this. before: bytes of the model
+    as it was given. earlier: what has been found out about each block.
     """
 
     request: Request
@@ -80,6 +81,7 @@ class Job:
     lessons: Lessons | None = None
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
     restructured: Restructured | None = None
+    before: int = 0
     earlier: Mapping[str, Finished] = field(default_factory=dict)
 
     def run(self) -> Result:
@@ -200,7 +202,8 @@ class Job:
         )
         folder = self.source.path if self.source is not None else None
         files = {**companions, **about_training}
-        sink.complete(self.stored(outside(self.model, blocks)), config, folder, files, about)
+        rest = self.stored(outside(self.model, blocks))
+        self.record.saving = sink.complete(rest, config, folder, files, about, self.before)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""

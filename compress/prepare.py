@@ -21,6 +21,7 @@ from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import checksum, fingerprint
 from compress.checkpoint.pretrained import load_dense, main_input, model_fingerprint, read_config, tokenizer_of
 from compress.checkpoint.record import RunRecord
+from compress.checkpoint.saving import bytes_before
 from compress.checkpoint.source import Source, check_dense, find_source
 from compress.checkpoint.writer import Discard, Writer
 from compress.comm import Comm
@@ -105,6 +106,7 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
     assert isinstance(model, nn.Module)
     _check_no_codes(model)
     check_finite(model, comm)
+    before = bytes_before(source, model)
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     dtype = _compute_dtype(model, device, request.work.dtype)
     earlier = earlier_of(request, source)
@@ -115,7 +117,8 @@ def prepare(request: Request, place: Directory | None, comm: Comm, reporter: Rep
             record.structure, record.changed = restructured.record, ["its structure"]
             undoing.enter_context(undone(restructured.undo) if request.work.restore else naming(record.changed))
         data = _Data(tokens, batches, rows, cached)
-        return _job(request, source, model, restructured, data, (device, dtype), place, record, comm, reporter)
+        job = _job(request, source, model, restructured, data, (device, dtype), place, record, comm, reporter)
+        return replace(job, before=before)
 
 
 def _job(
@@ -277,11 +280,24 @@ def _calibration(request: Request, config: Any, source: Source | None) -> tuple[
         if windowed and not trains and calibration is None:
             raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
         return None, []
+    if calibration is None and data.training is not None and any(p.stage(Learn) for p in request.passes):
+        return _first_of_training(request, config, source, data.training)  # `_remarks` says so
     if calibration is None:
         raise InputError(f"{needing.name} needs calibration data; {_what_to_show(request, source)}")
     rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
     samples = WINDOWS if data.samples is None and not rows else data.samples
     return _shown(request, config, source, calibration, samples)
+
+
+def _first_of_training(
+    request: Request, config: Any, source: Source | None, training: Calibration
+) -> tuple[Tokens | None, list[Batch]]:
+    """As many samples of the training data as calibration takes by default, or is told to."""
+    samples = WINDOWS if request.data.samples is None else request.data.samples
+    if isinstance(training, str | Path | Tensor):
+        return _shown(request, config, source, training, samples)
+    tokens, batches = _shown(request, config, source, training, None)
+    return tokens, batches[: -(-samples // request.data.batch_size)]
 
 
 def training_rows(request: Request, config: Any, source: Source | None) -> Rows:
@@ -421,6 +437,9 @@ def _remarks(
     read = any(p.calibrated for p in request.passes) or (trains and request.data.training is None)
     if request.data.training is not None and not trains:
         notes.append("no pass trains: what is given to train on stays unread")
+    needing = next((p.name for p in request.passes if p.calibrated), None)
+    if trains and request.data.calibration is None and needing is not None:
+        notes.append(f"no calibration data is given: {needing} is shown samples of the training data instead")
     if request.data.calibration is not None and not read:
         notes.append("no pass uses calibration data: what is given stays unread")
     notes += [*plan_.notes, *(tokens.notes if tokens is not None else ())]

@@ -8,10 +8,9 @@ from typing import Any
 from compress.checkpoint.coverage import percent
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
+from compress.checkpoint.saving import tensor_bytes
 from compress.checkpoint.source import Source, find_source
 from compress.checkpoint.stored import StoredCaches, stored_in
-from compress.checkpoint.weight_files import DTYPES
-from compress.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,7 @@ class TensorSize:
     @property
     def bytes(self) -> int:
         """Bytes in the file. Raises CheckpointError for a dtype that is not known."""
-        if self.dtype not in DTYPES:
-            raise CheckpointError(f"{self.name} has the dtype {self.dtype}; known: {', '.join(DTYPES)}")
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return tensor_bytes(self.name, self.shape, self.dtype)
 
 
 @dataclass(frozen=True)

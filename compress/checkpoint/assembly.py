@@ -9,9 +9,11 @@ from compress.checkpoint.directory import Directory
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, sync_directory, write_json, write_whole
 from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
+from compress.checkpoint.saving import bytes_of
 from compress.checkpoint.seal import write_record
 from compress.checkpoint.shards import Piece, pieces_of, planned, write_shard
 from compress.checkpoint.together import Together
+from compress.checkpoint.weight_files import WeightFiles
 from compress.errors import CheckpointError
 from compress.weights.own_words import is_own
 
@@ -41,6 +43,11 @@ class Assembly:
             self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
             self.together.first("blocks", self._drop_copied)
         return {piece.name: file for file, pieces in plan.items() for piece in pieces}
+
+    def bytes_in(self, weight_map: Mapping[str, str]) -> int:
+        """Bytes of the tensors of weight files that are written."""
+        files = sorted({self.place.model / file for file in weight_map.values()})
+        return self.together("model", lambda: bytes_of(WeightFiles(files).headers.items()))
 
     def _write_shards(self, shards: Mapping[str, Sequence[Piece]], sums: Mapping[str, str]) -> None:
         for file, pieces in shards.items():

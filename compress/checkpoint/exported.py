@@ -37,12 +37,14 @@ PART_BYTES = 2**28
 @dataclass(frozen=True)
 class Exported:
     """What an export made: the directory, how many layers of it are stored another way than before, the bytes of its
-    weight files, and what was lost or left as it was (`lost`)."""
+    weight files, what was lost or left as it was (`lost`), and the bytes of the weight files that were read
+    (`bytes_before`)."""
 
     output: Path
     layers: int
     bytes: int
     lost: tuple[str, ...]
+    bytes_before: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,11 @@ def write_export(source: Source, export: Export, output: str | Path, overwrite: 
         except (OSError, SafetensorError) as error:
             raise CompressError(f"cannot write {place.output}: {error}") from None
         place.take_name(overwrite)
-    size = sum(path.stat().st_size for path in place.output.glob("*.safetensors"))
-    return Exported(place.output, export.layers, size, export.lost)
+    size, before = (
+        sum(path.stat().st_size for path in files)
+        for files in (place.output.glob("*.safetensors"), source.weights.paths)
+    )
+    return Exported(place.output, export.layers, size, export.lost, before)
 
 
 def left_out(stored: Stored) -> Iterator[str]:

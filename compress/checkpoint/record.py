@@ -9,6 +9,7 @@ from torch import Tensor
 from compress.calibration.calibrators import Range
 from compress.calibration.histogram import merged, merged_edge, pooled
 from compress.checkpoint.coverage import Coverage
+from compress.checkpoint.saving import Saving
 from compress.model.edits import Edit
 from compress.model.folds import FoldRecord
 from compress.model.layers import Layer
@@ -89,8 +90,9 @@ class RunRecord:
     """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
     in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
     that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
-    model is compressed, at the end (None: it was only cut or trained). training: what each training measured, and its
-    options. spent: of the seconds, those that went to forwards, statistics, solving and writing."""
+    model is compressed, at the end (None: it was only cut or trained). saving: bytes before and after, of a run that
+    writes. training: what each training measured, and its options. spent: of the seconds, those that went to
+    forwards, statistics, solving and writing."""
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class RunRecord:
     changed: list[str] = field(default_factory=list)
     structure: dict[str, Any] | None = None
     coverage: Coverage | None = None
+    saving: Saving | None = None
     training: list[dict[str, Any]] = field(default_factory=list)
     block_forwards: int = 0
     seconds: float = 0.0

@@ -8,7 +8,7 @@ makes that the output. Whenever a run is killed, there is a complete OUT or a pa
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
 from compress.checkpoint.journal import PROGRESS, Files, Journal
 from compress.checkpoint.noted import edits_of, note, read_edits, restore
 from compress.checkpoint.record import Finished
+from compress.checkpoint.saving import Saving
 from compress.checkpoint.together import Together, readable
 from compress.comm import Comm
 from compress.errors import CheckpointError, CompressError, InputError
@@ -142,12 +143,12 @@ class Writer:
         source: Path | None,
         extra_files: Mapping[str, str],
         record: dict[str, Any],
-    ) -> None:
-        """Write what lies outside the blocks, put the weight files together, and write the index, the configuration
-        and the record beside them, in `place.model`.
+        given: int,
+    ) -> Saving:
+        """Write what lies outside the blocks, put the weight files together, and write what goes beside them.
 
         `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes). To the
-        record are added `tensors` (their SHA-256) and `files`.
+        record are added `tensors` (their SHA-256), `files` and `bytes`, `given` and now, which are returned, too.
         """
         if self.journal.rest is None:
             self.journal.rest = self._saved("rest", self._share(rest))
@@ -156,9 +157,10 @@ class Writer:
             before = self.journal.rest
             self.together.first("rest", lambda: self._read(before))
         self.together.first("model", lambda: self.place.model.mkdir(exist_ok=True))
-        name = OWN_WHOLE if is_own((config or {}).get("quantization_config")) else WHOLE
-        weight_map = self.assembly.weight_files(name)
-        whole = {**record, "tensors": self.journal.checksums}
+        own = is_own((config or {}).get("quantization_config"))
+        weight_map = self.assembly.weight_files(OWN_WHOLE if own else WHOLE)
+        saved = Saving(given, self.assembly.bytes_in(weight_map))
+        whole = {**record, "bytes": asdict(saved), "tensors": self.journal.checksums}
 
         def finish() -> None:
             write_beside(self.place.model, weight_map, config, source, extra_files, whole)
@@ -166,6 +168,7 @@ class Writer:
             self.journal.write(self.place.progress)
 
         self.together.first("model", finish)
+        return saved
 
     def take_name(self) -> None:
         """Make the checkpoint the output. Raises CompressError where something took that name meanwhile."""

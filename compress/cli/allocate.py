@@ -22,6 +22,7 @@ from compress.cli.options import (
     write_report,
 )
 from compress.cli.running import setting_option, split_settings
+from compress.cli.saving import end
 from compress.errors import InputError
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def quantize_to_budget(
     max_kl: float | None,
     json_file: str | None,
     quiet: bool,
+    allow_little: bool,
     **options: Any,
 ) -> None:
     """`compress quantize` with a budget: the recipe is found, run, and its result measured."""
@@ -208,6 +210,7 @@ def quantize_to_budget(
         tables.result(made.result, model, options["output"])
         show.allocation(made.sensitivity, made.allocation)
         show.achieved(made)
+    end(made.result.record, options["output"], promised=True, allowed=allow_little)
 
 
 def report(made: "Mixed") -> dict[str, Any]:

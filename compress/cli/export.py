@@ -6,7 +6,8 @@ import click
 
 import compress
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, json_option, overwrite_option, plugin_option, quiet_option, write_report
+from compress.cli.options import begin, given, json_option, overwrite_option, plugin_option, quiet_option, write_report
+from compress.cli.saving import change, end_of_export
 from compress.cli.terminal import visible
 from compress.errors import InputError
 
@@ -17,12 +18,24 @@ from compress.errors import InputError
 @click.option("--sparse24", is_flag=True, help="Layers of which two in four weights are pruned, without their zeros.")
 @click.option("--output", required=True, metavar="DIR", help="The directory to write. It appears when it is complete.")
 @overwrite_option("Replace an output that this tool wrote.")
+@click.option(
+    "--allow-little",
+    is_flag=True,
+    help="Of --sparse24: end with exit code 0 where less than 5 % of the bytes are saved, too.",
+)
 @plugin_option
 @json_option
 @quiet_option
 @exits_cleanly
 def export(
-    model: str, dense: bool, sparse24: bool, output: str, overwrite: bool, json_file: str | None, quiet: bool
+    model: str,
+    dense: bool,
+    sparse24: bool,
+    output: str,
+    overwrite: bool,
+    allow_little: bool,
+    json_file: str | None,
+    quiet: bool,
 ) -> None:
     """Write a checkpoint of this tool another way, with exactly the same values.
 
@@ -40,7 +53,10 @@ def export(
             "say what to export: --dense, the weights that the codes stand for, as a plain checkpoint, or --sparse24, "
             "layers that are 2:4 without their zeros"
         )
+    if dense and given("allow_little"):
+        raise InputError("--dense makes a checkpoint larger, and is not refused for that; drop --allow-little")
     begin()
+    from compress.checkpoint.saving import Saving
     from compress.cli.progress import reporting
 
     with reporting("export", quiet) as reporter:
@@ -48,6 +64,7 @@ def export(
         made = how(model, output, overwrite=overwrite, reporter=reporter)
     write_report(json_file, asdict(made))
     if not quiet and json_file != "-":
-        click.echo(
-            visible(f"{output}: {made.layers} layers {'dense' if dense else '2:4'}, {made.bytes:,} bytes of weights")
-        )
+        said = change(Saving(made.bytes_before, made.bytes))
+        click.echo(visible(f"{model} -> {output}: {said}; {made.layers} layers {'dense' if dense else '2:4'}"))
+    if sparse24 and not allow_little:
+        end_of_export(made, output)

@@ -23,6 +23,7 @@ from compress.cli.options import (
     trust_option,
     write_report,
 )
+from compress.cli.saving import check_allowed, end, promises
 from compress.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ OPTIONS = (
         metavar="FORM",
         help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
     ),
+    click.option(
+        "--allow-little",
+        is_flag=True,
+        help="End with exit code 0 where less than 5 % of the model's bytes are saved, too.",
+    ),
     click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
     overwrite_option("Replace an output, or drop an unfinished one; replace files that compress did not write."),
     click.option(
@@ -119,16 +125,20 @@ def run(
     json_file: str | None,
     quiet: bool,
     fsdp: bool,
+    allow_little: bool,
     **options: Any,
 ) -> None:
-    """Run passes and show what came of it. task: the verb that progress is told by; who: what is blamed for options
-    that nobody reads; notes: remarks to make first; options: those of `compress.quantize`."""
+    """Run passes, show what came of it, and leave with 1 where that is next to nothing. task: the verb that progress is
+    told by; who: what is blamed for options that nobody reads; notes: remarks to make first; options: those of
+    `compress.quantize`."""
     from compress.cli.progress import reporting
 
     if options["calibration"] is None:
         check_unread(passes, who)
     if options["training"] is not None and not any(p.name == "train" for p in passes):
         raise InputError(f"{who} trains nothing; drop --training")
+    promised = promises(task, passes, options["store"])
+    check_allowed(promised, who)
     begin()
     with process_group(fsdp, options["device"]) as rank, reporting(task, quiet or rank > 0) as reporter:
         for note in notes:
@@ -141,6 +151,7 @@ def run(
             from compress.cli import tables as show
 
             show.result(result, model, output)
+    end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)
     if fsdp:
         leave(0)
 

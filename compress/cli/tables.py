@@ -8,6 +8,7 @@ from rich.table import Table
 
 from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
 from compress.checkpoint.source import find_source
+from compress.cli.saving import headline
 from compress.cli.terminal import console
 from compress.evaluation.calibration import interval, most_clipped, percent
 from compress.evaluation.document import Evaluation, Figure, TextResult
@@ -30,21 +31,17 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def result(made: Result, model: str, output: str) -> None:
-    """A short table: what was compressed, at what loss, to what size. model, output: as a person named them."""
+    """The bytes before and after, then what was compressed, and at what loss. model, output: as a person named them."""
     assert made.output is not None
-    before, after = measure_size(find_source(model)), measure_size(find_source(str(made.output)))
     out = console()
-    table = Table(title=f"{model} -> {output}", title_justify="left")
-    for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("weight files, MiB", f"{before.bytes / MIB:.2f}", f"{after.bytes / MIB:.2f}")
-    if made.record.coverage is not None:
-        table.add_row("bits per compressed weight", f"{before.bits_per_parameter:.2f}", f"{after.bits_per_weight:.2f}")
+    out.print(headline(made.record, model, output), soft_wrap=True)
     if made.record.structure is not None:
         out.print(removed(made.record.structure))
     if made.record.coverage is not None:
         out.print(f"compressed: {made.record.coverage}")
-    out.print(table)
+        before, after = measure_size(find_source(model)), measure_size(find_source(str(made.output)))
+        if after.compressed_weights:
+            out.print(f"bits per compressed weight: {before.bits_per_parameter:.2f} -> {after.bits_per_weight:.2f}")
     for key, baseline in BASELINES.items():
         losses = [(r.figures["loss"], r.figures[key]) for r in made.record.layers if key in r.figures]
         if losses:

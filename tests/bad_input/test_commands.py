@@ -451,6 +451,18 @@ MASKS: dict[str, Case] = {
         lambda d: prune(d, "magnitude", "--sparsity", 1),
         ("sparsity 1.0", "above 0, below 1"),
     ),
+    "little allowed of what saves nothing": (
+        lambda d: prune(d, "magnitude", "--allow-little"),
+        ("method 'magnitude' stores no weights smaller", "drop --allow-little"),
+    ),
+    "little allowed of a dense export": (
+        lambda d: command("export", d.model, "--dense", "--allow-little", "--output", d.output),
+        ("--dense makes a checkpoint larger", "drop --allow-little"),
+    ),
+    "heads that no configuration counts": (
+        lambda d: command("prune", "demo", "--structure", "heads", "--calibration", d.tokens, "--output", d.output),
+        ("heads 0.25: LlamaConfig takes no", "shares of heads that work: 0.5, 0.75", "leave heads out"),
+    ),
     "nothing pruned": (lambda d: prune(d, "magnitude", "--sparsity", 0), ("sparsity 0.0", "above 0, below 1")),
     "less than nothing pruned": (
         lambda d: prune(d, "magnitude", "--sparsity", -0.5),
@@ -900,10 +912,6 @@ TAUGHT: dict[str, Case] = {
     "student of no width that the configuration takes": (
         lambda d: narrower(d, "--student-hidden", 33),
         ("LlamaConfig takes no hidden_size 33", "not a multiple of the number of attention heads (4)"),
-    ),
-    "fewer layers without data": (
-        lambda d: narrower(d, "--student-layers", 1, "--student-hidden", 32),
-        ("structure needs calibration data",),
     ),
     "nothing learned": (lambda d: distill(d, "logits=0"), ("nothing is learned", "features", "teacher=none")),
     "no teacher": (lambda d: distill(d, "teacher=none", "features=1"), ("give task=1 and logits=0, features=0",)),

@@ -1,0 +1,47 @@
+"""Bytes of a model before a run and as the run stores it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from compress.checkpoint.configuration import Header
+from compress.checkpoint.source import Source
+from compress.checkpoint.weight_files import DTYPES
+from compress.errors import CheckpointError
+from compress.model.buffers import stored_buffers
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Bytes of all tensors of a model, without the headers of its files."""
+
+    before: int
+    after: int
+
+    @property
+    def share(self) -> float:
+        """Of the bytes before, those that are gone; negative where there are more now."""
+        return 1 - self.after / max(self.before, 1)
+
+
+def bytes_before(source: Source | None, model: nn.Module | None) -> int:
+    """Bytes of the tensors that a run begins with: those of the checkpoint, or of a model in memory."""
+    if source is not None:
+        return bytes_of(source.headers.items())
+    assert model is not None
+    buffers = {id(buffer): buffer for _, buffer in stored_buffers(model)}
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *buffers.values()))
+
+
+def bytes_of(headers: Iterable[tuple[str, Header]]) -> int:
+    """Bytes of tensors by their headers. Raises CheckpointError for a dtype that is not known."""
+    return sum(tensor_bytes(name, *header) for name, header in headers)
+
+
+def tensor_bytes(name: str, shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a tensor in a file. Raises CheckpointError for a dtype that is not known."""
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{name} has the dtype {dtype}; known: {', '.join(DTYPES)}")
+    return math.prod(shape) * DTYPES[dtype].itemsize
