@@ -1,10 +1,10 @@
-# What a person runs and what CI runs: `make demo`, `make test`, `make check`.
+# What a person runs and what CI runs: `make demo`, `make test`, `make documents`, `make check`.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format lint types clean
+.PHONY: demo test documents check format lint types clean
 
 demo: $(STAMP)
 	$(BIN)/compress demo
@@ -13,7 +13,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-check: $(STAMP) format lint types test
+# Every command and snippet of the documents, on the built-in model.
+documents: $(STAMP)
+	$(BIN)/pytest -m documents tests/test_documents.py
+
+check: $(STAMP) format lint types test documents
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .

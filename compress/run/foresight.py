@@ -30,6 +30,7 @@ from compress.run.residency import Residency
 from compress.run.structure import structure_of
 
 MIB = 2**20
+TRIED = 16  # numbers of heads, where the one that was asked for does not work
 
 
 @dataclass(frozen=True)
@@ -208,13 +209,37 @@ class Foresight:
                 configure(twin, unread, counts if known else (), known=known)
             except InputError as error:
                 said = " and ".join(f"{part} {getattr(self.p, part):.3g}" for part in together)
-                raise InputError(f"{said}: {error}; or leave {' and '.join(together)} out") from None
+                working = self.working(stacks, cuts) if together == ["heads"] else ""
+                raise InputError(f"{said}: {error}{working}; or leave {' and '.join(together)} out") from None
             known = ()
         if self.p.layers:
             (stack,) = stacks
             count = len(stack.blocks)
             Drop(stack.name, tuple(range(count - self.p.layers, count))).apply(twin)
         return twin
+
+    def working(self, stacks: Sequence[Stack], cuts: Mapping[nn.Module, Sequence[Cut]]) -> str:
+        """The shares of heads that some configuration can express, in words; the `TRIED` next to what was asked for."""
+        heads = [(name, c) for stack in stacks for name, block in stack.blocks for c in cuts.get(block, ())]
+        heads = [(name, c) for name, c in heads if c.part == "heads"]
+        if len({(c.coupling.groups, c.staying) for _, c in heads}) != 1:
+            return ""
+        groups, asked = heads[0][1].coupling.groups, heads[0][1].staying
+        others = sorted(set(range(1, groups)) - {asked}, key=lambda count: abs(count - asked))[:TRIED]
+        counts = sorted((count for count in others if self.has_configuration(heads, count)), reverse=True)
+        shares = ", ".join(f"{1 - count / groups:.3g}" for count in counts)
+        return f"; shares of heads that work: {shares}" if shares else ""
+
+    def has_configuration(self, heads: Sequence[tuple[str, Cut]], staying: int) -> bool:
+        """Whether a configuration says that so many of the groups of heads stay."""
+        twin = without_values(self.model)
+        for name, cut in heads:
+            Keep(cut.coupling, torch.arange(staying)).apply(twin.get_submodule(name))
+        try:
+            configure(twin, [each for name, cut in heads for each in unread_of(name, cut.coupling)])
+        except InputError:
+            return False
+        return True
 
 
 def hidden_width(model: nn.Module, stacks: Sequence[Stack], couplings: Mapping[nn.Module, Sequence[Coupling]]) -> Width:

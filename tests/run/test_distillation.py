@@ -71,6 +71,21 @@ def test_a_student_without_masks_is_called_trained_and_not_pruned(desk):
             assert coverage["rest"]["pruned, stored dense"] == sum(p.numel() for p in linears(desk.here / output))
 
 
+def test_what_chooses_blocks_is_shown_the_training_data_where_there_is_no_other(desk):
+    """The same blocks go, and as many samples are looked at, as with the first of the training data for calibration."""
+    words = ["--student-layers", 1, "--training", desk.tokens, "--steps", 1, "--train", "held_out=0"]
+    alone = command("distill", desk.model, *words, "--samples", 5, "--output", desk.here / "alone")
+    assert alone.code == 0, alone.err
+    said = "note: no calibration data is given: structure is shown samples of the training data instead"
+    assert said in alone.err.splitlines()
+    first = desk.here / "first.pt"
+    torch.save(torch.load(desk.tokens)[:5], first)
+    given = command("distill", desk.model, *words, "--calibration", first, "--output", desk.here / "given")
+    assert "no calibration data" not in given.err
+    found = [json.loads((desk.here / name / "compress.json").read_text())["structure"] for name in ("alone", "given")]
+    assert found[0]["influence"] == found[1]["influence"]
+
+
 def linears(output: Path) -> list[torch.Tensor]:
     layers = compress.load(output).model.layers
     return [module.weight for module in layers.modules() if isinstance(module, torch.nn.Linear)]

@@ -1,0 +1,180 @@
+"""Every command of the documents runs as it is written, and every snippet: on the built-in model, verified as always.
+
+The documents are parsed (`support/documents.py`, which says what placeholders stand for), so a new command or snippet
+is covered when it is written. `NOT_RUN` says which are not run, and why.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from commands import command
+from documents import ROOT, Snippet, snippets
+from vision import conv_bn
+
+import compress
+from compress.checkpoint.source import DEMO
+from compress.runtime.loading import transformers_alone
+
+pytestmark = [
+    pytest.mark.documents,
+    pytest.mark.timeout(600),
+    # What libraries are to change in their own code.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+# By what the text begins with, or has in it -> why it does not run.
+NOT_RUN = {
+    "make ": "is what CI runs, or `compress demo`, which has a test of its own",
+    "pip install": "an environment",
+    "compress bench llama-3-8b": "needs the memory of an 8 B model",
+    "--pairs FILE": "needs an encoder, and the built-in model predicts tokens (evaluation/test_encoders.py)",
+    "--labelled FILE": "needs a classifier, and the built-in model predicts tokens (evaluation/test_evaluate.py)",
+    "lm-eval:arc_easy": "fetches a data set (evaluation/test_lm_eval.py)",
+    "compress.compile_steps(model)": "compiles for a minute (runtime/test_steps.py)",
+}
+# Added, so that it takes seconds: nothing that is written is changed.
+QUICK = {
+    ("qat",): ["--steps", "4"],
+    ("distill", "--output"): ["--steps", "4"],
+    ("bench",): ["--quick"],
+    ("--calibration", "demo"): ["--samples", "8", "--length", "32"],
+    ("evaluate", "--text", "demo"): ["--samples", "8", "--length", "32"],
+}
+# What a snippet of Python says, and what it means here.
+IN_PYTHON = {'"cuda"': '"cpu"', '"MODEL"': '"demo"'}
+COMMANDS: dict[tuple[str, ...], Snippet] = {}
+for _each in snippets():
+    if _each.language == "command" and not any(start in _each.text for start in NOT_RUN):
+        COMMANDS.setdefault(tuple(_each.words), _each)
+OTHERS = [each for each in snippets() if each.language != "command" and not any(s in each.text for s in NOT_RUN)]
+
+
+def test_no_reason_is_left_over() -> None:
+    for start in NOT_RUN:
+        assert any(start in each.text for each in snippets()), start
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of outputs: OUT, rounded to 8 bits and evaluated; STATIC, with calibrated ranges; TRAINED; A and B."""
+    folder = tmp_path_factory.mktemp("written")
+    ids = tokens()
+    compress.quantize("demo", compress.RTN(scheme="w8a16"), output=folder / "OUT")
+    assert command("evaluate", folder / "OUT", "--reference", "demo", "--text", text(folder), "--quiet").code == 0
+    static = compress.RTN(scheme="w8a8", activations="static", histograms=True)
+    compress.quantize("demo", static, calibration=ids, output=folder / "STATIC")
+    trained = [compress.RTN(scheme="w4a16"), compress.Train(steps=2)]
+    compress.quantize("demo", trained, training=ids, output=folder / "TRAINED")
+    for name in "AB":
+        shutil.copytree(folder / "OUT", folder / name)
+    return folder
+
+
+def tokens(samples: int = 12, length: int = 32) -> torch.Tensor:
+    """The first tokens of the demo's calibration text, [samples, length]."""
+    words = (DEMO / "calibration.txt").read_text(encoding="utf-8")[: 16 * samples * length]
+    return torch.tensor(tokenizer()(words)["input_ids"][: samples * length]).reshape(samples, length)
+
+
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(DEMO)
+
+
+def text(folder: Path) -> Path:
+    path = folder / "text.pt"
+    torch.save(tokens(), path)
+    return path
+
+
+@pytest.fixture
+def desk(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a reader: the texts, recipes and files that documents speak of."""
+    text(tmp_path)
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("results"))
+    recipe = next(each.text for each in OTHERS if each.language == "yaml")
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "recipes")
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: str(COMMANDS[words]))
+def test_a_command_runs_as_it_is_written(words: tuple[str, ...], written: Path, desk: Path) -> None:
+    if "--output" not in words or words[words.index("--output") + 1] != "OUT":
+        given = "TRAINED" if "--training" in words else "STATIC" if "--calibration" in words else "OUT"
+        shutil.copytree(written / given, desk / "OUT")
+    for name in "AB":
+        shutil.copytree(written / name, desk / name)
+    if words[0] == "torchrun":
+        ran = subprocess.run([Path(sys.executable).parent / words[0], *words[1:]], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return
+    more = [option for of, options in QUICK.items() if set(of) <= set(words) for option in options]
+    outcome = command(*words[1:], *more)
+    assert outcome.code == 0, f"{COMMANDS[words]}\n{outcome.err}"
+    if words[1] in ("quantize", "prune", "qat", "distill") and "--cache-logits" not in words:
+        assert json.loads((desk / "OUT" / "compress.json").read_text(encoding="utf-8"))["verification"] is not None
+
+
+@pytest.mark.parametrize("snippet", OTHERS, ids=str)
+def test_a_snippet_runs_as_it_is_written(snippet: Snippet, written: Path, desk: Path) -> None:
+    if snippet.language == "yaml":
+        assert compress.load_recipe(desk / "recipe.yaml")
+        return
+    assert snippet.language == "python", snippet
+    shutil.copytree(written / "OUT", desk / "OUT")
+    replaced = snippet.text
+    for word, meant in IN_PYTHON.items():
+        replaced = replaced.replace(word, meant)
+    if 'output="OUT"' in replaced:
+        shutil.rmtree(desk / "OUT")
+    with transformers_alone():
+        exec(compile(replaced, str(snippet), "exec"), names(desk, "images" in snippet.text))
+
+
+def names(desk: Path, of_images: bool) -> dict[str, Any]:
+    """What snippets of Python take for given: models, token ids, questions, and the arguments of a Trainer."""
+    question = {"goal": "import", "sol1": " sys", "sol2": " of", "label": 0}
+    (desk / "piqa.jsonl").write_text(f"{json.dumps(question)}\n", encoding="utf-8")
+    given = {
+        "compress": compress,
+        "peft": peft,
+        "torch": torch,
+        "transformers": transformers,
+        **{name: tokens() for name in ("token_ids", "more_ids", "held_out_ids", "ids")},
+    }
+    if of_images:
+        layers = conv_bn(3, 8)
+        return {**given, "model": Images(layers), "images": torch.randn(100, 3, 8, 8)}
+    model, original = (transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32) for _ in range(2))
+    arguments = transformers.TrainingArguments(
+        output_dir="trainer", max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    return {
+        **given,
+        "model": model,
+        "original": original,
+        "linear": model.model.layers[0].mlp.up_proj,
+        "inputs": {"input_ids": tokens(1, 8), "max_new_tokens": 2},
+        "arguments": arguments,
+        "data": [{"input_ids": row, "labels": row} for row in tokens(4)],
+    }
+
+
+class Images(torch.nn.Module):
+    """A small CNN that is called with x."""
+
+    def __init__(self, layers: list[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(8 * 8 * 8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
