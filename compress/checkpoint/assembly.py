@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from compress.checkpoint.directory import Directory
-from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, sync_directory, write_json, write_whole
+from compress.checkpoint.files import (
+    INDEX,
+    OWN_INDEX,
+    OWN_WHOLE,
+    RECORD,
+    VARIANT,
+    WHOLE,
+    sync_directory,
+    write_json,
+    write_whole,
+)
 from compress.checkpoint.journal import PROGRESS, Journal
 from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
 from compress.checkpoint.saving import bytes_of
@@ -16,6 +26,22 @@ from compress.checkpoint.together import Together
 from compress.checkpoint.weight_files import WeightFiles
 from compress.errors import CheckpointError
 from compress.weights.own_words import is_own
+
+# For who finds the folder and asks transformers alone, which says that there is no model.safetensors in it.
+LOADING = f"""# Loading this model
+
+Its weights are in formats of compress (`{OWN_WHOLE}`), which transformers does not know by itself: without
+the second line below it looks for `{WHOLE}` and fails.
+
+```python
+import compress, transformers
+compress.register()
+model = transformers.AutoModelForCausalLM.from_pretrained("PATH", variant="{VARIANT}")
+```
+
+`compress.load("PATH")` loads it, too. For other programs `compress export PATH --dense --output DIR` writes a plain
+checkpoint, without the saving.
+"""
 
 
 class Assembly:
@@ -80,11 +106,13 @@ def write_beside(
 ) -> None:
     """Write everything beside the weights into `model`, and leave nothing else there. companions: the directory whose
     tokenizer and the like belong to it."""
+    own = is_own((config or {}).get("quantization_config"))
+    extra_files = {**({"README.md": LOADING} if own else {}), **extra_files}
     weights = sorted(set(weight_map.values()))
     names = {*weights, *extra_files}
     if len(weights) > 1:
         total = sum((model / file).stat().st_size for file in weights)
-        index = OWN_INDEX if is_own((config or {}).get("quantization_config")) else INDEX
+        index = OWN_INDEX if own else INDEX
         write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
         names.add(index)
     if config is not None:

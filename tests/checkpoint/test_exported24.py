@@ -151,6 +151,8 @@ def test_a_run_writes_what_an_export_of_its_output_would(name: str, model: Path,
     made = compress.quantize(model, passes, output=tmp_path / "stored", resume=True, verify=False, **store)
     compress.verify(tmp_path / "stored")
     assert not any("stored dense" in note for note in made.record.notes)
+    for each in ("stored", "exported"):  # for who asks transformers alone
+        assert "compress.register()" in (tmp_path / each / "README.md").read_text(encoding="utf-8")
     files = [tmp_path / each / OWN_WHOLE for each in ("stored", "exported")]
     one, other = (load_file(file) for file in files)
     assert one.keys() == other.keys()
