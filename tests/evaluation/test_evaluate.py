@@ -293,7 +293,7 @@ def test_an_evaluation_says_what_was_measured(llama: Path, llama_w4: Path, ids: 
     assert found.recipe == record["identity"]["recipe"]
     assert [asdict(layer)["name"] for layer in found.run.layers] == [layer["name"] for layer in record["layers"]]
     assert (found.run.seconds, found.run.left_alone) == (record["seconds"], record["left_alone"])
-    assert (found.model.name, found.model.architecture) == (str(llama_w4), "LlamaForCausalLM")
+    assert (found.model.name, found.model.architecture) == (llama_w4.name, "LlamaForCausalLM")
     assert found.model.parameters == found.reference.parameters == found.size.parameters
     assert (found.reference.name, found.reference.fingerprint) == ("LlamaForCausalLM", None)
     assert found.model.fingerprint == find_source(str(llama_w4)).fingerprint()
