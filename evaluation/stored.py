@@ -1,11 +1,15 @@
 """An evaluation in a file, as `compress evaluate --json` writes it: read back as the value that it was."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.document import FORMAT, Evaluation
 from compress.reading import parse_json, regular
 from compress.schema import built, fits
+
+LARGEST = 1e30  # perplexities of models that say nothing are below it, and so are bytes
 
 
 def read_evaluation(path: str | Path) -> Evaluation:
@@ -21,5 +25,19 @@ def read_evaluation(path: str | Path) -> Evaluation:
             f"{file}: format is {given!r}; it must be {FORMAT}, as `compress evaluate --json` of this version writes it"
         )
     fits(found, Evaluation, file)
+    if (far := next(_impossible(found), None)) is not None:
+        raise CheckpointError(f"{file}: {far}, which no evaluation finds; measure anew with `compress evaluate --json`")
     value: Evaluation = built(found, Evaluation)
     return value
+
+
+def _impossible(value: Any, keys: str = "") -> Iterator[str]:
+    """Numbers that are no measurement, in words: those that arithmetic on them would overflow with, infinities, and
+    negative errors."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from _impossible(each, f"{keys}.{key}")
+    if not isinstance(value, float | int):
+        return
+    if abs(value) > LARGEST or (keys.endswith(".error") and value < 0):
+        yield f"{keys.removeprefix('.')} is {value:g}"

@@ -121,7 +121,7 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
         return [table]
     ends = [words.bounds(band.kl_mean) or (band.kl_mean.value,) * 2 for band in measured if band.kl_mean is not None]
     across = Axis(0, 1, LEFT, WIDE - 8)
-    up = Axis(0, max(high for _, high in ends) or LEAST, HEIGHT - BOTTOM, TOP)
+    up = Axis(0, max(LEAST, *(high for _, high in ends)), HEIGHT - BOTTOM, TOP)
     marks = []
     for value in up.ticks()[1:]:
         marks += [rule(LEFT, up.place(value), WIDE - 8, up.place(value))]

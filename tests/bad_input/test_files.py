@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import chdir, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 from commands import PLAIN_GPTQ, Desk, Outcome, StopAfterOne, command
+from evaluations import whole
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -196,6 +198,21 @@ def test_cached_logits_that_say_what_no_teacher_can_are_refused(desk: Desk) -> N
         with pytest.raises(CheckpointError, match=r"said\.safetensors is damaged") as refusal:
             read_cached(str(said), rows, learn.options)
         assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("value", 1e308, "perplexity.value is 1e+308"),
+        ("value", float("-inf"), "perplexity.value is -inf"),
+        ("error", -1.0, "perplexity.error is -1"),
+    ],
+)
+def test_figures_that_nobody_measures_are_refused(key: str, value: float, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "e.json"
+    path.write_text(json.dumps(asdict(whole())))
+    changed(path, "texts", 0, "figures", "perplexity", key, to=value)
+    refused(command("report", path), f"e.json: texts.0.figures.{says}, which no evaluation finds")
 
 
 def test_token_files_hold_plain_tensors(desk: Desk) -> None:

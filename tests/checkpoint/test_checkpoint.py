@@ -290,6 +290,7 @@ def test_the_record_of_a_resumed_run_is_that_of_the_whole(llama, tmp_path):
         for layer in record["layers"]:
             layer["figures"].pop("block_seconds", None)
     assert len(whole["not_folded"]) > 1
+    assert resumed["notes"].pop(0).startswith("going on with an earlier run of out")
     assert resumed == whole
 
 
