@@ -15,29 +15,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig
 
 from compress.calibration.collect import collected
 from compress.comm import Comm
 from compress.errors import CompressError
 from compress.model.calls import Arrival, Batch, Call, evaluating, without_cache
-from compress.model.changes import DATA, Applied, change, undo
+from compress.model.changes import Applied, undo
 from compress.model.configured import Fields, configure, unread_of
 from compress.model.drop import Drop
-from compress.model.layers import Layer, Stack, find_stacks, layers_of, obstacle, whole_model
+from compress.model.layers import Layer, Stack, find_stacks, layers_of, whole_model
 from compress.model.opened import Opened
 from compress.model.valueless import size_of
-from compress.passes.groups import Reading, choose, consumer_of
+from compress.passes.groups import Reading, choose
 from compress.passes.structure import Structure
 from compress.progress import Reporter
 from compress.run.batches import ChainBrokenError
 from compress.run.capture import capture, output_shape
+from compress.run.compensation import Compensation
 from compress.run.cuts import Cut, Removed
 from compress.run.foresight import Foreseen, Foresight, Size, check_droppable, hidden_width, unread_of_all
 from compress.run.forward import suspended_forward
 from compress.run.installed import Versions
-from compress.run.matching import Ignored, shared_weights
+from compress.run.matching import Ignored
 from compress.run.narrowing import Narrowing
 from compress.run.residency import Local
 from compress.run.state import Streams
@@ -183,63 +184,11 @@ class Restructuring:
         self.done.record["dropped"] = [f"{stack.name}.{i}" for i in sorted(gone)]
         self.done.record["loss_without"] = {f"{stack.name}.{i}": found for i, found in losses.items()}
         if self.p.compares:
-            self.make_up(stack, captured, set(gone))
+            behind = Compensation(self.model, self.p, self.residency, self.ignored, self.comm)
+            for changes in behind.changes(stack, captured, set(gone)):
+                self.done.changes.append(changes)
         self.done.changes.append(Drop(stack.name, tuple(sorted(gone))).apply(self.model))
         return find_stacks(self.model)[0]
-
-    def make_up(self, stack: Stack, captured: list[list[Call]], gone: set[int]) -> None:
-        """Solve for the weights of the blocks behind those that go: they return, from what they are given without them,
-        what they returned with them."""
-        streams = Streams(captured[0], captured[0])
-        for i, (name, block) in enumerate(stack.blocks):
-            streams = streams.called_as(captured[i])
-            with self.residency.open(block, keep=False) as opened, torch.no_grad():
-                if i in gone:
-                    others = [opened.block(*call.args, **call.kwargs) for call in streams.reference]
-                    streams = Streams(streams.calls, streams.after(others, others).reference)
-                    continue
-                solved, streams = self.adjusted(name, opened, streams, min(gone) < i)
-            for layer, weight, bias in solved:
-                changes = [change(layer.parameter, DATA, layer.stored(weight).to(layer.parameter.data))]
-                if bias is not None:
-                    parameter: Any = layer.module.bias
-                    changes.append(change(parameter, DATA, bias.to(parameter.data)))
-                self.done.changes.append(Applied(tuple(changes)))
-
-    def adjusted(
-        self, name: str, opened: Opened, streams: Streams, solves: bool
-    ) -> tuple[list[tuple[Layer, Tensor, Tensor | None]], Streams]:
-        """The layers of an open block that make up for what went before it, with weights and biases in the dtypes that
-        the model stores, and the calls of the next block."""
-        found: list[tuple[Layer, Tensor, Tensor | None]] = []
-        versions = Versions()
-        shared = shared_weights(self.model)
-        layers = [each for each in layers_of(opened.block, name) if obstacle(each.module) is None] if solves else []
-        layers = [each for each in layers if id(each.parameter) not in shared and not self.ignored.asked_for(each.name)]
-        by_name = {layer.name: layer for layer in layers}
-        structure = structure_of(opened.block, streams.calls[0], layers)
-
-        def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
-            biased = {layer.name: getattr(layer.module, "bias", None) for layer in site}
-            for bias in dict.fromkeys(b is not None for b in biased.values()):
-                alike = [layer for layer in site if (biased[layer.name] is not None) == bias]
-                statistics = collected(self.p.needs_of(bias), alike[0], arrivals, self.comm)
-                if statistics is None:
-                    continue
-                for layer in alike:
-                    none = torch.empty(0, 1, dtype=torch.long, device=layer.weight.device)
-                    reading = Reading(layer.weight, biased[layer.name], statistics[0], none)
-                    weight = consumer_of(self.p, reading, self.comm).weight
-                    own = (weight[:, :-1], weight[:, -1]) if bias else (weight, None)
-                    found.append((layer, *stored_as(opened, layer, *own)))
-                    versions.replace(layer.parameter, layer.stored(found[-1][1]).to(layer.parameter.data))
-                    if found[-1][2] is not None:
-                        parameter: Any = layer.module.bias
-                        versions.replace(parameter, found[-1][2].to(parameter.data))
-
-        sites = [[by_name[n] for n in names] for names in structure.sites]
-        outputs, others = suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
-        return found, streams.after(outputs, others)
 
     # --- through all blocks
 
@@ -325,12 +274,6 @@ class Restructuring:
         sites = [[by_name[name] for name in names] for names in structure.sites]
         suspended_forward(opened.block, streams.calls, sites, visit, streams.reference, versions)
         return found
-
-
-def stored_as(opened: Opened, layer: Layer, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A weight and a bias in the dtypes that the model stores."""
-    held = None if bias is None else bias.to(opened.dtype_of(layer.module.bias))  # type: ignore[arg-type]
-    return weight.to(opened.dtype_of(layer.parameter)), held
 
 
 def check_ignored(model: nn.Module, ignored: Ignored) -> None:
