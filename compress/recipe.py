@@ -12,7 +12,7 @@ passes:
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields, replace
+from dataclasses import MISSING, Field, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -209,18 +209,10 @@ def about(text: str) -> str:
 
 def regrouped(passes: "Sequence[Pass]", size: int) -> "tuple[tuple[Pass, ...], list[str]]":
     """(The passes with another group size, the names of those that had one before.) Passes that give each output
-    channel one scale keep it. Raises InputError where no pass has groups."""
-    from compress.passes.weight_format import WeightFormat
-
-    found, changed = [], []
-    for p in passes:
-        if isinstance(p, WeightFormat) and p.weight_grid().granularity == "group":
-            changed.append(p.name)
-            p = replace(p, group_size=size)
-        found.append(p)
-    if not changed:
-        raise InputError(f"no pass of the recipe has groups, so group size {size} has no say; leave it out")
-    return tuple(found), changed
+    channel one scale keep it."""
+    others = [p.regrouped(size) for p in passes]
+    changed = [p.name for p, other in zip(passes, others, strict=True) if other is not None]
+    return tuple(other or p for p, other in zip(passes, others, strict=True)), changed
 
 
 def describe(passes: "Sequence[Pass]") -> dict[str, Any]:

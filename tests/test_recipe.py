@@ -10,7 +10,7 @@ import pytest
 import yaml
 from combinations import every
 
-from compress import GPTQ, RTN, but, only
+from compress import GPTQ, RTN, SpQR, but, only
 from compress.errors import InputError
 from compress.passes.base import Pass
 from compress.passes.weight_format import GridName
@@ -250,6 +250,25 @@ def test_every_built_in_recipe_can_be_read_and_says_what_it_is_for_and_how_it_is
         assert 20 < len(about(text)) < 120
 
 
+@pytest.mark.parametrize("inputs", [27, 60, 100, 240, 576])
+def test_a_built_in_recipe_fits_a_model_of_any_width(inputs: int) -> None:
+    folder = Path(__file__).parents[1] / "recipes" / "sweeps"
+    for recipe in (*BUILT_IN, *sorted(folder.glob("*.yaml"))):
+        for p in load_recipe(recipe):
+            if p.treats == "layers" and getattr(p, "pattern", "") != "2:4":  # 27 inputs are no whole fours
+                p.fitted({inputs, 4 * inputs}).check({"up": (4 * inputs, inputs), "down": (inputs, 4 * inputs)})
+
+
+def test_a_usual_size_is_one_with_a_kernel_and_for_a_size_that_is_left_open() -> None:
+    for wrong, says in (
+        ({"group_up_to": 48}, "group_up_to 48; allowed: 128, 64, 32"),
+        ({"group_up_to": 64, "group_size": 64}, "here it is 64; leave one of them out"),
+        ({"group_up_to": 64, "scheme": "w8a8"}, "here it is -1"),
+    ):
+        with pytest.raises(InputError, match=says):
+            make_pass("rtn", wrong)
+
+
 def test_what_a_recipe_is_for_is_the_first_sentence_of_its_first_comment() -> None:
     assert about("# Groups of 3.5, so\n# to say. More.\n#   a command\npasses: []  # not this\n") == (
         "Groups of 3.5, so to say"
@@ -275,8 +294,10 @@ def test_a_file_comes_before_a_built_in_recipe_of_its_name(tmp_path: Path, monke
 def test_another_group_size_is_for_the_passes_that_have_groups() -> None:
     channel, whole = RTN(group_size=-1), RTN(scheme="w8a8")
     passes = (but(only(GPTQ(group_size=64), "a*"), "ab"), channel, RTN(), whole, pass_class("kv-cache")())
-    found, changed = regrouped(passes, 32)
-    assert changed == ["gptq", "rtn"]
-    assert found == (but(only(GPTQ(group_size=32), "a*"), "ab"), channel, RTN(group_size=32), *passes[3:])
-    with pytest.raises(InputError, match="no pass of the recipe has groups"):
-        regrouped((channel, whole), 32)
+    found, changed = regrouped((*passes, SpQR(), RTN(group_up_to=64)), 32)
+    assert changed == ["gptq", "rtn", "spqr", "rtn"]
+    assert found[:5] == (but(only(GPTQ(group_size=32), "a*"), "ab"), channel, RTN(group_size=32), *passes[3:])
+    assert found[5:] == (SpQR(group_size=32), RTN(group_size=32))
+    assert regrouped((channel, whole), 32) == ((channel, whole), [])
+    with pytest.raises(InputError, match="group_size -1; allowed: 0 or more"):
+        regrouped((SpQR(),), -1)

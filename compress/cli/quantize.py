@@ -156,6 +156,8 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     if size is None:
         return passes, []
     passes, changed = regrouped(passes, size)
+    if not changed:
+        raise InputError(f"no pass of the recipe has groups, so group size {size} has no say; leave it out")
     return passes, [f"--group-size {size} instead of what recipe {recipe!r} gives {', '.join(changed)}"]
 
 

@@ -26,6 +26,9 @@ from compress.cli.options import (
 @click.option(
     "--training", metavar="TEXT", help="What recipes that train are shown.  [default: what --calibration says]"
 )
+@click.option(
+    "--group-size", type=int, help="Inputs that share a scale, in every recipe that has groups, instead of its own."
+)
 @click.option("--text", required=True, metavar="TEXT", help="Held-out text on which each is compared with MODEL.")
 @click.option("--output", required=True, metavar="DIR", help="The directory of the sweep, new or to go on with.")
 @click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")

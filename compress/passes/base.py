@@ -102,6 +102,10 @@ class Pass:
         """The group size that this pass prefers, where its options leave that open; None where they do not."""
         return None
 
+    def regrouped(self, size: int) -> "Pass | None":
+        """This pass with groups of another size; None where it has no groups."""
+        return None
+
     def fitted(self, widths: Collection[int]) -> "Pass":
         """This pass for layers of so many inputs: with what its options leave open settled."""
         return self

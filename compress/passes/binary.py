@@ -41,7 +41,7 @@ from compress.passes.sites import Site
 from compress.passes.solve import solve_rows
 from compress.passes.sweep import damped
 from compress.weights.columns import Columns
-from compress.weights.grid import DEFAULT_GROUP, Grid, Quantized, quantize
+from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.sparse import column_dtype
 from compress.weights.terms import Weight
 from compress.weights.ternary import Binary as BinaryFormat
@@ -66,7 +66,7 @@ class Binary(FewLevelsGPTQ):
             raise InputError(f"salient {self.salient}; allowed: {allowed}")
 
     def weight_grid(self) -> Grid:
-        return signs(None if self.group_size == -1 else self.group_size or DEFAULT_GROUP)
+        return signs(None if self.group_size == -1 else self.group_size or self.group_up_to)
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)

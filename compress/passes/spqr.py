@@ -157,6 +157,9 @@ class SpQR(SecondOrder):
     def usual_size(self) -> int | None:
         return None if self.group_size else USUAL_GROUP
 
+    def regrouped(self, size: int) -> Pass | None:
+        return replace(self, group_size=size)
+
     def fitted(self, widths: Collection[int]) -> Pass:
         """One size for all layers where one near the usual divides the inputs of them all; else it stays open, and one
         layer alone has the nearest that divides its own, or one group for all of its inputs."""

@@ -7,7 +7,16 @@ from typing import ClassVar, Literal, get_args
 from compress.errors import InputError, one_of
 from compress.kernels.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.passes.base import Aspect, Pass
-from compress.weights.grid import DEFAULT_GROUP, Granularity, Grid, NumberType, RangeChoice, suggest_groups, usual_group
+from compress.weights.grid import (
+    DEFAULT_GROUP,
+    KERNEL_GROUPS,
+    Granularity,
+    Grid,
+    NumberType,
+    RangeChoice,
+    suggest_groups,
+    usual_group,
+)
 from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, check_scheme, is_float
 
 GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
@@ -33,6 +42,9 @@ class WeightFormat(Pass):
     does not divide all layers 64 or 32, which have kernels, too; where none does, each layer has its own of these, or
     -1."""
 
+    group_up_to: int = 128
+    """128, 64 or 32: the usual size, where group_size leaves it open."""
+
     grid: GridName = "signed-scale"
     """What codes stand for. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
     asymmetric: has a zero point."""
@@ -55,6 +67,7 @@ class WeightFormat(Pass):
             )
         if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
             object.__setattr__(self, "group_size", -1)
+        self._check_usual()
         if is_float(self.scheme) and self.grid == "signed-scale":
             # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
             object.__setattr__(self, "grid", "symmetric")
@@ -68,6 +81,16 @@ class WeightFormat(Pass):
                 "groups; leave group_size and grid out"
             )
         self.weight_grid()
+
+    def _check_usual(self) -> None:
+        if self.group_up_to not in KERNEL_GROUPS:
+            allowed = ", ".join(map(str, KERNEL_GROUPS))
+            raise InputError(f"group_up_to {self.group_up_to}; allowed: {allowed}; other sizes are had by group_size")
+        if self.group_size and self.group_up_to != DEFAULT_GROUP:
+            raise InputError(
+                f"group_up_to {self.group_up_to} is for a size that is left open, and here it is {self.group_size}; "
+                "leave one of them out"
+            )
 
     def _check_blocks(self) -> None:
         if not self.in_blocks:
@@ -85,7 +108,7 @@ class WeightFormat(Pass):
         return self.scheme, self.grid
 
     def weight_grid(self) -> Grid:
-        """The grid that these options describe; of groups of 128 while the size is left open (see `fitted`)."""
+        """The grid that these options describe; of the usual groups while the size is left open (see `fitted`)."""
         granularity: Granularity = "channel" if self.group_size == -1 else "group"
         if self.per_tensor:
             granularity = "tensor"
@@ -98,7 +121,7 @@ class WeightFormat(Pass):
             narrow=self.grid == "narrow",
             signed_scale=self.grid == "signed-scale",
             granularity=granularity,
-            group_size=(self.group_size or DEFAULT_GROUP) if granularity == "group" else None,
+            group_size=(self.group_size or self.group_up_to) if granularity == "group" else None,
             range_choice=chosen,
             type=self.number_type,
             block=WEIGHT_BLOCK if granularity == "block" else None,
@@ -123,9 +146,15 @@ class WeightFormat(Pass):
 
     @property
     def usual_size(self) -> int | None:
-        return None if self.group_size else DEFAULT_GROUP
+        return None if self.group_size else self.group_up_to
+
+    def regrouped(self, size: int) -> Pass | None:
+        return self._of_groups(size) if self.weight_grid().granularity == "group" else None
 
     def fitted(self, widths: Collection[int]) -> Pass:
         """One size for all layers, because not every reader takes several. Where none that has a kernel divides the
         inputs of them all (a CNN whose first layer has 27), it is one scale per output channel."""
-        return self if self.group_size else replace(self, group_size=usual_group(widths))
+        return self if self.group_size else self._of_groups(usual_group(widths, self.group_up_to))
+
+    def _of_groups(self, size: int) -> Pass:
+        return replace(self, group_size=size, group_up_to=DEFAULT_GROUP)

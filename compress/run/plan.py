@@ -184,14 +184,14 @@ def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
         return found
     size = found.group_size
     slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
-    if size == -1 and any(usual_group([width]) != -1 for width in widths):
+    if size == -1 and any(usual_group([width], usual) != -1 for width in widths):
+        sizes = ", ".join(str(size) for size in KERNEL_GROUPS if size <= usual)
         notes.append(
-            f"no group size of {', '.join(map(str, KERNEL_GROUPS))} divides the inputs of all layers ({example}): each "
-            f"has the largest of these for its own, or one scale per output channel; {slow}; --group-size gives one "
-            "for all"
+            f"no group size of {sizes} divides the inputs of all layers ({example}): each has the largest of these for "
+            f"its own, or one scale per output channel; {slow}; --group-size gives one for all"
         )
         return p
-    other = largest_group(widths) if size == -1 else None
+    other = largest_group(widths, usual) if size == -1 else None
     if other is None:
         what = "one scale per output channel" if size == -1 else f"groups of {size}"
         notes.append(f"{what} instead of groups of {usual}: {example}; --group-size gives another")

@@ -51,7 +51,7 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
     """Why a layer has no 2:4 form after these passes; None where it has one, or where only the work will tell."""
     if not layer.has_format:
         return f"a {type(layer.module).__name__} has no such form"
-    for p in passes:
+    for p in (p.fitted({layer.shape[1]}) for p in passes):
         if isinstance(p, WeightFormat) and p.writes == "quantized weight":
             if getattr(p, "outliers", 0):
                 return f"{p.name} keeps outliers beside its codes"

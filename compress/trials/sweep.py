@@ -32,7 +32,7 @@ from compress.evaluation.showing.runs import EVALUATION, open_runs
 from compress.passes.base import Pass
 from compress.progress import Reporter, Silent
 from compress.reading import special
-from compress.recipe import load_recipe
+from compress.recipe import load_recipe, regrouped
 from compress.request import several
 from compress.trials.original import OriginalSpeed
 from compress.trials.rows import Row, Sweep, ranked
@@ -54,6 +54,7 @@ def sweep(
     output: str | Path,
     calibration: Text | None = None,
     training: Text | None = None,
+    group_size: int | None = None,
     samples: int | None = None,
     length: int | None = None,
     text_samples: int | None = None,
@@ -71,14 +72,17 @@ def sweep(
 
     recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length,
     batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length` and
-    the others in `evaluate`. speed: tokens a second, too. output: a directory, new or of a sweep that goes on. keep:
-    whether checkpoints stay once they are evaluated.
+    the others in `evaluate`. group_size: of every recipe that has groups, instead of its own; others stay as they are.
+    speed: tokens a second, too. output: a directory, new or of a sweep that goes on. keep: whether checkpoints stay
+    once they are evaluated.
 
     A recipe that fails has a row that says why, and does not end the sweep. Raises InputError, before any work, for a
     model, recipe, text or task that is not there or cannot be used, and for names that cannot be directories.
     """
-    steps = _steps(recipes)
     place, reporter = Path(output), reporter or Silent()
+    steps = _steps(recipes)
+    if group_size is not None:
+        steps = _regrouped(steps, group_size, reporter)
     if place.exists() and not place.is_dir():
         raise InputError(f"output {str(output)!r} is a file; give a directory")
     _check_place(place, steps)
@@ -151,6 +155,24 @@ def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
     for name in found:
         if not name or name in RESERVED or "/" in name or "\0" in name:
             raise InputError(f"recipe name {name!r}; each is the name of a directory: give one without slashes")
+    return found
+
+
+def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
+    """{name: passes} with another group size where there are groups, which is said of those without. Raises InputError
+    where no recipe has any."""
+    found: dict[str, tuple[Pass, ...]] = {}
+    without = []
+    for name, passes in steps.items():
+        try:
+            found[name], changed = regrouped(passes, size)
+        except InputError as error:
+            raise InputError(f"recipe {name!r}: {error}") from None
+        without += [] if changed else [name]
+    if len(without) == len(steps):
+        raise InputError(f"no recipe has groups, so group size {size} has no say; leave it out")
+    rest = f"; without groups, and as they are: {', '.join(without)}" if without else ""
+    reporter.note(f"group size {size} instead of what the recipes give{rest}")
     return found
 
 

@@ -192,18 +192,18 @@ def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
     return [size for size in range(least, min(most, common) + 1) if common % size == 0]
 
 
-def usual_group(widths: Iterable[int]) -> int:
-    """The group size where none is asked for: the largest of 128, 64 and 32 that divides every width, for which kernels
-    are made (ours, and those of other readers); -1 (one scale per output channel), which has kernels, too, where none
-    does: torch multiplies by groups of other sizes many times as slowly as by dense weights."""
-    sizes = divisors(widths, min(KERNEL_GROUPS), DEFAULT_GROUP)
+def usual_group(widths: Iterable[int], most: int = DEFAULT_GROUP) -> int:
+    """The group size where none is asked for: the largest of 128, 64 and 32, up to `most`, that divides every width,
+    for which kernels are made (ours, and those of other readers); -1 (one scale per output channel), which has kernels,
+    too, where none does: torch multiplies by groups of other sizes many times as slowly as by dense weights."""
+    sizes = divisors(widths, min(KERNEL_GROUPS), most)
     return next((size for size in KERNEL_GROUPS if size in sizes), -1)
 
 
-def largest_group(widths: Iterable[int]) -> int | None:
-    """The largest group size up to 128 that divides every width, with a kernel or without; None where none from 16 up
-    does."""
-    return max(divisors(widths, SMALLEST_GROUP, DEFAULT_GROUP), default=None)
+def largest_group(widths: Iterable[int], most: int = DEFAULT_GROUP) -> int | None:
+    """The largest group size up to `most` that divides every width, with a kernel or without; None where none from 16
+    up does."""
+    return max(divisors(widths, SMALLEST_GROUP, most), default=None)
 
 
 def near_group(widths: Iterable[int], usual: int, least: int) -> int | None:

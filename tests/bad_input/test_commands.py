@@ -90,6 +90,10 @@ BUDGETS: dict[str, Case] = {
         lambda d: sweep(d, ["w8a16-rtn", "w4a16-gptq"]),
         ("'w4a16-gptq' needs calibration data", "give text or token ids"),
     ),
+    "group size of a sweep without groups": (
+        lambda d: sweep(d, ["w8a16-rtn", "fp8-rtn"], "--group-size", 32),
+        ("no recipe has groups", "group size 32 has no say", "leave it out"),
+    ),
     "sweep of a recipe that is not there": (lambda d: sweep(d, ["nosuch"]), ("nosuch", "w4a16-gptq")),
 }
 MODELS: dict[str, Case] = {

@@ -18,6 +18,7 @@ from compress.errors import InputError
 from compress.kernels.cpu.gemm import why_not_sizes
 from compress.passes.base import Pass
 from compress.run.plan import plan
+from compress.run.storable import check_halved
 from compress.runtime.linear import QuantLinear
 from compress.weights.grid import quantize, suggest_groups, usual_group
 
@@ -68,6 +69,36 @@ def test_every_model_has_a_group_size_and_the_run_says_which(widths: tuple[int, 
         assert torch.equal(layer.weight, quantize(before.weight.detach(), grid).dequantize())
 
 
+# Inputs of the layers -> what built-in recipes of groups of 64 and of 32 make of them, and what the run says of 64.
+SMALLER = {
+    (576, 128): ([64, 64], [32, 32], None),
+    (96, 160): (
+        [32, 32],
+        [32, 32],
+        "groups of 32 instead of groups of 64: 0 has 96 inputs; --group-size gives another",
+    ),
+    (64, 100): ([64, None], [32, None], "no group size of 64, 32 divides the inputs of all layers (1 has 100 inputs)"),
+    (240, 240): ([None] * 2, [None] * 2, "per output channel instead of groups of 64: 0 has 240 inputs; groups of oth"),
+}
+
+
+@pytest.mark.parametrize("widths", SMALLER)
+def test_a_built_in_recipe_of_smaller_groups_falls_back_as_the_usual_ones_do(widths: tuple[int, ...]) -> None:
+    of_64, of_32, said = SMALLER[widths]
+    x = torch.randn(40, widths[0], generator=torch.Generator().manual_seed(1))
+    for name, sizes in (("w3a16-gptq", of_64), ("w2a16-reconstruct", of_32)):
+        (recipe, *_) = compress.load_recipe(name)
+        method = replace(recipe, **PLAIN_GPTQ)
+        made = compress.quantize(chain(*widths, 8), method, calibration=[{"input": x}]).record
+        assert [layer.group_size for layer in made.layers] == sizes
+        about_groups = [note for note in made.notes if "--group-size" in note]
+        if name == "w3a16-gptq":
+            assert len(about_groups) == (said is not None)
+            assert said is None or said in about_groups[0]
+    if widths == (240, 240):
+        assert "--group-size 30 is nearer" in about_groups[0]  # of 32 at most
+
+
 def test_a_size_that_is_asked_for_stays_an_error_where_it_does_not_divide() -> None:
     for size in (128, 100, 7):
         with pytest.raises(InputError, match=f"group size {size} does not divide .* inputs of 0"):
@@ -85,6 +116,13 @@ def test_each_pass_of_a_recipe_has_its_own_size_and_the_plan_states_it() -> None
     # Asking again, for the layers of one site, changes nothing that is settled.
     (settled,) = plan(chain(96, 128), [compress.RTN()]).recipe
     assert settled.fitted({7}) is settled
+
+
+def test_layers_with_sizes_of_their_own_can_be_stored_without_their_zeros() -> None:
+    steps = [compress.Magnitude(pattern="2:4", store="2:4"), compress.RTN()]
+    made = plan(chain(64, 100, 8), steps)
+    assert made.recipe[1].group_size == 0
+    check_halved(made, made.halved)
 
 
 def test_a_layer_alone_has_the_usual_group_too() -> None:
