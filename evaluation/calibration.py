@@ -1,17 +1,12 @@
-"""What calibration fixed in a checkpoint: its ranges, from the record of the run, as figures and as a page of plots.
+"""What calibration fixed in a checkpoint: its ranges, from the record of the run, as figures and as a page.
 
-In a plot a bar's height is the number of values per bin of the finest width, on a logarithmic axis, so that bars of
-different widths compare; solid lines are the bounds of the range, dotted ones what was observed. Nothing is drawn
-before it is scrolled to, so that a page of hundreds of plots opens at once. Names come from a checkpoint, which may be
-anybody's: they are escaped, and never part of a plot.
+In a picture a bar's height is the number of values per bin of the finest width, on a logarithmic axis, so that bars of
+different widths compare; solid lines are the bounds of the range, dotted ones what was observed.
 """
 
-import html
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,30 +14,37 @@ from typing import Any
 from compress.checkpoint.files import RECORD
 from compress.checkpoint.manifest import read_record
 from compress.checkpoint.record import RangeRecord
+from compress.checkpoint.shown import shown
 from compress.checkpoint.source import find_source
-from compress.errors import InputError
-from compress.evaluation.page import write_page
+from compress.errors import CheckpointError, InputError
+from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, padded, rule, tick
+from compress.evaluation.page import write_text
+from compress.evaluation.showing import words
+from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Tile, Words
+from compress.evaluation.showing.page import as_html
 
 NO_HISTOGRAMS = "no histogram was kept: the option histograms=true of a pass keeps them"
-INSIDE, BEYOND, OBSERVED = "#4c78a8", "#d62728", "#777777"
-MARGIN = 0.03  # of a plot's width, beside what it shows
-STYLE = (
-    "table{border-collapse:collapse}th,td{text-align:right;padding:.1em .6em;border-bottom:1px solid #ddd}"
-    "th:first-child,td:first-child{text-align:left;overflow-wrap:anywhere}.worst{background:#fde0dd}"
-    ".plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(340px,1fr));gap:.5em}figure{margin:0}"
-    ".plot{height:220px}figcaption{font-size:.8em;overflow-wrap:anywhere}summary{font-weight:bold;margin:1em 0 .3em}"
+READING = (
+    "Bars: values per bin of the finest width, on a logarithmic axis; in the colour of the solid lines where they are "
+    "beyond the range. Solid lines: the bounds of the range. Dotted lines: the extremes that were observed."
 )
-SCRIPT = """
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries.filter((e) => e.isIntersecting)) {
-    watcher.unobserve(entry.target);
-    const figure = figures[entry.target.dataset.figure];
-    Plotly.newPlot(entry.target, figure.data, figure.layout, {displayModeBar: false, responsive: true});
-  }
-}, {rootMargin: "400px"});
-for (const place of document.querySelectorAll(".plot")) watcher.observe(place);
-"""
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 190.0, 62.0, 8.0, 10.0, 26.0
+LEAST, LARGEST = 1e-60, 1e60  # sizes of a value, well beyond those of a float of 32 bits
+MOST_BINS = 128  # a side, see `HistogramRecord`
+MARGIN = 0.03  # of what is shown, beside it
+LEAST_WIDTH = 1.5  # of a bar, in units of the picture
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Values from left up to right. height: how many there are per bin of the finest width. beyond: outside the
+    range."""
+
+    left: float
+    right: float
+    count: int
+    height: float
+    beyond: bool
 
 
 def calibrated_ranges(model: str) -> list[RangeRecord]:
@@ -61,13 +63,62 @@ def calibrated_ranges(model: str) -> list[RangeRecord]:
             f"{source.name} has no calibrated ranges: its inputs are not rounded, or to every token as it comes; "
             "activations=static, outputs=static or a kv-cache per head or tensor fix some when quantizing"
         )
+    for i, each in enumerate(ranges):
+        if (wrong := _impossible(each)) is not None:
+            raise CheckpointError(f"{path}: ranges[{i}].{wrong}, which no calibration finds; quantize anew")
     return ranges
+
+
+def _impossible(record: RangeRecord) -> str | None:
+    """The figure of a range that is none, in words: infinite or not a number, a histogram that cannot be."""
+    for key in ("low", "high", "lowest", "highest"):
+        value = float(getattr(record, key))
+        if not (value == 0 or LEAST <= abs(value) <= LARGEST):
+            return f"{key} is {value:g}"
+    histogram = record.histogram
+    if histogram is None:
+        return None
+    if not LEAST <= histogram.width <= LARGEST:
+        return f"histogram.width is {histogram.width:g}"
+    for side in ("negative", "rest"):
+        counts = getattr(histogram, side)
+        if len(counts) > MOST_BINS:
+            return f"histogram.{side} has {len(counts)} bins"
+        if any(count < 0 for count in counts):
+            return f"histogram.{side} has counts below zero"
+    return None
 
 
 def most_clipped(ranges: Sequence[RangeRecord]) -> RangeRecord | None:
     """The range with the largest clipped share, the first of equals; None where none was counted."""
     counted = [each for each in ranges if each.clipped is not None]
     return max(counted, key=lambda each: each.clipped or 0.0, default=None)
+
+
+def clipped(ranges: Sequence[RangeRecord]) -> str:
+    """How much of a tensor the calibrated ranges cut off at most, in a line."""
+    worst = most_clipped(ranges)
+    count = f"{len(ranges)} calibrated ranges"
+    if worst is None:
+        return f"{count}: what they clip was not counted (--set histograms=true counts it)"
+    unknown = sum(each.clipped is None for each in ranges)
+    rest = f"; not counted for {unknown} (--set histograms=true counts it)" if unknown else ""
+    if not worst.clipped:
+        return f"{count}: nothing is clipped{rest}"
+    return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
+
+
+def title_of(record: RangeRecord) -> str:
+    """The tensor that a range is of; layers that read it together without the path that they share."""
+    path = record.tensor[: record.tensor.rfind(".") + 1]
+    names = ", ".join((record.tensor, *(other.removeprefix(path) for other in record.also)))
+    return names if record.role == "input" else f"{record.role} of {names}"
+
+
+def block_of(tensor: str) -> str:
+    """The part of a name up to its first number: model.layers.3 of model.layers.3.mlp.up_proj."""
+    found = re.match(r"(.*?\.\d+)(\.|$)", tensor)
+    return found[1] if found else ""
 
 
 def percent(share: float | None) -> str:
@@ -91,110 +142,114 @@ def content(ranges: Sequence[RangeRecord]) -> list[dict[str, Any]]:
     return found
 
 
-def figure(record: RangeRecord) -> dict[str, Any]:
-    """Plotly's data and layout for the histogram of a range: bars inside and beyond it, its bounds, the extremes."""
+def bars(record: RangeRecord) -> list[Bar]:
+    """The histogram of a range from left to right, without bins that hold nothing."""
     histogram = record.histogram
     assert histogram is not None
     edges = histogram.edges
-    bars = [(-edges[i + 1], -edges[i], n) for i, n in reversed(list(enumerate(histogram.negative)))]
-    bars += [(edges[i], edges[i + 1], n) for i, n in enumerate(histogram.rest)]
-    split: dict[str, list[tuple[float, float, int]]] = {INSIDE: [], BEYOND: []}
-    for bar in bars:
-        if bar[2]:
-            split[BEYOND if bar[1] <= record.low or bar[0] >= record.high else INSIDE].append(bar)
-    data = [
-        {
-            "type": "bar",
-            "x": [(left + right) / 2 for left, right, _ in found],
-            "width": [right - left for left, right, _ in found],
-            "y": [n * histogram.width / (right - left) for left, right, n in found],
-            "customdata": [n for _, _, n in found],
-            "hovertemplate": "%{customdata} values around %{x:.4g}<extra></extra>",
-            "marker": {"color": color, "line": {"width": 0}},
-        }
-        for color, found in split.items()
+    bins = [(-edges[i + 1], -edges[i], n) for i, n in reversed(list(enumerate(histogram.negative)))]
+    bins += [(edges[i], edges[i + 1], n) for i, n in enumerate(histogram.rest)]
+    return [
+        Bar(left, right, n, n * histogram.width / (right - left), right <= record.low or left >= record.high)
+        for left, right, n in bins
+        if n
     ]
-    first, last = min(record.low, record.lowest), max(record.high, record.highest)
-    beside = MARGIN * (last - first) or histogram.width
-    lines = [(value, "dot", OBSERVED) for value in (record.lowest, record.highest)]
-    lines += [(value, "solid", BEYOND) for value in (record.low, record.high)]
-    shapes = [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": value,
-            "x1": value,
-            "y0": 0,
-            "y1": 1,
-            "line": {"dash": dash, "color": color, "width": 1.5},
-        }
-        for value, dash, color in lines
-    ]
-    layout = {
-        "barmode": "overlay",
-        "showlegend": False,
-        "margin": {"l": 45, "r": 10, "t": 5, "b": 25},
-        "xaxis": {"range": [first - beside, last + beside]},
-        "yaxis": {"type": "log", "exponentformat": "power"},
-        "shapes": shapes,
-    }
-    return {"data": data, "layout": layout}
+
+
+def joined(found: Sequence[Bar], least: float) -> list[Bar]:
+    """Neighbours as one bar where they are too narrow to be told apart: no wider than `least` together."""
+    made: list[Bar] = []
+    for bar in found:
+        if made and made[-1].beyond == bar.beyond and bar.right - made[-1].left <= least:
+            before = made.pop()
+            area = before.height * (before.right - before.left) + bar.height * (bar.right - bar.left)
+            height = area / (bar.right - before.left)
+            bar = Bar(before.left, bar.right, before.count + bar.count, height, bar.beyond)
+        made.append(bar)
+    return made
+
+
+def figure(record: RangeRecord, anchor: str = "") -> Picture:
+    """The histogram of a range: bars inside and beyond it, its bounds, the extremes."""
+    ends = (record.low, record.high, record.lowest, record.highest)
+    across = Axis(*padded(ends, False, MARGIN), LEFT, WIDE - RIGHT)
+    found = joined(bars(record), LEAST_WIDTH * (across.high - across.low) / (across.end - across.start))
+    heights = [bar.height for bar in found] or [1.0]
+    floor = HEIGHT - BOTTOM
+    up = Axis(min(1.0, *heights) / 2, 1.2 * max(heights), floor, TOP, logarithmic=True)
+    marks = []
+    for value in up.ticks():
+        y = up.place(value)
+        marks += [rule(LEFT, y, WIDE - RIGHT, y), label(LEFT - 6, y + 4, f"{value:g}", "end")]
+    for beyond, style in ((False, "main"), (True, "beyond")):
+        drawn = "".join(_bar(bar, across, up) for bar in found if bar.beyond == beyond)
+        marks.append(f'<g class="{style}" shape-rendering="crispEdges">{drawn}</g>')
+    marks.append(rule(LEFT, floor, WIDE - RIGHT, floor))
+    marks += [tick(across.place(value), floor + 17, f"{value:.4g}") for value in across.ticks()]
+    for what, value, style in (
+        ("smallest observed", record.lowest, "extreme"),
+        ("largest observed", record.highest, "extreme"),
+        ("lower bound", record.low, "bound"),
+        ("upper bound", record.high, "bound"),
+    ):
+        x = across.place(value)
+        marks.append(f"<g>{hover(f'{what}: {value:.4g}')}{rule(x, TOP, x, floor, style)}</g>")
+    name = words.name(title_of(record))
+    caption = f"Range {interval(record.low, record.high)}, observed {interval(record.lowest, record.highest)}"
+    caption += "." if record.clipped is None else f", clipped {words.share(record.clipped)}."
+    return Picture(name, inline(f"histogram of {name}", HEIGHT, marks), caption, anchor)
+
+
+def _bar(bar: Bar, across: Axis, up: Axis) -> str:
+    """A path, which takes less room in a page of thousands than a rectangle."""
+    x, y = across.place(bar.left), up.place(bar.height)
+    width = max(LEAST_WIDTH, across.place(bar.right) - x)
+    said = hover(f"{bar.count:,} value{'' if bar.count == 1 else 's'} from {bar.left:.4g} to {bar.right:.4g}")
+    return f'<path d="M{x:.1f} {up.start:.0f}V{y:.1f}h{width:.1f}V{up.start:.0f}">{said}</path>'
 
 
 def write_ranges(model: str, ranges: Sequence[RangeRecord], path: Path) -> None:
-    """One page: a table of the ranges, and the histograms that there are, block by block."""
-    drawn = [i for i, each in enumerate(ranges) if each.histogram is not None]
-    parts = [_table(ranges, set(drawn))]
-    if drawn:
-        parts.append(
-            "<p>Bars: values per bin of the finest width, on a logarithmic axis; red where they are beyond the range. "
-            "Solid lines: the bounds of the range. Dotted: the extremes that were observed. Drag to zoom, double-click "
-            "to go back.</p>"
-        )
-        for block, members in groupby(drawn, key=lambda i: block_of(ranges[i].tensor)):
-            figures = "".join(
-                f'<figure id="range-{i}"><figcaption>{_about(ranges[i])}</figcaption>'
-                f'<div class="plot" data-figure="{i}"></div></figure>'
-                for i in members
-            )
-            title = html.escape(block) or "the model"
-            parts.append(f'<details open><summary>{title}</summary><div class="plots">{figures}</div></details>')
-        # < would end the script if a name held </script>; JSON has another way to write it.
-        made = json.dumps({i: figure(ranges[i]) for i in drawn}, separators=(",", ":")).replace("<", "\\u003c")
-        parts.append(f'<script type="application/json" id="figures">{made}</script>')
-        parts.append(f"<script>{import_module('plotly.offline').get_plotlyjs()}</script><script>{SCRIPT}</script>")
-    else:
-        parts.append(f"<p>{NO_HISTOGRAMS}</p>")
-    write_page(path, f"compress calibration: {model}", "".join(parts), STYLE)
+    """One page: a table of the ranges, and the histograms that there are, block by block. Raises InputError where the
+    file cannot be written."""
+    write_text(path, as_html(report_of(model, ranges)))
 
 
-def block_of(tensor: str) -> str:
-    """The part of a name up to its first number: model.layers.3 of model.layers.3.mlp.up_proj."""
-    found = re.match(r"(.*?\.\d+)(\.|$)", tensor)
-    return found[1] if found else ""
+def report_of(model: str, ranges: Sequence[RangeRecord]) -> Report:
+    """The content of the page."""
+    anchors = ["" if each.histogram is None else f"range-{i}" for i, each in enumerate(ranges)]
+    reading = READING if any(anchors) else NO_HISTOGRAMS
+    blocks: list[Block] = [_table(ranges, anchors), Words(reading, "note")]
+    sections = [Section("Ranges", blocks)]
+    drawn = [(each, anchor) for each, anchor in zip(ranges, anchors, strict=True) if anchor]
+    for block, members in groupby(drawn, key=lambda pair: block_of(pair[0].tensor)):
+        pictures: list[Block] = [figure(each, anchor) for each, anchor in members]
+        sections.append(Section(words.name(block) or "Outside the blocks", pictures))
+    name = words.name(shown(model))
+    run = Article(name, "", clipped(ranges), _tiles(ranges), sections)
+    return Report(f"Calibrated ranges of {name}", run.verdict, [run], command="inspect --calibration", footnote="")
 
 
-def _about(record: RangeRecord) -> str:
-    """Whose range it is, as HTML."""
-    names = "<br>".join(html.escape(name) for name in (record.tensor, *record.also))
-    return names if record.role == "input" else f"{html.escape(record.role)} of {names}"
+def _tiles(ranges: Sequence[RangeRecord]) -> list[Tile]:
+    worst, tokens = most_clipped(ranges), {each.tokens for each in ranges}
+    calibrators = ", ".join(dict.fromkeys(words.name(each.calibrator) for each in ranges))
+    return [
+        Tile("calibrated ranges", words.count(len(ranges)), calibrators),
+        Tile("clipped at most", words.share(None if worst is None else worst.clipped), "of a range's values"),
+        Tile("tokens seen", words.count(max(tokens)), "by every range" if len(tokens) == 1 else "at most"),
+    ]
 
 
-def _table(ranges: Sequence[RangeRecord], drawn: set[int]) -> str:
-    worst = most_clipped(ranges)
-    rows = []
-    for i, each in enumerate(ranges):
-        about = f'<a href="#range-{i}">{_about(each)}</a>' if i in drawn else _about(each)
-        cells = [
-            each.calibrator,
+def _table(ranges: Sequence[RangeRecord], anchors: Sequence[str]) -> Table:
+    rows = [
+        (
+            words.name(title_of(each)),
+            words.name(each.calibrator),
             interval(each.lowest, each.highest),
             interval(each.low, each.high) + (f" ({each.ranges} ranges)" if each.ranges > 1 else ""),
-            percent(each.clipped),
-            f"{each.tokens}",
-        ]
-        marked = ' class="worst"' if each is worst and each.clipped else ""
-        rows.append(f"<tr{marked}><td>{about}</td>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>")
-    headings = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
-    head = "".join(f"<th>{heading}</th>" for heading in headings)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            words.NONE if each.clipped is None else words.share(each.clipped),
+            words.count(each.tokens),
+        )
+        for each in ranges
+    ]
+    columns = ("tensor", "calibrator", "observed", "range", "clipped", "tokens")
+    return Table(columns, rows, left=frozenset({1}), links=anchors)

@@ -81,6 +81,8 @@ INK = (
     "svg.drawn{width:100%;height:auto;display:block;font:13px system-ui,sans-serif}svg.drawn text{fill:var(--soft)}"
     "svg.drawn .grid{stroke:var(--line)}svg.drawn .main{fill:var(--accent)}svg.drawn .other{fill:var(--faint)}"
     "svg.drawn .path{fill:none;stroke:var(--accent);stroke-width:1.5}svg.drawn .bar{stroke:var(--accent)}"
+    "svg.drawn .beyond{fill:var(--warn)}svg.drawn .bound{stroke:var(--warn);stroke-width:1.5}"
+    "svg.drawn .extreme{stroke:var(--soft);stroke-width:1.5;stroke-dasharray:2 3}"
     "svg.drawn .otherbar{stroke:var(--faint)}svg.drawn text.strong{fill:var(--ink);font-weight:600}"
     "svg.drawn text.on{paint-order:stroke;stroke:var(--paper);stroke-width:4px;stroke-linejoin:round}"
 )

@@ -17,15 +17,19 @@ def check_plotly() -> None:
         raise InputError(f"--html needs plotly; {install('report')}")
 
 
-def write_page(path: Path, heading: str, body: str, style: str = "") -> None:
-    """Write the page; it appears when it is complete. heading is plain text, body is HTML. Raises InputError where the
-    file cannot be written."""
+def write_page(path: Path, heading: str, body: str) -> None:
+    """Write the page. heading is plain text, body is HTML. Raises InputError where the file cannot be written."""
     title = html.escape(heading)
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{GENERATOR}"><title>{title}</title>'
-        f"<style>{STYLE}{style}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
+        f"<style>{STYLE}</style></head><body><h1>{title}</h1>{body}</body></html>\n"
     )
+    write_text(path, page)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears when it is complete. Raises InputError where it cannot be written."""
     try:
-        write_whole(path, page)
+        write_whole(path, text)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

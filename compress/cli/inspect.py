@@ -29,7 +29,7 @@ from compress.errors import InputError
 @click.option("--kernels", is_flag=True, help="Which kernel each compressed layer gets, and why not a faster one.")
 @click.option("--calibration", is_flag=True, help="The ranges that calibration fixed, and what they clip.")
 @click.option("--training", is_flag=True, help="How the model was trained: steps, losses, speed.")
-@html_option("With --calibration: write its table and histograms as one page")
+@html_option("With --calibration: write its table and histograms as one page.")
 @click.option("--svg", metavar="FILE", callback=writable, help="With --training: draw the losses (needs nothing more).")
 @trust_option
 @plugin_option
@@ -66,10 +66,6 @@ def inspect(
     if trust_remote_code and not kernels:
         raise InputError("--trust-remote-code is for --kernels: without it nothing of the model is run")
     check_page(html)
-    if html is not None:
-        from compress.evaluation.page import check_plotly
-
-        check_plotly()
     begin()
     silent = quiet or json_file == "-"
     if kernels:

@@ -89,8 +89,8 @@ device_option = click.option(
 
 
 def html_option(about: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """--html FILE: a page that the report extra draws."""
-    return click.option("--html", metavar="FILE", callback=writable, help=f"{about} (needs the report extra).")
+    """--html FILE: a page. about: the help."""
+    return click.option("--html", metavar="FILE", callback=writable, help=about)
 
 
 def task_options(command: Callable[..., None]) -> Callable[..., None]:

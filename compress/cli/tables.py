@@ -10,7 +10,7 @@ from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
 from compress.checkpoint.source import find_source
 from compress.cli.saving import headline
 from compress.cli.terminal import console
-from compress.evaluation.calibration import interval, most_clipped, percent
+from compress.evaluation.calibration import clipped, interval, most_clipped, percent, title_of
 from compress.evaluation.document import Evaluation, Figure, TextResult
 from compress.evaluation.routes import KernelRow, LibraryRow
 from compress.evaluation.size import Row, Size, measure_size
@@ -134,19 +134,6 @@ def pruned(layers: Sequence[LayerRecord]) -> str | None:
     return f"zero for good: {zero / weights:.1%} of {weights} weights in {len(masks)} layers{each}"
 
 
-def clipped(ranges: Sequence[RangeRecord]) -> str:
-    """How much of a tensor the calibrated ranges cut off at most, in a line."""
-    worst = most_clipped(ranges)
-    count = f"{len(ranges)} calibrated ranges"
-    if worst is None:
-        return f"{count}: what they clip was not counted (--set histograms=true counts it)"
-    unknown = sum(each.clipped is None for each in ranges)
-    rest = f"; not counted for {unknown} (--set histograms=true counts it)" if unknown else ""
-    if not worst.clipped:
-        return f"{count}: nothing is clipped{rest}"
-    return f"{count}: at most {percent(worst.clipped)} is clipped ({worst.role} of {worst.tensor}){rest}"
-
-
 def measured(figure: Figure | None, form: str) -> str:
     """A figure and its standard error over windows, where there is one."""
     if figure is None or figure.error is None:
@@ -227,11 +214,9 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
         table.add_column(heading, justify=side, overflow="fold")
     worst = most_clipped(ranges)
     for each in ranges:
-        name = ", ".join((each.tensor, *(_beside(each.tensor, other) for other in each.also)))
-        about = name if each.role == "input" else f"{each.role} of {name}"
         several = f" ({each.ranges} ranges)" if each.ranges > 1 else ""
         table.add_row(
-            about,
+            title_of(each),
             each.calibrator,
             interval(each.lowest, each.highest),
             interval(each.low, each.high) + several,
@@ -242,11 +227,6 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
     out = console()
     out.print(table)
     out.print(clipped(ranges))
-
-
-def _beside(name: str, other: str) -> str:
-    """`other` without the path that it shares with `name`."""
-    return other.removeprefix(name[: name.rfind(".") + 1])
 
 
 def inspection(rows: Sequence[Row], size: Size) -> None:

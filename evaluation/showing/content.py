@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+FOOTNOTE = (
+    "± is one standard error, over windows of text; intervals are 1.96 of them to either side. "
+    "KL is KL(original ‖ this model)."
+)
+
 
 @dataclass(frozen=True)
 class Words:
@@ -22,7 +27,8 @@ class Table:
     """rows of as many cells as there are columns; the first `names` columns and those `left` are words, the others
     figures.
 
-    faint: rows that are of less interest. folded: shown when asked for. title: what it is, one line.
+    faint: rows that are of less interest. folded: shown when asked for. title: what it is, one line. links: of every
+    row the anchor of the picture that shows it, empty where none does.
     """
 
     kind: ClassVar[str] = "table"
@@ -33,6 +39,7 @@ class Table:
     left: frozenset[int] = frozenset()
     faint: frozenset[int] = frozenset()
     folded: bool = False
+    links: Sequence[str] = ()
 
     def is_words(self, column: int) -> bool:
         """Whether a column holds words, which begin at the left."""
@@ -41,12 +48,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """svg: drawn by `compress.evaluation.drawing`. title: what it shows; caption: how to read it."""
+    """svg: drawn by `compress.evaluation.drawing`. title: what it shows; caption: how to read it. anchor: what
+    rows of tables link to."""
 
     kind: ClassVar[str] = "picture"
     title: str
     svg: str
     caption: str = ""
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,12 @@ class Article:
 
 @dataclass(frozen=True)
 class Report:
-    """overview: of all runs together, where there are several. articles: a run each."""
+    """overview: of all runs together, where there are several. articles: a run each. command: of `compress`, that wrote
+    it. footnote: how all of its figures are to be read."""
 
     title: str
     verdict: str
     articles: list[Article]
     overview: list[Section] = field(default_factory=list)
+    command: str = "report"
+    footnote: str = FOOTNOTE

@@ -1,11 +1,11 @@
 """What calibration fixed, as it is recorded, kept over an interruption, and shown as a table, JSON and a page."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from vision import net
 import compress
 from compress.calibration.calibrators import calibrator
 from compress.checkpoint.record import HistogramRecord, RangeRecord, range_record
-from compress.cli import tables as show
 from compress.errors import CheckpointError, InputError
-from compress.evaluation import calibration, page
+from compress.evaluation import calibration
+from compress.evaluation.calibration import Bar
+from compress.evaluation.drawing import WIDE, Axis, padded
 from compress.weights.grid import Grid
 
 STATIC = {"scheme": "w8a8", "activations": "static", "histograms": True}
@@ -42,35 +43,36 @@ def written(tmp_path_factory) -> Path:
     return folder / "out"
 
 
-@pytest.fixture
-def plotly(monkeypatch) -> None:
-    """A stand-in for the script of plotly, which is an extra."""
-    monkeypatch.setattr(page, "find_spec", lambda _: True)
-    monkeypatch.setattr(calibration, "import_module", lambda _: SimpleNamespace(get_plotlyjs=lambda: "/* plotly */"))
-
-
 class Parts(HTMLParser):
-    """The text of a page, what it refers to, and the contents of its scripts."""
+    """The texts of a page, what it refers to, and the hints of each of its figures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open, self.links, self.sources, self.ids, self.texts, self.scripts = [], [], [], [], [], []
+        self.open, self.links, self.sources, self.ids, self.texts, self.tags = [], [], [], [], [""], []
+        self.hints: dict[str, list[str]] = {}
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         found = dict(attrs)
-        self.links += [found["href"]] if "href" in found else []
-        self.sources += [found["src"]] if "src" in found else []
-        self.ids += [found["id"]] if "id" in found else []
-        if tag not in ("meta", "br"):
+        self.tags.append(tag)
+        self.links += [found["href"]] if tag == "a" else []
+        self.sources += [found[key] for key in ("src", "href") if key in found and tag != "a"]
+        if "id" in found:
+            self.ids.append(found["id"])
+            self.hints[found["id"]] = []
+        if tag not in ("meta", "br", "wbr", "link"):
             self.open.append(tag)
+            self.texts.append("")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+        self.texts.append("")
 
     def handle_data(self, data):
-        (self.scripts if self.open[-1:] == ["script"] else self.texts).append(data)
+        self.texts[-1] += data
+        if self.open[-1:] == ["title"] and "svg" in self.open:
+            self.hints[self.ids[-1]].append(data)
 
 
 # --- what is recorded ----------------------------------------------------------------------------------------------
@@ -189,28 +191,33 @@ def test_json_holds_the_record_and_the_edges_of_the_bins(written):
         assert edges[1] == noted["histogram"]["width"]
 
 
-def test_the_page_holds_every_layer_and_every_count_and_needs_no_network(written, plotly, tmp_path):
+def test_the_page_holds_every_layer_and_every_count_and_needs_no_network(written, tmp_path):
     outcome = command("inspect", written, "--calibration", "--html", tmp_path / "ranges.html")
     assert outcome.code == 0, outcome.err
     assert [path.name for path in tmp_path.iterdir()] == ["ranges.html"]
-    parts = Parts((tmp_path / "ranges.html").read_text(encoding="utf-8"))
+    text = (tmp_path / "ranges.html").read_text(encoding="utf-8")
+    assert "plotly" not in text.lower()
+    assert str(written.parent) not in text
+    parts = Parts(text)
     assert parts.open == []
-    assert parts.sources == []
+    assert "script" not in parts.tags
+    assert parts.sources == ["data:,"]
     assert all(link.startswith("#") and link[1:] in parts.ids for link in parts.links)
     ranges = calibration.calibrated_ranges(str(written))
     assert len(parts.links) == len(ranges)
-    for found in ranges:
-        for name in (found.tensor, *found.also):
-            assert parts.texts.count(name) == 2  # in the table and at its plot
-    figures = json.loads(parts.scripts[0])
     for i, found in enumerate(ranges):
-        counts = [n for trace in figures[str(i)]["data"] for n in trace["customdata"]]
+        name = calibration.title_of(found)
+        assert all(layer.rpartition(".")[2] in name for layer in found.also)
+        assert parts.texts.count(name) == 2  # in the table and at its plot
+        hints = parts.hints[f"range-{i}"]
+        counts = [int(hint.split()[0].replace(",", "")) for hint in hints if " value" in hint]
         assert sum(counts) == sum(found.histogram.negative) + sum(found.histogram.rest)
-        drawn = {(shape["line"]["dash"], shape["x0"]) for shape in figures[str(i)]["layout"]["shapes"]}
-        assert drawn == {("dot", found.lowest), ("dot", found.highest), ("solid", found.low), ("solid", found.high)}
+        ends = {"smallest observed": found.lowest, "largest observed": found.highest}
+        ends |= {"lower bound": found.low, "upper bound": found.high}
+        assert {f"{what}: {value:.4g}" for what, value in ends.items()} <= {*hints}
 
 
-def test_names_from_a_checkpoint_stay_text(written, plotly, tmp_path):
+def test_names_from_a_checkpoint_stay_text(written, tmp_path):
     name = "</script><script>alert(1)</script>&[bold]"
     record = json.loads((written / "compress.json").read_text())
     for found in record["ranges"]:
@@ -222,36 +229,47 @@ def test_names_from_a_checkpoint_stay_text(written, plotly, tmp_path):
     assert "[bold]" in outcome.out
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "alert(1)</script>" not in text
-    assert len(Parts(text).scripts) == 3
+    parts = Parts(text)
+    assert "script" not in parts.tags
+    assert sum(name in said for said in parts.texts) > 2 * len(record["ranges"])
 
 
-def test_a_page_without_histograms_says_so(tmp_path, plotly):
+def test_a_page_without_histograms_says_so(tmp_path):
     ranges = [RangeRecord("a.0.b", "input", "minmax", -1.0, 1.0, -1.0, 0.5, 0.0, 7)]
     calibration.write_ranges("OUT", ranges, tmp_path / "page.html")
     parts = Parts((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert (parts.scripts, parts.links) == ([], [])
+    assert (parts.links, "svg" in parts.tags) == ([], False)
     assert calibration.NO_HISTOGRAMS in parts.texts
 
 
 def test_a_plot_puts_its_bars_where_the_values_are():
     histogram = HistogramRecord(0.5, [0, 3], [4, 0, *[0] * 14, 6])
     record = RangeRecord("a", "input", "mse", -0.5, 0.5, -0.9, 8.5, 0.1, 13, histogram=histogram)
-    inside, beyond = calibration.figure(record)["data"]
-    assert (inside["x"], inside["width"], inside["y"], inside["customdata"]) == ([0.25], [0.5], [4.0], [4])
-    assert (beyond["x"], beyond["width"], beyond["y"]) == ([-0.75, 8.25], [0.5, 0.5], [3.0, 6.0])
+    assert calibration.bars(record) == [
+        Bar(-1.0, -0.5, 3, 3.0, beyond=True),
+        Bar(0.0, 0.5, 4, 4.0, beyond=False),
+        Bar(8.0, 8.5, 6, 6.0, beyond=True),
+    ]
+    drawn = re.findall(
+        r'<path d="M([\d.]+) 164V([\d.]+)h([\d.]+)V164"><title>(.*?)</title>', calibration.figure(record).svg
+    )
+    across = Axis(*padded((-0.9, 8.5), False, calibration.MARGIN), calibration.LEFT, WIDE - calibration.RIGHT)
+    assert [said for *_, said in drawn] == [  # those inside first
+        "4 values from 0 to 0.5",
+        "3 values from -1 to -0.5",
+        "6 values from 8 to 8.5",
+    ]
+    assert [float(x) for x, *_ in drawn] == [pytest.approx(across.place(x), abs=0.05) for x in (0, -1, 8)]
+    tops = [float(y) for _, y, _, _ in drawn]
+    assert tops[2] < tops[0] < tops[1] < 164
     wide = RangeRecord("a", "input", "mse", 0, 9, 0, 17, 0.1, 8, histogram=HistogramRecord(0.5, [], [0] * 32 + [8]))
-    (_, beyond) = calibration.figure(wide)["data"]
-    assert (beyond["x"], beyond["width"], beyond["y"]) == ([16.5], [1.0], [4.0])  # 8 values in two bins of the finest
+    assert calibration.bars(wide) == [Bar(16.0, 17.0, 8, 4.0, beyond=True)]  # 8 values in two bins of the finest
 
 
-def test_plotly_knows_every_property_of_a_plot(written, tmp_path):
-    go = pytest.importorskip("plotly.graph_objects")
-    for found in calibration.calibrated_ranges(str(written)):
-        go.Figure(calibration.figure(found))
-    calibration.write_ranges("OUT", calibration.calibrated_ranges(str(written)), tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Plotly.newPlot(entry.target" in text
-    assert "<script src" not in text
+def test_bars_too_narrow_to_be_told_apart_are_one_of_the_same_area():
+    bars = [Bar(0, 1, 4, 4.0, False), Bar(2, 3, 8, 8.0, False), Bar(3, 4, 1, 1.0, True), Bar(4, 9, 5, 1.0, True)]
+    assert calibration.joined(bars, 3) == [Bar(0, 3, 12, 4.0, False), *bars[2:]]
+    assert calibration.joined(bars, 0.5) == bars
 
 
 def test_blocks_are_told_by_the_first_number():
@@ -261,10 +279,10 @@ def test_blocks_are_told_by_the_first_number():
 
 def test_ranges_that_nobody_counted_are_said():
     ranges = [RangeRecord("a", "input", "minmax", -1, 1, -1, 1, share, 7) for share in (None, 0.25, 0.5)]
-    assert show.clipped(ranges[:2]) == (
+    assert calibration.clipped(ranges[:2]) == (
         "2 calibrated ranges: at most 25% is clipped (input of a); not counted for 1 (--set histograms=true counts it)"
     )
-    assert show.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
+    assert calibration.clipped(ranges[1:]) == "2 calibrated ranges: at most 50% is clipped (input of a)"
 
 
 def test_quantize_says_how_much_is_clipped_at_most(tmp_path):
@@ -300,14 +318,6 @@ def test_options_that_do_not_fit_are_refused_in_one_line(words, message, written
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_page_without_plotly_is_refused(written, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "find_spec", lambda _: None)
-    outcome = command("inspect", written, "--calibration", "--html", tmp_path / "page.html")
-    assert outcome.code == 2
-    assert "--html needs plotly; in the checkout of compress run: pip install -e '.[report]'" in outcome.err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, written, tmp_path):
     with pytest.raises(InputError, match=r"holds no compress\.json: give a directory that `compress quantize` wrote"):
         calibration.calibrated_ranges(str(llama))
@@ -318,6 +328,25 @@ def test_checkpoints_without_calibrated_ranges_are_refused(llama, llama_w4, writ
     for text in ("[]", '{"ranges": [{"tensor": "a"}]}', '{"ranges": 3}', '{"ranges": [{"histogram": null}]}'):
         (damaged / "compress.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"compress\.json: .* (is|must)"):
+            calibration.calibrated_ranges(str(damaged))
+
+
+def test_ranges_that_no_calibration_finds_are_refused_by_name(written, tmp_path):
+    damaged = Path(shutil.copytree(written, tmp_path / "out"))
+    whole = (written / "compress.json").read_text()
+    for keys, value, says in (
+        (("high",), float("inf"), "high is inf"),
+        (("lowest",), float("nan"), "lowest is nan"),
+        (("histogram", "width"), 0.0, "histogram.width is 0"),
+        (("histogram", "width"), 1e308, r"histogram.width is 1e\+308"),
+        (("histogram", "rest"), [3, -1], "histogram.rest has counts below zero"),
+        (("histogram", "negative"), [1] * 5000, "histogram.negative has 5000 bins"),
+    ):
+        record = json.loads(whole)
+        place = record["ranges"][1] if len(keys) == 1 else record["ranges"][1][keys[0]]
+        place[keys[-1]] = value
+        (damaged / "compress.json").write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match=rf"ranges\[1\]\.{says}, which no calibration finds"):
             calibration.calibrated_ranges(str(damaged))
 
 
