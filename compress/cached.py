@@ -48,7 +48,7 @@ def checksum_of(rows: Rows) -> str:
 
 
 def holds_cached(path: Path) -> bool:
-    """Whether a file says that it is one of these."""
+    """True for a file that says it is one of these."""
     try:
         with safe_open(path, framework="pt") as file:
             return ENTRY in (file.metadata() or {})

@@ -33,7 +33,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Extent:
-    """What of the model is compressed, and whether block by block. drop_zeros: zeros that the model comes with
+    """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
     may become other numbers."""
 
     ignore: Sequence[str]

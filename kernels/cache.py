@@ -1,4 +1,4 @@
-"""Where what can be made again is kept: compiled libraries, tuned configurations, what a reference said."""
+"""The folder of things that can be made again: compiled libraries, tuned configurations, answers of references."""
 
 import os
 import stat

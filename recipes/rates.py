@@ -32,7 +32,7 @@ EVALUATED = 8  # samples at once
 
 
 def beginning(said: argparse.Namespace) -> list[Pass]:
-    """What comes before training."""
+    """The passes before training."""
     if said.student_layers is not None:
         blocks = len(find_stacks(load_dense(find_source(said.model)))[0].blocks)
         return [Structure(layers=blocks - said.student_layers)]

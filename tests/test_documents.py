@@ -141,7 +141,7 @@ def test_a_snippet_runs_as_it_is_written(snippet: Snippet, written: Path, desk: 
 
 
 def names(desk: Path, of_images: bool) -> dict[str, Any]:
-    """What snippets of Python take for given: models, token ids, questions, and the arguments of a Trainer."""
+    """The names that snippets of Python take for given: models, token ids, questions, arguments of a Trainer."""
     question = {"goal": "import", "sol1": " sys", "sol2": " of", "label": 0}
     (desk / "piqa.jsonl").write_text(f"{json.dumps(question)}\n", encoding="utf-8")
     given = {

@@ -39,13 +39,13 @@ FOLDER_OF_TRAINING = re.compile(r"\d+(/step-\d+(\.part)?)?")
 
 
 def of_checkpoint(name: str) -> bool:
-    """Whether a file of a checkpoint, or its scratch file, has such a name."""
+    """True for the name of a file of a checkpoint, or of its scratch file."""
     name = becomes(name) or name
     return WEIGHTS.fullmatch(name) is not None or any(fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
 def is_left(folder: str, path: Path, within: str) -> bool:
-    """Whether a run leaves something of that kind and name (`within` the folder) in a folder of OUT.partial."""
+    """True for a kind and name (`within` the folder) that a run leaves in a folder of OUT.partial."""
     if path.is_symlink():
         return False
     if path.is_dir():
@@ -59,7 +59,7 @@ def is_left(folder: str, path: Path, within: str) -> bool:
 
 
 def strangers_in(partial: Path) -> Iterator[Path]:
-    """What runs do not leave in the folders of OUT.partial."""
+    """Paths in the folders of OUT.partial that no run leaves."""
     for folder in (BLOCKS, MODEL, TRAINING):
         for path in sorted((partial / folder).rglob("*")):
             within = path.relative_to(partial / folder).as_posix()

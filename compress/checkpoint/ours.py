@@ -37,7 +37,7 @@ def noted(text: str) -> str:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file holds what a command writes into files that a person names, or nothing yet."""
+    """True for a file that is empty, or holds what a command writes into files that a person names."""
     with path.open("rb") as file:
         head = file.read(MARKED_BYTES)
         file.seek(max(0, path.stat().st_size - MARKED_BYTES))

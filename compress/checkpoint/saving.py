@@ -22,7 +22,7 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Of the bytes before, those that are gone; negative where there are more now."""
+        """Share of the bytes before that is gone; negative where there are more now."""
         return 1 - self.after / max(self.before, 1)
 
 

@@ -61,7 +61,7 @@ def rewrite(directory: Path, changes: Mapping[str, Any], files: Mapping[str, lis
 
 
 def is_intact(record: Mapping[str, Any]) -> bool:
-    """Whether a record is what compress wrote last; of one without checksums, nothing says that it is not."""
+    """True for a record as compress wrote it last, and for one without checksums, which cannot be judged."""
     return "checksums" not in record or record["checksums"].get("record") == _own(record)
 
 

@@ -77,7 +77,7 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def terminating() -> Iterator[None]:
-    """Within: SIGTERM is a line and exit code 143, where nobody else handles it."""
+    """Turns SIGTERM into a line and exit code 143, where nobody else handles it."""
     usual = signal.getsignal(signal.SIGTERM)
     if usual is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
         yield

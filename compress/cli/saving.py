@@ -44,7 +44,7 @@ CODES = "fewer bits (--bits) or more inputs to a scale (--group-size) make small
 
 
 def promises(task: str, passes: Sequence["Pass"], store: str | None) -> bool:
-    """Whether a run is one that stores a model smaller. task: of `run`."""
+    """True for a run that is to store a model smaller. task: of `run`."""
     if store is not None or any(getattr(p, "store", "") for p in passes):
         return True
     smaller = any(p.writes == "quantized weight" or p.treats in ("embeddings", "structure") for p in passes)
@@ -75,7 +75,7 @@ def change(saving: "Saving") -> str:
 
 
 def as_before(record: "RunRecord") -> str:
-    """Why a run has changed no size, where it was not to."""
+    """The reason why a run that promises no smaller model has changed no size."""
     if any("sparsity" in layer.figures for layer in record.layers):
         return f": {ZEROS}"
     return ": a smaller cache is made at run time" if record.caches and not record.layers else ""
@@ -117,7 +117,7 @@ def too_little(saving: "Saving", output: str, reason: str) -> None:
 
 
 def why(record: "RunRecord") -> str:
-    """Why a run saved little, and what can be done about that."""
+    """The reasons why a run saved little, and the ways out."""
     covered = record.coverage
     if covered is None or (record.structure is not None and not covered.compressed_parameters):
         return "a larger share or more blocks have to go"
@@ -131,6 +131,6 @@ def why(record: "RunRecord") -> str:
 
 
 def ways_out(reasons: Sequence[str]) -> Iterator[str]:
-    """What a person can do about each reason, where there is something."""
+    """The ways out, for each reason that has one."""
     for reason in reasons:
         yield from [way for start, way in WAYS.items() if reason.startswith(start)][:1]

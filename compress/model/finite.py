@@ -29,7 +29,7 @@ def check_finite(model: nn.Module, comm: Comm) -> None:
 
 
 def _damaged(tensor: Tensor, finite: bool) -> bool:
-    """Whether a tensor holds what is not a number, or, where it has to be finite, an infinity."""
+    """True for a tensor that holds NaN or, where it has to be finite, an infinity."""
     if not tensor.is_floating_point():
         return False
     for part in tensor.flatten().split(AT_ONCE):

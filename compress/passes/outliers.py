@@ -127,7 +127,7 @@ def share_of_outliers(weight: Summand | Weight) -> float:
 
 
 def has_outliers(weight: Summand | Weight) -> bool:
-    """Whether a weight has a place for exact values, be it empty."""
+    """True for a weight that has a place for exact values, be it empty."""
     return any(isinstance(term, Sparse) for term in summands(weight))
 
 

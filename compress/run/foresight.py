@@ -231,7 +231,7 @@ class Foresight:
         return f"; shares of heads that work: {shares}" if shares else ""
 
     def has_configuration(self, heads: Sequence[tuple[str, Cut]], staying: int) -> bool:
-        """Whether a configuration says that so many of the groups of heads stay."""
+        """True where a configuration can say that so many of the groups of heads stay."""
         twin = without_values(self.model)
         for name, cut in heads:
             Keep(cut.coupling, torch.arange(staying)).apply(twin.get_submodule(name))

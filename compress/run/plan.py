@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def only_trains(self) -> bool:
-        """Whether nothing is to be rounded or pruned."""
+        """True where nothing is to be rounded or pruned."""
         return self.decides and all(trains_dense(p) for p in self.passes) and not self.tables and self.kv is None
 
     @property
@@ -355,6 +355,6 @@ def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str])
 
 
 def trains_dense(p: Pass) -> bool:
-    """Whether a pass trains what it finds, and prunes nothing."""
+    """True for a pass that trains what it finds and prunes nothing."""
     learn = p.stage(Learn)
     return learn is not None and not learn.sparsity.prunes

@@ -28,7 +28,7 @@ Stores = MutableMapping[Tensor, torch.dtype]
 
 
 class Residency(Protocol):
-    """What `tests/contracts/test_residency.py` and `tests/run/test_sharded.py` hold both residencies to.
+    """The contract of both residencies, which `tests/contracts/test_residency.py` and `tests/run/test_sharded.py` hold.
 
     stores: the dtypes in which the model stores parameters that have been widened to be trained.
     """

@@ -27,7 +27,7 @@ class Steps:
 
     @classmethod
     def of(cls, reporter: Reporter, plan: Plan, phase: str = "") -> "Steps":
-        """Of a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
+        """Reports a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
         return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables), phase)
 
     def begin(self) -> None:

@@ -48,7 +48,7 @@ def check_halved(plan: Plan, halved: Collection[str]) -> None:
 
 
 def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
-    """Why a layer has no 2:4 form after these passes; None where it has one, or where only the work will tell."""
+    """The reason why a layer has no 2:4 form after these passes; None where it has one, or only the work will tell."""
     if not layer.has_format:
         return f"a {type(layer.module).__name__} has no such form"
     for p in (p.fitted({layer.shape[1]}) for p in passes):
@@ -98,7 +98,7 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
 
 
 def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Why layers that were compressed are stored dense."""
+    """The reasons why compressed layers are stored dense."""
     formless = {layer.name for layers in plan.layers.values() for layer in layers if not layer.has_format}
     without = sorted(formless.intersection(names))
     if without:

@@ -182,8 +182,8 @@ def _train(
     layers: Sequence[Layer],
     mine: Sequence[Layer],
 ) -> tuple[History, RangeTest | None]:
-    """What training measured, and the test that chose its rate, where nobody gave one. layers: those that round; mine:
-    those that the pass is for."""
+    """Trains; returns the measurements, and the test that chose the rate if nobody gave one. layers: those that round;
+    mine: those that the pass is for."""
     lessons, options = run.lessons, learn.options
     assert lessons is not None
     rows = lessons.rows.numbered()

@@ -102,7 +102,7 @@ class Without:
 
 
 def _as(output: Any, hidden: Tensor) -> Any:
-    """What a block returned, with another hidden state."""
+    """The return value of a block, with another hidden state."""
     return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
 

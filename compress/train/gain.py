@@ -1,4 +1,4 @@
-"""What a training has taken back of what was lost, and what to try where that is little."""
+"""Advice for a training that took back little of what was lost."""
 
 from dataclasses import asdict
 
@@ -10,7 +10,7 @@ NOTHING = 1e-3  # nats a token: so little divergence that there is nothing to ta
 
 
 def little_gain(history: History, this: Training) -> str | None:
-    """What to try where a training has taken back less than a fifth of the divergence from the teacher; None where it
+    """Advice where a training took back less than a fifth of the divergence from the teacher; None where it
     was more, and where it was not measured."""
     found = ends(asdict(history))
     if found is None or "logits" not in this.objective.weights:

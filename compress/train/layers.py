@@ -36,7 +36,7 @@ PARTS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 
 class Quantizing:
-    """What the class of a layer becomes a subclass of, before its own.
+    """The base class that a prepared layer's class gets, before its own.
 
     computing: `forward` is running. called: it has run since the layer was prepared.
     """
@@ -188,7 +188,7 @@ def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales:
 
 @contextmanager
 def requiring(parameters: Iterable[nn.Parameter], wanted: Callable[[nn.Parameter], bool]) -> Iterator[None]:
-    """Within: the wanted parameters require gradients, and begin without any. Afterwards each requires what it did,
+    """Makes the wanted parameters require gradients, beginning without any. Afterwards each requires what it did,
     with no gradient (`run.restore` puts a caller's back where the work failed)."""
     before = [(p, p.requires_grad) for p in parameters]
     try:

@@ -53,7 +53,7 @@ class Log:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Within: an error of the disk is a WriteError."""
+        """Turns an error of the disk into a WriteError."""
         try:
             yield
         except OSError as error:
@@ -102,7 +102,7 @@ def ends(history: Mapping[str, Any]) -> tuple[Line, Line] | None:
 
 
 def summary(history: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says of a training: its options, how many steps, the test that chose its rate, the step whose
+    """The entry of a training in the record: its options, how many steps, the test that chose its rate, the step whose
     parameters were kept, and the losses on held-out samples before the first step and with these."""
     lines = lines_of(history)
     first = min((line["step"] for line in lines if "held_out" in line), default=0)

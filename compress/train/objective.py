@@ -139,7 +139,7 @@ class Objective(nn.Module):
         return math.fsum(weight * losses[name] for name, weight in self.weights.items())
 
     def of_outputs(self, losses: Mapping[str, float | int]) -> float:
-        """By what a model is judged: the losses on its outputs, by their weights; all, where these have none."""
+        """Weighted sum of losses on outputs, which a model is judged by; of all losses where those weigh nothing."""
         outputs = {name: weight for name, weight in self.weights.items() if name in ("logits", "task")}
         return math.fsum(weight * losses[name] for name, weight in (outputs or self.weights).items())
 

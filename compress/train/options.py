@@ -66,8 +66,8 @@ class TrainingOptions(LossOptions):
     twentieth of its time."""
 
     keep: Keep = "best"
-    """What is written: the best of those that were measured on held-out samples, the start included, or the last. The
-    last also where nothing is held out and where l1 or group_lasso shrink; best once masks are final."""
+    """The parameters that are written: the best of those that were measured on held-out samples, the start included, or
+    the last. The last also where nothing is held out and where l1 or group_lasso shrink; best once masks are final."""
 
     save_every: int = 100
     """0 or more: steps between checkpoints that a stopped run resumes from; 0: none but the last."""

@@ -121,7 +121,7 @@ def range_test_once(this: Training) -> RangeTest:
 
 @contextmanager
 def _as_before(this: Training) -> Iterator[None]:
-    """Within: training changes what it likes. Afterwards parameters and random state are as before."""
+    """Puts parameters and random state back after a training."""
     parameters = list(this.learned.all.values())
     before = [p.detach().clone() for p in parameters]
     device = parameters[0].device

@@ -87,7 +87,7 @@ def _said(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong on the first rank that failed: dcp's CheckpointException, which is no Exception, holds it, an
+    """The error of the first rank that failed: dcp's CheckpointException, which is no Exception, holds it, an
     interrupt too."""
     failures = getattr(error, "failures", None)
     return next((cause for cause, _ in failures.values()), error) if isinstance(failures, dict) else error

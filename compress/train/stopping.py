@@ -39,7 +39,7 @@ class Stopping:
         self.before = {}
 
     def asked(self) -> KeyboardInterrupt | None:
-        """What to raise where any rank was asked to stop; of the same kind on all."""
+        """The exception to raise where any rank was asked to stop; of the same kind on all."""
         numbers = {number for number in self.comm.gather_objects(self.number) if number is not None}
         if not numbers:
             return None

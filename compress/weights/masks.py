@@ -144,7 +144,7 @@ class Earlier:
         return None if self.share(layer, *zeros_in(weight_NK)) is None else weight_NK != 0
 
     def problem(self, layer: str, share: float, method: str, instead: str = OTHERS) -> str:
-        """Why a method that keeps no zeros cannot treat a layer. instead: what else to do than to let go of them."""
+        """The reason why a method that keeps no zeros cannot treat a layer. instead: a way out that keeps them."""
         return (
             f"{layer} comes pruned ({share:.0%} of its weights are exactly zero), and {method} keeps no zeros; "
             f"{instead}, or let go of the zeros with --drop-zeros (Python: drop_zeros=True)"

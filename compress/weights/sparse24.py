@@ -141,7 +141,7 @@ def zeros_of(quantized: Quantized) -> Tensor:
 
 
 def is_halved(weight_NK: Tensor) -> bool:
-    """Whether a weight is 2:4 as it is."""
+    """True for a weight that is 2:4 as it is."""
     columns = weight_NK.shape[1]
     if quads_problem(columns) is not None:
         return False

@@ -134,7 +134,7 @@ def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[
 
 
 def units(name: str) -> list[Unit]:
-    """What a compiler is given for a library."""
+    """The compilations that make a library."""
     here = Path(__file__).resolve()
     return [
         Unit(here.with_name(f"cpu_{file}.cpp"), (f"-D{defined}",) if defined else ())

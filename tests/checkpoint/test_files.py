@@ -65,7 +65,7 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_at(point: int) -> Iterator[None]:
-    """Within: the process is killed before (an odd point) or behind a call that changes the disk."""
+    """Kills the process before (an odd point) or behind a call that changes the disk."""
     calls = 0
 
     def dying(call: Callable[..., Any]) -> Callable[..., Any]:

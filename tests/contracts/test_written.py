@@ -1,4 +1,4 @@
-"""What holds for every method on a model of 16 bits: what it writes verifies, and no weight has become wider. A new one
+"""Every method on a model of 16 bits: its output verifies, and no weight has become wider. A new one
 joins `METHODS`."""
 
 import pytest

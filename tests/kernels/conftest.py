@@ -9,7 +9,7 @@ from compress.kernels.cpu import direct
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """What was loaded is forgotten, during the test and after it."""
+    """Forgets loaded libraries, during the test and after it."""
     cpu._loaded.cache_clear()
     yield monkeypatch
     monkeypatch.undo()

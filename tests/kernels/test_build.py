@@ -24,7 +24,7 @@ SOMEBODY = 12345
 
 @pytest.fixture(autouse=True)
 def notes(caplog):
-    """What is noted, beginning with nothing said."""
+    """Collects notes, beginning with none said."""
     note_once.cache_clear()
     caplog.set_level(logging.WARNING, "compress.kernels")
     yield lambda: [record.getMessage() for record in caplog.records]
