@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from compress.comm import Comm
 from compress.errors import InputError
@@ -20,12 +21,17 @@ def check_finite(model: nn.Module, comm: Comm) -> None:
     named += [(name, buffer, False) for name, buffer in stored_buffers(model)]
     for i, (name, tensor, finite) in enumerate(named):
         sharded = isinstance(tensor, DTensor)
-        if problem is None and (sharded or i % comm.world == comm.rank) and not tensor.is_meta:
+        if problem is None and (sharded or i % comm.world == comm.rank) and _is_readable(tensor):
             held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             problem = (i, name) if _damaged(held.detach(), finite) else None
     found = min((each for each in comm.gather_objects(problem) if each is not None), default=None)
     if found is not None:
         raise InputError(f"{found[1]} has non-finite weights (NaN or infinity); the model is damaged: fetch it again")
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """True for a tensor with values one beside the other: others are refused where layers are looked at."""
+    return not (is_lazy(tensor) or tensor.is_meta) and tensor.layout is torch.strided
 
 
 def _damaged(tensor: Tensor, finite: bool) -> bool:

@@ -29,7 +29,7 @@ GRIDS = {
 def library(request, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     if cpu.machine_reasons():
         pytest.skip("; ".join(cpu.machine_reasons()))
-    found, reasons = cpu.build_and_load(cpu.cache_directory(), cpu.flags_for(request.param), "columns")
+    found, reasons = cpu.load_from_a_place("columns", cpu.flags_for(request.param))
     if found is None:
         pytest.skip("; ".join(reasons))
     monkeypatch.setattr(cpu, "library", lambda name: found)

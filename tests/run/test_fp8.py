@@ -448,7 +448,7 @@ def test_static_ranges_by_other_calibrators():
         ({"grid": "narrow"}, "fp8 is symmetric"),
         ({"activations": "static", "activation_grid": "asymmetric"}, "fp8 is symmetric"),
         ({"scheme": "fp4"}, "'fp4'; allowed: .*fp8"),
-        ({"scheme": "FP8_DYNAMIC"}, "'FP8_DYNAMIC'; allowed: .*fp8"),
+        ({"scheme": "FP8_DYNAMIC"}, r"'FP8_DYNAMIC'; did you mean 'fp8'\? allowed: .*fp8"),
     ],
 )
 def test_what_cannot_be_is_refused(options, message):

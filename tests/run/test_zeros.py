@@ -24,7 +24,7 @@ KEEPING = {
     "ternary": compress.Ternary(group_size=32, steps=2, refit=0, sweeps=0),
     "rounded inputs": compress.RTN(scheme="w8a8"),
     "wanda": compress.Wanda(sparsity=0.6),
-    "training": compress.Train(**FEW, learning_rate=1e-3),
+    "training": compress.Train(**FEW, learning_rate=1e-3, keep="last"),
 }
 
 
