@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from compress.checkpoint.configuration import Header
 from compress.checkpoint.source import Source
@@ -32,7 +33,8 @@ def bytes_before(source: Source | None, model: nn.Module | None) -> int:
         return bytes_of(source.headers.items())
     assert model is not None
     buffers = {id(buffer): buffer for _, buffer in stored_buffers(model)}
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *buffers.values()))
+    shaped = [p for p in model.parameters() if not is_lazy(p)]  # others are refused as layers are looked at
+    return sum(t.numel() * t.element_size() for t in (*shaped, *buffers.values()))
 
 
 def bytes_of(headers: Iterable[tuple[str, Header]]) -> int:
