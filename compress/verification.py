@@ -283,7 +283,8 @@ def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code
 
 
 def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any]:
-    """`compress verify` in a process of its own, outside any process group."""
+    """`compress verify` in a process of its own, outside any process group. Raises CompressError for an output that
+    does not verify, and where no process can be started."""
     distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
     environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
     # Not from the current directory, unless that is where this package is: what lies there is anybody's.
@@ -296,7 +297,14 @@ def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any
         words += [word for module in modules for word in ("--plugin", module)]
         known = [*dict.fromkeys(map(folder_of, modules)), environment.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, known))
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    except OSError as error:  # an interpreter that this user may not run, say
+        raise CompressError(
+            f"{place.output} cannot be verified, so it stays {place.model}: {sys.executable!r} does not start as a "
+            f"process of its own ({error.strerror}); make it one that this user may run, or run again with --resume "
+            "--no-verify"
+        ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise CompressError(

@@ -226,6 +226,23 @@ def test_an_interrupt_is_one_line_that_says_how_to_go_on_where_there_is_somethin
         assert command(*words) == Outcome(130, "", "compress: stopped\n")
 
 
+def test_a_verification_that_cannot_start_says_so_and_how_to_go_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = desk.file("python", "")
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(verification, "subprocess", subprocess)
+    outcome = desk.rtn(desk.model, "--verify")
+    assert outcome.code == 1
+    partial = desk.output.with_name("output.partial")
+    assert last_line(outcome) == (
+        f"compress: {desk.output} cannot be verified, so it stays {partial / 'model'}: '{interpreter}' does not start "
+        "as a process of its own (Permission denied); make it one that this user may run, or run again with --resume "
+        "--no-verify"
+    )
+    assert not desk.output.exists()
+    assert desk.rtn(desk.model, "--resume", "--no-verify").code == 0
+    assert desk.output.is_dir()
+
+
 def test_sigterm_is_one_line_that_says_how_to_go_on_and_ends_with_143(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
