@@ -1,6 +1,7 @@
 """Text and tokens: from what a person has to micro-batches of token ids."""
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from compress.reading import json_line, regular
 
 TEXT_FORMATS, TOKEN_FORMATS = (".txt", ".jsonl", ".parquet"), (".pt", ".npy")
 DEFAULT_LENGTH = 2048
+LONG = 5_000_000  # characters of a text that takes seconds to tokenize, about one for each million
+LOGGER = logging.getLogger("compress.data")
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
 
 
@@ -185,6 +188,8 @@ def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Ten
     """Ids [N] of a text, with what the tokenizer puts before and after one. Raises InputError for an empty text."""
     if not text.strip():
         raise InputError(f"{source} is empty")
+    if len(text) >= LONG:
+        LOGGER.info("tokenizing %s: %d million characters", source, round(len(text) / 1e6))
     return tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0].to(torch.int64)
 
 

@@ -141,7 +141,7 @@ def begin() -> None:
 
 
 class _Notes(logging.Handler):
-    """Shows what the kernels have to say (`compress.kernels.notes`) as notes of a command."""
+    """Shows what the kernels (`compress.kernels.notes`) and `compress.data` have to say as notes of a command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"note: {visible(record.getMessage())}", err=True)
@@ -151,9 +151,11 @@ _NOTES = _Notes()
 
 
 def show_notes(quiet: bool) -> None:
-    """Show notes of the kernels on standard error from now on, or nowhere."""
+    """Show notes of the kernels and of long texts on standard error from now on, or nowhere."""
     _NOTES.setLevel(logging.ERROR if quiet else logging.NOTSET)
-    logging.getLogger("compress.kernels").addHandler(_NOTES)
+    for name in ("compress.kernels", "compress.data"):
+        logging.getLogger(name).addHandler(_NOTES)
+    logging.getLogger("compress.data").setLevel(logging.INFO)
 
 
 def write_report(target: str | None, value: Any) -> None:

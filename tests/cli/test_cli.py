@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import compress
-from compress import verification
+from compress import data, verification
 from compress.checkpoint import source
 from compress.checkpoint.directory import Directory
 from compress.cli import progress
@@ -695,6 +695,17 @@ def test_notes_of_the_kernels_are_shown_unless_quiet(llama: Path, monkeypatch: p
         note_once.cache_clear()
         outcome = command("inspect", llama, *flags)
         assert (outcome.err == "note: no compiled kernels\n") is shown, outcome.err
+
+
+def test_long_texts_are_announced_before_they_are_tokenized_unless_quiet(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = desk.file("long.txt", "Once upon a time. " * 120)
+    for long, flags, shown in ((2000, (), True), (2000, ("--quiet",), False), (3000, (), False)):
+        monkeypatch.setattr(data, "LONG", long)
+        outcome = desk.gptq(text, "--length", 1_000_000, *flags)
+        assert outcome.code == 2
+        assert (f"note: tokenizing {text}: 0 million characters\n" in outcome.err) is shown, outcome.err
 
 
 def test_generate_samples_by_its_seed(llama: Path) -> None:
