@@ -384,7 +384,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "scheme of a method that has none": (
         lambda d: d.gptq(d.tokens, "--method", "ternary", "--scheme", "w4a16"),
-        ("unknown option of ternary 'scheme'", "act_order, damp, drift, group_size, outliers, packing"),
+        ("unknown option of ternary 'scheme'", "act_order, damp, drift, group_size, group_up_to, outliers, packing"),
     ),
     "unknown packing": (
         lambda d: d.gptq(d.tokens, "--method", "ternary", "--set", "packing=1.6"),
