@@ -19,6 +19,7 @@ from torch import Tensor
 import compress
 from compress.checkpoint.pretrained import load_dense
 from compress.checkpoint.source import find_source
+from compress.cli.running import split_settings
 from compress.model.layers import find_stacks
 from compress.passes.base import Pass
 from compress.passes.structure import Structure
@@ -36,7 +37,7 @@ def beginning(said: argparse.Namespace) -> list[Pass]:
     if said.student_layers is not None:
         blocks = len(find_stacks(load_dense(find_source(said.model)))[0].blocks)
         return [Structure(layers=blocks - said.student_layers)]
-    return [make_pass("gptq", {"scheme": said.scheme, "group_size": said.group_size})]
+    return [make_pass("gptq", split_settings(said.set, {"scheme": said.scheme, "group_size": said.group_size}))]
 
 
 def row(title: str, said: argparse.Namespace, passes: list[Pass], tokens: Tensor, text: Tensor) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, type=Path)
     parser.add_argument("--scheme", default="w2a16")
     parser.add_argument("--group-size", type=int, default=-1)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="of gptq")
     parser.add_argument("--student-layers", type=int, help="distil a part of the model instead")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=16)
