@@ -18,10 +18,9 @@ from compress.checkpoint.shown import shown
 from compress.checkpoint.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.drawing import WIDE, Axis, hover, inline, label, padded, rule, tick
-from compress.evaluation.page import write_text
 from compress.evaluation.showing import words
 from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Tile, Words
-from compress.evaluation.showing.page import as_html
+from compress.evaluation.showing.page import write_page
 
 NO_HISTOGRAMS = "no histogram was kept: the option histograms=true of a pass keeps them"
 READING = (
@@ -211,7 +210,7 @@ def _bar(bar: Bar, across: Axis, up: Axis) -> str:
 def write_ranges(model: str, ranges: Sequence[RangeRecord], path: Path) -> None:
     """One page: a table of the ranges, and the histograms that there are, block by block. Raises InputError where the
     file cannot be written."""
-    write_text(path, as_html(report_of(model, ranges)))
+    write_page(path, report_of(model, ranges))
 
 
 def report_of(model: str, ranges: Sequence[RangeRecord]) -> Report:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.checkpoint.scratch import Scratch
+from compress.errors import InputError
 from compress.reading import parse_json
 
 RECORD = "compress.json"
@@ -37,6 +38,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError as error:
         error.filename, error.filename2 = str(path), None
         raise
+
+
+def write_named(path: Path, content: str) -> None:
+    """`write_whole` of a file that a person named. Raises InputError where it cannot be written."""
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def sync_directory(path: Path) -> None:

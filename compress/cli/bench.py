@@ -35,7 +35,7 @@ from compress.errors import CompressError, InputError
 @click.option("--rounds", type=int, help="How often everything is timed.  [default: 50; of a MODEL: 10]")
 @click.option("--quick", is_flag=True, help="Less of everything.")
 @click.option("--tune", is_flag=True, help="First find the fastest kernel configurations for these products (GPU).")
-@html_option("Write plots as one page (needs the report extra).")
+@html_option("Write the results as one page of pictures and tables.")
 @trust_option
 @plugin_option
 @device_option

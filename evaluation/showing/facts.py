@@ -204,14 +204,20 @@ def provenance(found: Evaluation) -> Section:
             rows.append(("calibrated on", _pairs(found.run.calibration)))
     for text in found.texts:
         rows.append(("evaluated on", f"{text.name}, sha256 of the tokens {text.sha256[:16]}"))
-    rows += [(CALLED.get(key, key), said) for key, value in found.provenance.items() if (said := _said(value))]
-    clean = [(words.name(key), words.clean(value)) for key, value in rows]
+    clean = [(words.name(key), words.clean(value)) for key, value in rows] + known(found.provenance)
     blocks: list[Block] = [Table(("", ""), clean, names=2)]
     if found.recipe is not None:
         steps = found.recipe.get("passes")
         told = [(f"step {i}", words.clean(json.dumps(step))) for i, step in enumerate(steps or [found.recipe], 1)]
         blocks.append(Table(("", "every option"), told, "The recipe, every option spelled out", names=2, folded=True))
     return Section("Where this comes from", blocks)
+
+
+def known(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Facts as rows of a table, without those of which nothing is known."""
+    return [
+        (words.name(CALLED.get(key, key)), words.clean(said)) for key, value in facts.items() if (said := _said(value))
+    ]
 
 
 def _named(name: str, fingerprint: str | None) -> str:
@@ -222,6 +228,10 @@ def _said(value: Any) -> str:
     """A fact in words; nothing for what is not there."""
     if isinstance(value, Mapping):
         return _pairs(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    if isinstance(value, float):
+        return f"{value:g}"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else "" if value is None else str(value)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from compress.checkpoint.files import write_named
 from compress.evaluation.drawing import COLOURS, DARK, INK
 from compress.evaluation.showing.content import Block, Picture, Report
 from compress.evaluation.showing.words import CODE, clean
@@ -39,6 +40,11 @@ def as_html(report: Report) -> str:
     environment.filters |= {"runs": picture_runs, "drawn": Markup, "breakable": breakable, "coded": coded}
     template = environment.get_template(TEMPLATE)
     return template.render(report=report, style=Markup(modes + rules), version=VERSION) + "\n"
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page; it appears when it is complete. Raises InputError where the file cannot be written."""
+    write_named(path, as_html(report))
 
 
 def seen(value: object) -> object:

@@ -1,83 +1,205 @@
-"""A report as one page of plots (`compress.evaluation.page`)."""
+"""A benchmark as a page of pictures and tables that needs nothing else (`compress.evaluation.showing.page`)."""
 
-import html
-import json
-from importlib import import_module
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from compress.evaluation.page import write_page
-from compress.evaluation.speed.report import Report
-from compress.evaluation.speed.table import skipped
+from compress.evaluation.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
+from compress.evaluation.showing import words
+from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Tile, Words
+from compress.evaluation.showing.facts import known
+from compress.evaluation.showing.page import write_page
+from compress.evaluation.speed import report, table
 
-HEIGHT = 420
-
-
-def write_plots(report: Report, path: Path) -> None:
-    """Write the page; it appears when it is complete."""
-    go, io = import_module("plotly.graph_objects"), import_module("plotly.io")
-    figures = linear_figures(report) if report.what == "linears" else model_figures(report)
-    parts = []
-    for i, (title, content) in enumerate(figures):
-        made = go.Figure({**content, "layout": {**content["layout"], "title": {"text": title}, "height": HEIGHT}})
-        parts.append(io.to_html(made, full_html=False, include_plotlyjs=i == 0))
-    facts = {**report.facts, "settings": report.settings, "ceilings": report.ceilings}
-    lines = [f"not measured: {line}" for line in skipped(report.results)] + list(dict.fromkeys(report.notes))
-    parts += [f"<p>{html.escape(line)}</p>" for line in lines]
-    parts.append(f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>")
-    write_page(path, f"compress bench: {report.facts['device']}", "".join(parts))
+BAR, ROW, HEADING = 12.0, 20.0, 26.0  # heights: of a bar, of its row, of the line above a group
+APART = 8.0  # between a name, its bar and its figure
+LINEARS = (
+    "Bars: how many times as fast as torch's dense product of the same shape, whose 1 is the line across; of other "
+    "libraries in grey. Percentages: the share of what this machine reaches at best, measured in the same run."
+)
+MODELS = (
+    "Figures in brackets: the ratio to the dense model at the same batch, and the share of what this machine reaches "
+    "at best, measured in the same run."
+)
 
 
-def linear_figures(report: Report) -> list[tuple[str, dict[str, Any]]]:
-    """(title, data and layout) of two plots per shape: ratio to dense, and share of the ceiling, over tokens."""
-    timed = [entry for entry in report.results if "time_ms" in entry]
-    figures = []
+@dataclass(frozen=True)
+class Bar:
+    """value: its length, None where there is none. figure: said at its end. about: said where the pointer rests.
+    style: `main` or `other`."""
+
+    name: str
+    value: float | None
+    figure: str
+    about: str = ""
+    style: str = "main"
+
+
+def write_plots(found: report.Report, path: Path) -> None:
+    """Write the page; it appears when it is complete. Raises InputError where the file cannot be written."""
+    write_page(path, page_of(found))
+
+
+def page_of(found: report.Report) -> Report:
+    """The content of the page."""
+    of_linears = found.what == "linears"
+    sections = linear_sections(found.results) if of_linears else model_sections(found.results)
+    told = [*table.slower(found.results), *dict.fromkeys(found.notes)]
+    if told:
+        sections.append(Section("Remarks", [Words(words.clean(line), "note") for line in told]))
+    left = [f"{name}: {entry['skipped']}" for name, entry in found.ceilings.items() if "skipped" in entry]
+    left += table.skipped(found.results)
+    if left:
+        sections.append(Section("Not measured", [Words(words.clean(line), "note") for line in left]))
+    kept = {key: value for key, value in found.facts.items() if key != "versions"}
+    settings = {**found.settings, **shapes_of(found.settings)}
+    rows = known({**kept, **settings, "versions": found.facts["versions"]})
+    sections.append(Section("Where this comes from", [Table(("", ""), rows, names=2)]))
+    what = "linear layers" if of_linears else words.name(found.settings["model"])
+    verdict = f"On {found.facts['device']}: {table.title_of(found)}."
+    return Report(
+        f"Speed of {what}",
+        words.clean(verdict),
+        [Article(what, "", verdict, _ceilings(found.ceilings), sections)],
+        command="bench",
+        footnote="What is wrong is not timed.",
+    )
+
+
+def shapes_of(settings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Shapes of linear layers as a person writes them; nothing of a model's settings."""
+    return {"shapes": [f"{N}x{K}" for N, K in settings["shapes"]]} if "shapes" in settings else {}
+
+
+def _ceilings(ceilings: Mapping[str, Mapping[str, Any]]) -> list[Tile]:
+    """What the machine reaches at best."""
+    tiles = []
+    for name, entry in ceilings.items():
+        if "skipped" not in entry:
+            value, unit = table.rate(entry["per_s"], entry["unit"], "int" in name).split(" ")
+            tiles.append(Tile(name, value, f"{unit} at best"))
+    return tiles
+
+
+def linear_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Of every shape: a picture per number of tokens, all to one scale, and a table of the times."""
+    timed = [entry for entry in results if "time_ms" in entry]
+    sections: list[Section] = []
     for N, K in dict.fromkeys((entry["N"], entry["K"]) for entry in timed):
         here = [entry for entry in timed if (entry["N"], entry["K"]) == (N, K)]
-        names = list(dict.fromkeys(entry["candidate"] for entry in here))
-        for what, axis in (("speedup over dense", "ratio"), ("share of the measured ceiling", "share")):
-            lines = []
-            for name in names:
-                points = [entry for entry in here if entry["candidate"] == name]
-                values = [
-                    entry["share"]
-                    if axis == "share"
-                    else entry["speedup_over"].get("dense", 1.0 if name == "dense" else None)
-                    for entry in points
-                ]
-                x = [entry["M"] for entry in points]
-                lines.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": values})
-            layout = {"xaxis": {"type": "log", "title": {"text": "tokens"}}, "yaxis": {"title": {"text": axis}}}
-            figures.append((f"{N} x {K}: {what}", {"data": lines, "layout": layout}))
-    return figures
+        by_tokens = {M: [e for e in here if e["M"] == M] for M in sorted({e["M"] for e in here})}
+        most = longest(ratio for entry in here if (ratio := over_dense(entry)) is not None)
+        blocks: list[Block] = [] if sections else [Words(LINEARS, "note")]
+        for M, entries in by_tokens.items():
+            title = f"{M} token{'' if M == 1 else 's'}"
+            groups = [("", [_candidate(entry) for entry in entries])]
+            blocks.append(Picture(title, drawn(f"speed over dense of {N} x {K}, {title}", groups, most, mark=1.0)))
+        names = dict.fromkeys(entry["candidate"] for entry in here)
+        times = {(entry["candidate"], entry["M"]): words.number(1e3 * entry["time_ms"]) for entry in here}
+        rows = [(name, *(times.get((name, M), words.NONE) for M in by_tokens)) for name in names]
+        columns = ("microseconds", *(f"M = {M}" for M in by_tokens))
+        blocks.append(Table(columns, rows, "Time of one product, by tokens M", folded=True))
+        sections.append(Section(f"{N} outputs x {K} inputs", blocks))
+    return sections
 
 
-def model_figures(report: Report) -> list[tuple[str, dict[str, Any]]]:
-    """(title, data and layout): tokens per second of prefill and decode, and bytes, by variant and batch."""
-    timed = [entry for entry in report.results if "decode" in entry]
-    batches = list(dict.fromkeys(entry["batch"] for entry in timed))
-    model = html.escape(report.settings["model"])  # plotly reads tags in titles
-    figures = []
-    for part in ("prefill", "decode"):
-        bars = [_bars(f"batch {batch}", timed, batch, part) for batch in batches]
-        layout = {"barmode": "group", "yaxis": {"title": {"text": "tokens per second"}}}
-        figures.append((f"{model}: {part}", {"data": bars, "layout": layout}))
-    first = [entry for entry in timed if entry["batch"] == batches[0]] if batches else []
-    sizes = []
-    for name, key in (("weights", "weights_bytes"), ("peak while running", "peak_bytes")):
-        values = [entry[key] and entry[key] / 2**20 for entry in first]
-        sizes.append({"type": "bar", "name": name, "x": [entry["variant"] for entry in first], "y": values})
-    layout = {"barmode": "group", "yaxis": {"title": {"text": "MiB"}}}
-    figures.append(
-        (
-            f"{model}: memory, batch {batches[0] if batches else '-'}",
-            {"data": sizes, "layout": layout},
-        )
-    )
-    return figures
+def over_dense(entry: Mapping[str, Any]) -> float | None:
+    """How many times as fast as the dense product; None where that was not timed."""
+    if entry["candidate"] == "dense":
+        return 1.0
+    ratio: float | None = entry["speedup_over"].get("dense")
+    return ratio
 
 
-def _bars(name: str, timed: list[dict[str, Any]], batch: int, part: str) -> dict[str, Any]:
-    here = [entry for entry in timed if entry["batch"] == batch]
-    x, y = [entry["variant"] for entry in here], [entry[part]["tokens_per_s"] for entry in here]
-    return {"type": "bar", "name": name, "x": x, "y": y}
+def _candidate(entry: Mapping[str, Any]) -> Bar:
+    ratio, name = over_dense(entry), entry["candidate"]
+    figure = f"{table.ratio(ratio)}, {table.percent(entry['share'])}"
+    about = f"{name}: {1e3 * entry['time_ms']:,.1f} microseconds, {table.percent(entry['share'])} of the ceiling"
+    return Bar(name.removeprefix("torch._"), ratio, figure, about, "main" if entry.get("ours") else "other")
+
+
+def model_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Tokens per second of prefill and decode, and bytes, by variant and batch."""
+    timed = [entry for entry in results if "decode" in entry]
+    if not timed:
+        return []
+    speed: list[Block] = [Words(MODELS, "note")]
+    for part, title in (("prefill", "Prefill, tokens per second"), ("decode", "Decoding, tokens per second")):
+        speed.append(_grouped(title, timed, partial(_rate, part)))
+    first = timed[0]["batch"]
+    held = [entry for entry in timed if entry["batch"] == first]
+    return [Section("Speed and memory", [*speed, _grouped(f"Memory, batch {first}", held, _memory)])]
+
+
+def _grouped(
+    title: str, entries: Sequence[Mapping[str, Any]], bars: Callable[[Mapping[str, Any]], list[Bar]]
+) -> Picture:
+    """A group of bars per variant."""
+    groups = [
+        (words.name(variant), [bar for entry in members for bar in bars(entry)])
+        for variant, members in groupby(entries, key=lambda entry: str(entry["variant"]))
+    ]
+    most = longest(bar.value for _, bars_of in groups for bar in bars_of if bar.value is not None)
+    return Picture(title, drawn(title, groups, most))
+
+
+def _rate(part: str, entry: Mapping[str, Any]) -> list[Bar]:
+    figures = entry[part]
+    ratio = figures.get("speedup_over", {}).get("dense")
+    beside = ([] if ratio is None else [table.ratio(ratio)]) + [table.percent(figures["share"])]
+    style = "other" if entry["variant"] == "dense" else "main"
+    about = f"{entry['variant']}, batch {entry['batch']}: {figures['time_ms']:.4g} ms"
+    figure = f"{words.number(figures['tokens_per_s'])} ({', '.join(beside)})"
+    return [Bar(f"batch {entry['batch']}", figures["tokens_per_s"], figure, about, style)]
+
+
+def _memory(entry: Mapping[str, Any]) -> list[Bar]:
+    style = "other" if entry["variant"] == "dense" else "main"
+    parts = (("weights", entry["weights_bytes"]), ("peak", entry["peak_bytes"]))
+    return [Bar(name, value, words.data(value), style=style) for name, value in parts]
+
+
+def longest(values: Iterable[float]) -> float:
+    """The largest of the finite values, 1 where there is none above zero."""
+    return max((value for value in values if math.isfinite(value) and value > 0), default=1.0)
+
+
+def drawn(about: str, groups: Sequence[tuple[str, Sequence[Bar]]], most: float, mark: float | None = None) -> str:
+    """Bars from left to right, each with its name before it and its figure behind it. groups: (heading or nothing,
+    bars). most: what a bar of full length stands for. mark: a value with a line across all bars."""
+    every = [bar for _, bars in groups for bar in bars]
+    left = LETTER * max((len(bar.name) for bar in every), default=0) + APART
+    room = LETTER * max((len(bar.figure) for bar in every), default=0) + APART
+    across = Axis(0.0, most, left, max(left + ROW, WIDE - room))
+    height = sum((HEADING if heading else 0.0) + ROW * len(bars) for heading, bars in groups)
+    marks, y = [], 0.0
+    if mark is not None and mark <= most:
+        x = across.place(mark)
+        marks.append(rule(x, 0, x, height, "bound"))
+    for heading, bars in groups:
+        if heading:
+            y += HEADING
+            marks.append(label(0, y - APART, shortened(heading), style="strong"))
+        for bar in bars:
+            marks.append(_bar(bar, across, y))
+            y += ROW
+    return inline(about, height + 2, marks)
+
+
+def _bar(bar: Bar, across: Axis, y: float) -> str:
+    end = across.start if bar.value is None or not math.isfinite(bar.value) else across.place(bar.value)
+    inside = hover(bar.about) if bar.about else ""
+    box = f'x="{across.start:.1f}" y="{y + (ROW - BAR) / 2:.1f}" width="{end - across.start:.1f}" height="{BAR:.0f}"'
+    base = y + ROW / 2 + 4.5
+    named = label(across.start - APART, base, bar.name, "end")
+    return f'<g>{inside}<rect {box} class="{bar.style}"/>{named}{label(end + APART, base, bar.figure, style="on")}</g>'
+
+
+def shortened(text: str) -> str:
+    """A heading that is no wider than the picture."""
+    most = int(WIDE / STRONG)
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from compress.checkpoint.files import write_whole
-from compress.errors import InputError
+from compress.checkpoint.files import write_named
 from compress.kernels.measure.provenance import provenance
 
 FORMAT = 1
@@ -62,7 +61,7 @@ class Report:
     def keep(self) -> None:
         """Write what there is so far beside the file."""
         if self.file is not None:
-            _write(self._partial(), json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
+            write_named(self._partial(), json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
 
     def finish(self) -> None:
         """The file is complete."""
@@ -83,10 +82,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from compress.evaluation.page import check_plotly
 from compress.evaluation.speed.linears import bench_linears
 from compress.evaluation.speed.models import bench_model
 from compress.evaluation.speed.options import linear_options, model_options
@@ -20,8 +19,6 @@ def run_bench(model: str | None, json_file: Path | None, page: Path | None, repo
     The report is complete when this returns, and so are its files; `failures` names what computed something wrong.
     Raises InputError before anything is measured.
     """
-    if page is not None:
-        check_plotly()
     if model is None:
         linear = linear_options(**given)
         settings = {"shapes": [list(shape) for shape in linear.shapes], "tokens": list(linear.tokens)}

@@ -36,9 +36,9 @@ def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
     places: dict[str, list[str]] = {}
     for entry in results:
         name = entry.get("candidate", "")
-        ratio = entry.get("speedup_over", {}).get(HALVED.get(name))
-        if ratio is not None and ratio <= 1:
-            places.setdefault(name, []).append(f"{entry['N']}x{entry['K']} M={entry['M']}: {_ratio(ratio)}")
+        over = entry.get("speedup_over", {}).get(HALVED.get(name))
+        if over is not None and over <= 1:
+            places.setdefault(name, []).append(f"{entry['N']}x{entry['K']} M={entry['M']}: {ratio(over)}")
     return [f"{name} is no faster than {HALVED[name]}: {', '.join(found)}" for name, found in places.items()]
 
 
@@ -56,6 +56,14 @@ def rate(per_s: float, unit: str, integers: bool = False) -> str:
     """A rate in the unit that people use for it."""
     name, size = UNITS[unit]
     return f"{per_s / size:.4g} {name.replace('TFLOP', 'TOP') if integers else name}"
+
+
+def title_of(report: Report) -> str:
+    """What was measured, and how its figures are quoted."""
+    s = report.settings
+    what = "linear layers" if report.what == "linears" else s["model"]
+    prompt = "" if report.what == "linears" else f", prompt of {s['prompt']}, {s['new']} new tokens"
+    return f"{what}, {s['dtype']}{prompt}, {s['quoted']} of {s['rounds']} rounds"
 
 
 def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
@@ -77,12 +85,10 @@ def _ceilings(report: Report) -> str:
 
 
 def _linears(report: Report) -> Table:
-    quoted = report.settings["quoted"]
-    title = f"linear layers, {report.settings['dtype']}, {quoted} of {report.settings['rounds']} rounds"
     rivals = {other for entry in report.results for other in entry.get("speedup_over", {})}
     others = [name for name in dict.fromkeys(e["candidate"] for e in report.results) if name in rivals]
     headings = ("time, us", "rate", "share", *(f"vs {name.removeprefix('torch._')}" for name in others))
-    table = _table(title, ("outputs x inputs", "M", "candidate", "bound"), headings)
+    table = _table(title_of(report), ("outputs x inputs", "M", "candidate", "bound"), headings)
     before: tuple[int, ...] = ()
     for entry in report.results:
         product = (entry["N"], entry["K"], entry["M"])
@@ -97,23 +103,18 @@ def _linears(report: Report) -> Table:
         reached = rate(entry["operations_per_s"], "op/s", entry["arithmetic"] == "int8")
         if entry["bound"] == "memory":
             reached = rate(entry["bytes_per_s"], "B/s")
-        ratios = [_ratio(entry["speedup_over"].get(other)) for other in others]
+        ratios = [ratio(entry["speedup_over"].get(other)) for other in others]
         table.add_row(
             *(*shape, name, entry["bound"] or "-", f"{entry['time_ms'] * 1e3:.1f}", reached),
-            *(_percent(entry["share"]), *ratios),
+            *(percent(entry["share"]), *ratios),
         )
     return table
 
 
 def _models(report: Report) -> Table:
-    s = report.settings
-    title = (
-        f"{s['model']}, {s['dtype']}, prompt of {s['prompt']}, {s['new']} new tokens, "
-        f"{s['quoted']} of {s['rounds']} rounds"
-    )
     speeds = ("prefill tok/s", "vs dense", "share", "decode tok/s", "vs dense", "share")
     left = ("variant", "batch", "layer error", "logits error", "decode")
-    table = _table(title, left, (*speeds, "weights MiB", "peak MiB"))
+    table = _table(title_of(report), left, (*speeds, "weights MiB", "peak MiB"))
     for entry in report.results:
         head = (entry["variant"], f"{entry['batch']}")
         errors = ("reference", "reference")
@@ -129,17 +130,19 @@ def _models(report: Report) -> Table:
         rates = []
         for part in ("prefill", "decode"):
             figures = entry[part]
-            rates += [f"{figures['tokens_per_s']:.1f}", _ratio(figures.get("speedup_over", {}).get("dense"))]
-            rates.append(_percent(figures["share"]))
+            rates += [f"{figures['tokens_per_s']:.1f}", ratio(figures.get("speedup_over", {}).get("dense"))]
+            rates.append(percent(figures["share"]))
         table.add_row(*head, *errors, entry["launch"], *rates, *sizes)
     return table
 
 
-def _ratio(value: float | None) -> str:
+def ratio(value: float | None) -> str:
+    """Times as fast."""
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A share in whole percent."""
     return "-" if value is None else f"{value:.0%}"
 
 

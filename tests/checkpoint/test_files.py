@@ -18,10 +18,9 @@ import compress
 from compress.checkpoint import scratch, shards
 from compress.checkpoint.beside import put_beside
 from compress.checkpoint.directory import own_files, stranger_in
-from compress.checkpoint.files import checksum, write_whole
+from compress.checkpoint.files import checksum, write_named, write_whole
 from compress.checkpoint.shown import command, shown
 from compress.errors import CheckpointError
-from compress.evaluation.page import write_page
 from compress.kernels import cache
 from compress.kernels.notes import note_once
 from compress.kernels.private import candidates
@@ -36,7 +35,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     victim.write_text("years of work")
     for planted in ("q.html", "q.html.partial", "q.html.writing", ".q.html"):
         (tmp_path / planted).symlink_to(victim)
-    write_page(page, "a heading", "")
+    write_named(page, "a heading")
     assert victim.read_text() == "years of work"
     assert not page.is_symlink()
     assert "a heading" in page.read_text()

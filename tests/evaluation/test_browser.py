@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: nothing is fetched, nothing runs, everything is seen, whoever looks."""
+"""The pages of reports in a real browser: nothing is fetched, nothing runs, everything is seen, whoever looks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,11 +6,16 @@ from pathlib import Path
 import browser
 import evaluations
 import pytest
+import torch
 from evaluations import HOSTILE, hostile, runs
 
 from compress.evaluation.showing.compose import compose
 from compress.evaluation.showing.page import as_html
+from compress.evaluation.speed.plot import page_of
+from compress.evaluation.speed.report import Report
+from compress.kernels.measure.benchmark import candidates
 
+CPU = torch.device("cpu")
 PROGRAM = browser.found()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")]
 COMPLAINTS = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
@@ -42,15 +47,41 @@ def seen() -> Iterator[browser.Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of one run, of several, and of one whose names mean ill."""
+    """Of one run, of several, of one whose names mean ill, and of benchmarks."""
     folder = tmp_path_factory.mktemp("pages")
     made = {"one": [evaluations.whole()], "several": evaluations.sweep(), "hostile": [hostile()]}
     for name, found in made.items():
         (folder / f"{name}.html").write_text(as_html(compose(runs(*found))), encoding="utf-8")
+    for name, report in (("linears", linears()), ("model", model())):
+        (folder / f"{name}.html").write_text(as_html(page_of(report)), encoding="utf-8")
+        made[name] = []
     return {name: folder / f"{name}.html" for name in made}
 
 
-@pytest.mark.parametrize("name", ["one", "several", "hostile"])
+def linears() -> Report:
+    """Every candidate, of figures of many lengths, with more numbers of tokens than a benchmark has by default."""
+    found = Report("linears", CPU, {"shapes": [[4096, 14336]], "dtype": "bfloat16", "rounds": 2})
+    for i, M in enumerate((1, 8, 16, 64, 256, 2048, 8192, 2**20)):
+        for j, (name, (_, kind)) in enumerate(candidates(torch.randn(1, 128)).items()):
+            ours = j not in (0, len(found.results) - 1)
+            entry = {"N": 4096, "K": 14336, "M": M, "candidate": name, "kind": kind, "ours": ours}
+            over = {} if j == 0 else {"dense": 10.0 ** (i - j) + j}
+            found.results.append({**entry, "time_ms": 3.0**j * M, "share": 1 / (1 + j), "speedup_over": over})
+    return found
+
+
+def model() -> Report:
+    settings = {"model": "a" * 70, "prompt": 2048, "new": 128, "dtype": "bfloat16", "rounds": 10}
+    found = Report("model", CPU, settings)
+    for j, name in enumerate(("dense", "w4a16", "w8a8")):
+        for batch in (1, 4, 1024):
+            rates = {"tokens_per_s": 9.87654 * 40**j, "time_ms": 1.0, "share": 0.1 * j, "speedup_over": {"dense": 40.0}}
+            entry = {"variant": name, "batch": batch, "weights_bytes": 16 * 2**30 >> j, "peak_bytes": None}
+            found.results.append({**entry, "prefill": rates, "decode": rates})
+    return found
+
+
+@pytest.mark.parametrize("name", ["one", "several", "hostile", "linears", "model"])
 @pytest.mark.parametrize("scripts", [True, False])
 def test_a_page_is_quiet_and_whole(seen: browser.Browser, pages: dict[str, Path], name: str, scripts: bool) -> None:
     for width, dark in ((390, False), (390, True), (1280, False), (1280, True)):
@@ -61,13 +92,13 @@ def test_a_page_is_quiet_and_whole(seen: browser.Browser, pages: dict[str, Path]
         assert asked == [pages[name].as_uri()]
         assert [each for each in seen.events if each.get("method") in COMPLAINTS] == []
         boxes = seen.value(BOXES)
-        assert len(boxes) >= 4
+        assert len(boxes) >= (3 if name == "model" else 4)
         assert all(w > 200 and h > 40 and inside > 5 for w, h, inside in boxes), boxes
         assert seen.value(BEYOND) == 0, f"wider than a screen of {width}"
         assert seen.value("document.querySelectorAll('script, img, iframe').length") == 0
 
 
-@pytest.mark.parametrize("name", ["one", "several"])
+@pytest.mark.parametrize("name", ["one", "several", "linears", "model"])
 def test_words_of_pictures_stand_apart_and_tables_have_room(
     seen: browser.Browser, pages: dict[str, Path], name: str
 ) -> None:

@@ -1,6 +1,7 @@
 """`compress bench` on the CPU, tiny: what is refused, what is written, and that what is wrong is not timed."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
-from compress.evaluation import page
+from compress.evaluation.showing import words
+from compress.evaluation.showing.content import Picture, Table, Words
+from compress.evaluation.showing.page import as_html
 from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
 from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
@@ -91,14 +94,6 @@ def test_bad_input_ends_with_one_line(name: str, tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_page_without_plotly_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "find_spec", lambda _: None)
-    found = command(*LINEARS, "--html", tmp_path / "speed.html", "--json", tmp_path / "speed.json")
-    assert found.code == 2
-    assert found.err == "compress: --html needs plotly; in the checkout of compress run: pip install -e '.[report]'\n"
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_unwritable_file_is_refused_before_the_work(tmp_path: Path) -> None:
     for option in ("--json", "--html"):
         assert command(*LINEARS, option, tmp_path / "no" / "file").code == 2
@@ -122,12 +117,11 @@ def needs_no_network(directory: Path) -> None:
     """The page beside the report is whole."""
     assert {path.name for path in directory.iterdir()} == {"speed.json", "speed.html"}
     page = (directory / "speed.html").read_text(encoding="utf-8")
-    assert "<script src" not in page
-    assert "Plotly.newPlot" in page
+    assert "<svg" in page
+    assert not re.search(r"<script|url\(|@import|https?://", page)
 
 
 def test_linears_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="needs the report extra")
     outcome = command(*LINEARS, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
     assert outcome.code == 0, outcome.err
     needs_no_network(tmp_path)
@@ -247,7 +241,6 @@ def check_model(found: dict, variants: list[str], batches: list[int]) -> None:
 
 
 def test_a_random_model_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="needs the report extra")
     outcome = command(*MODEL, "--json", tmp_path / "speed.json", "--html", tmp_path / "speed.html")
     assert outcome.code == 0, outcome.err
     needs_no_network(tmp_path)
@@ -437,15 +430,47 @@ def test_where_two_of_four_gain_nothing_is_said() -> None:
 # --- the page ------------------------------------------------------------------------------------------------------
 
 
-def test_plots_hold_what_was_measured() -> None:
-    entry = {"N": 64, "K": 128, "share": 0.5, "time_ms": 1.0}
-    report = Report("linears", CPU, {})
-    report.results += [{**entry, "candidate": "dense", "M": M, "speedup_over": {}} for M in (1, 8)]
-    report.results += [{**entry, "candidate": "w4a16", "M": 8, "speedup_over": {"dense": 2.0}}]
-    report.results += [{"N": 64, "K": 128, "candidate": "w4a16", "M": 1, "skipped": "why"}]
-    (ratios, shares) = [content for _, content in plot.linear_figures(report)]
-    assert [(line["name"], line["x"], line["y"]) for line in ratios["data"]] == [
-        ("dense", [1, 8], [1.0, 1.0]),
-        ("w4a16", [8], [2.0]),
-    ]
-    assert shares["data"][1]["y"] == [0.5]
+def spread(*candidates: dict[str, Any]) -> Report:
+    """A report on one shape, of dense and of these."""
+    found = Report("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    found.notes.clear()  # the machine may be busy
+    entry = {"N": 64, "K": 128, "M": 8, "ours": True, "share": 0.5, "time_ms": 1.0, "speedup_over": {}}
+    found.results += [{**entry, "candidate": "dense", "ours": False, "M": M} for M in (1, 8)]
+    found.results += [{**entry, **each} for each in candidates]
+    return found
+
+
+def boxes(svg: str) -> dict[str, float]:
+    """The length of every bar, by the name before it."""
+    found = re.findall(r'<rect [^>]*width="([\d.]+)"[^>]*/><text [^>]*>([^<]*)</text>', svg)
+    return {name: float(width) for width, name in found}
+
+
+def test_the_page_holds_what_was_measured() -> None:
+    half = {"candidate": "w4a16", "speedup_over": {"dense": 2.0}, "time_ms": 0.5}
+    lost = {"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "why"}
+    alone = {"candidate": "torch._int_mm", "ours": False, "speedup_over": {"dense": float("nan")}}
+    report = spread(half, alone)
+    report.results.append(lost)
+    made = plot.page_of(report)
+    shape, rest, _ = made.articles[0].sections
+    _, one, eight, times = shape.blocks
+    assert isinstance(one, Picture)
+    assert isinstance(eight, Picture)
+    assert isinstance(times, Table)
+    assert (one.title, eight.title) == ("1 token", "8 tokens")
+    assert boxes(one.svg).keys() == {"dense"}
+    lengths = boxes(eight.svg)
+    assert lengths["w4a16"] == pytest.approx(2 * lengths["dense"], abs=0.2)
+    assert lengths["int_mm"] == 0
+    assert "2.00x, 50%" in eight.svg
+    assert times.rows[:2] == [("dense", "1,000", "1,000"), ("w4a16", words.NONE, "500.0")]
+    assert rest.blocks == [Words("w4a16 (64x128 M=1): why", "note")]
+
+
+def test_a_page_of_nothing_that_could_be_measured_says_why() -> None:
+    report = Report("linears", CPU, {"shapes": [[64, 128]], "dtype": "float32", "rounds": 2})
+    report.results.append({"N": 64, "K": 128, "M": 1, "candidate": "w4a16", "skipped": "<b>why</b>"})
+    text = as_html(plot.page_of(report))
+    assert "w4a16 (64x128 M=1): &lt;b&gt;why&lt;/b&gt;" in text
+    assert "<svg" not in text
