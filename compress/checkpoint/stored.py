@@ -203,8 +203,7 @@ def weight_of(source: Source, layer: str, dtype: torch.dtype | None = None) -> W
 
 def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a layer in a model of this dtype (None: of the stored one), wide enough for either: its values are
-    not rounded to the stored dtype before they have that of the model. A layer on codes, whose scales have the dtype of
-    the model, rounds so, too."""
+    not rounded to the stored dtype before they have that of the model."""
     if dtype is None:
         return dict(parts)
     floats = {name: torch.promote_types(part.dtype, dtype) for name, part in parts.items() if part.dtype in FLOATS}

@@ -24,7 +24,6 @@ from compress.runtime.embedding import QuantEmbedding, TiedLinear, give_back, ta
 from compress.runtime.fused import FusedLinear, why_not_fuse
 from compress.runtime.linear import PackedLinear, QuantLinear, SumLinear
 from compress.weights.caches import SCALES, CacheScheme
-from compress.weights.terms import FLOATS
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
@@ -44,7 +43,7 @@ class Unread(nn.Module):
     ) -> None:
         super().__init__()
         self.stored, self.dtype, self.shares = stored, dtype, shares
-        _hold(self, stored, dtype)
+        _hold(self, stored)
         self.register_parameter("bias", bias)
         self.complete = True
 
@@ -60,6 +59,7 @@ class UnreadEmbedding(nn.Embedding):
     stored: StoredLayer
     shares: str | None
     kind: type[nn.Embedding]
+    dtype: torch.dtype
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "kind" in self.__dict__ and "weight" not in self._buffers:
@@ -75,24 +75,22 @@ def _nothing(stored: StoredLayer) -> Tensor:
     return nothing
 
 
-def _hold(module: nn.Module, stored: StoredLayer, dtype: torch.dtype) -> None:
-    """Empty tensors for what a checkpoint has of a layer: floats in the model's dtype, but for those that stay in
-    their own."""
+def _hold(module: nn.Module, stored: StoredLayer) -> None:
+    """Empty tensors for what a checkpoint has of a layer, in the dtypes that they are stored in."""
     for name, part in stored.scheme.parts(*stored.shape).items():
         if name in stored.parts:
-            kind = dtype if part.dtypes == FLOATS else stored.dtypes[name]
-            module.register_buffer(name, torch.empty(part.shape, dtype=kind, device="meta"))
+            module.register_buffer(name, torch.empty(part.shape, dtype=stored.dtypes[name], device="meta"))
 
 
 def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, shares: str | None) -> None:
     """Turn an embedding into an `UnreadEmbedding`."""
     kind = type(module)
     del module._parameters["weight"]
-    _hold(module, stored, dtype)
+    _hold(module, stored)
     bases = (UnreadEmbedding,) if kind is nn.Embedding else (kind, UnreadEmbedding)
     module.__class__ = type(f"Unread{kind.__name__}", bases, {})
     unread = cast(UnreadEmbedding, module)
-    unread.stored, unread.shares, unread.kind = stored, shares, kind
+    unread.stored, unread.shares, unread.kind, unread.dtype = stored, shares, kind, dtype
 
 
 def _untie(model: nn.Module, name: str) -> list[str]:
@@ -229,7 +227,7 @@ def finish(
         twin = module.shares is not None
         embedding = cast(nn.Embedding, module)
         embedding.__class__ = module.kind
-        for attribute in ("stored", "kind", "shares"):
+        for attribute in ("stored", "kind", "shares", "dtype"):
             delattr(embedding, attribute)
         take_over(embedding.to(table.device), table, twin)
     if caches is not None:
@@ -249,9 +247,7 @@ def _computing(
         raise CheckpointError(f"{name}.{error}") from None
     bias = module.bias if isinstance(module, Unread) else None
     layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias)
-    # Of scales that stay in their own dtype, none tells that of the layer.
-    own = module.dtype if isinstance(module, Unread) and layer.dtype != module.dtype else None
-    return layer.to(target, own)
+    return layer.to(target, module.dtype)
 
 
 @contextmanager

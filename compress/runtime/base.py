@@ -33,6 +33,8 @@ class InStrips(OnCodes):
     rows; None where the weight never does."""
 
     STRIPS: ClassVar[str | None] = None
+    # Buffers whose floats say what the weight is: no conversion of the layer rounds them.
+    KEPT: ClassVar[Sequence[str]] = ()
 
     @property
     def device(self) -> torch.device:
@@ -51,10 +53,15 @@ class InStrips(OnCodes):
         """Inverse of `lay_in_strips`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        kept = {name: held for name in self.KEPT if (held := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
+        self._restore(kept, fn)
         if self.in_strips and self.device.type != "cpu":
             self.lay_in_rows()
         return self
+
+    def _restore(self, kept: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
+        """Undo what converting the layer by `fn` rounded of the buffers that were these before."""
 
 
 class QuantLinear(InStrips):
@@ -82,6 +89,9 @@ class QuantLinear(InStrips):
         self.spoken_for = False
         # Whether what a token gets must not depend on how many tokens are multiplied with it (`kernels.ops`).
         self.batch_invariant = False
+        # Of x and y, and of the buffers that are kept as they were stored.
+        self._dtype = torch.get_default_dtype()
+        self._stored_dtypes: dict[str, torch.dtype] = {}
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
@@ -130,7 +140,22 @@ class QuantLinear(InStrips):
     @property
     def dtype(self) -> torch.dtype:
         """Of x and y."""
-        raise NotImplementedError
+        return self._dtype
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a kept buffer: the dtype in which it was stored, or a wider one that the layer computes in."""
+        return torch.promote_types(self._stored_dtypes[name], self._dtype)
+
+    def _lasting(self, name: str, held: Tensor) -> torch.dtype:
+        """The dtype in which a kept buffer is held once the layer has been converted."""
+        return self.stored_dtype(name)
+
+    def _restore(self, kept: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
+        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
+        for name, held in kept.items():
+            now, dtype = getattr(self, name), self._lasting(name, held)
+            if now.dtype != dtype:
+                setattr(self, name, held.to(now.device, dtype))
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
@@ -141,6 +166,8 @@ class QuantLinear(InStrips):
         again = self.in_strips
         self.lay_in_rows()
         new = all(getattr(self, name) is None for name in self.BUFFERS)
+        if new:
+            self._stored_dtypes = {name: tensor.dtype for name in self.KEPT if (tensor := found.get(name)) is not None}
         for name, tensor in found.items():
             buffer, along = getattr(self, name), self.BUFFERS[name]
             if new:
@@ -154,9 +181,13 @@ class QuantLinear(InStrips):
         """Inverse of `fill`."""
         raise NotImplementedError
 
-    def dequantize(self) -> Tensor:
-        """[N, K] the values that the codes stand for."""
+    def values(self) -> Tensor:
+        """[N, K] what the stored weight stands for, not rounded to a dtype of the layer that is narrower."""
         raise NotImplementedError
+
+    def dequantize(self) -> Tensor:
+        """`values()` in the dtype of the layer."""
+        return self.values().to(self.dtype)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
         """[M, N] how far a product may be from that of the values, beyond what its roundings explain (`runtime.twin`):

@@ -136,6 +136,8 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
             reasons.append("only some are batch-invariant")
         if layer.dtype != first.dtype:
             reasons.append(f"dtypes differ: {first.dtype}, {layer.dtype}")
+        if layer._stored_dtypes != first._stored_dtypes:
+            reasons.append("scales are stored in dtypes that differ")
         if isinstance(layer, RowLinear) and isinstance(first, RowLinear) and layer.input_scale is not None:
             same = first.input_scale is not None and torch.equal(layer.input_scale, first.input_scale)
             given = (getattr(layer, "input_zero", None), getattr(first, "input_zero", None))
@@ -165,8 +167,7 @@ def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
         across = [getattr(layer, name) for layer in layers]
         along = {"scale": 1, "zero": 1}.get(name, 0)
         setattr(stacked, name, buffer if name.startswith("input") else torch.cat(across, along))
-    if isinstance(first, RowLinear):
-        cast(RowLinear, stacked)._dtype = first.dtype
+    stacked._dtype, stacked._stored_dtypes = first._dtype, first._stored_dtypes
     if isinstance(first, PackedLinear):
         cast(PackedLinear, stacked).input_group = first.input_group
     return stacked

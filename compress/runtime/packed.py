@@ -139,7 +139,7 @@ class PackedLinear(WordLinear):
     def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
         return why_not_batch_invariant(K, *_layout(scheme), dtype, device, _integers(scheme))
 
-    def dequantize(self) -> Tensor:
+    def values(self) -> Tensor:
         return planar_weight(self.planar, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:

@@ -37,15 +37,7 @@ class RowLinear(QuantLinear):
         "output_zero": 0,
     }
     # fp32, whatever the model is converted to: the epilogue multiplies in it.
-    SCALES = ("weight_scale", "input_scale", "output_scale")
-
-    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
-        super().__init__(scheme, in_features, out_features, bias)
-        self._dtype = torch.float32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+    KEPT = ("weight_scale", "input_scale", "output_scale")
 
     @property
     def _one_scale(self) -> bool:
@@ -59,9 +51,6 @@ class RowLinear(QuantLinear):
     def values(self) -> Tensor:
         """[N, K] what the codes stand for, float32: not rounded to the dtype of the layer."""
         return self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)
-
-    def dequantize(self) -> Tensor:
-        return self.values().to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rounded(self.product(self._own(x)))
@@ -90,31 +79,27 @@ class RowLinear(QuantLinear):
         }
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        if self.codes is None:
-            self._dtype = parts["weight_scale"].dtype
+        new = self.codes is None
         self.hold(self.found(parts, rows), rows)
+        if new:
+            self._dtype = parts["weight_scale"].dtype
+            self._stored_dtypes = {name: parts[name].dtype for name in self.KEPT if name in parts}
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
-        scale = self.weight_scale[rows].to(self.dtype)
+        scale = self.weight_scale[rows].to(self.stored_dtype("weight_scale"))
         parts = {"weight": self.weight_codes[rows]}
         parts["weight_scale"] = scale[:1] if self._one_scale else scale.unsqueeze(-1)
         if self.input_scale is not None:
             # A copy: layers that are stacked would share it, which safetensors refuses to save.
-            parts["input_scale"] = self.input_scale.to(self.dtype, copy=True)
+            parts["input_scale"] = self.input_scale.to(self.stored_dtype("input_scale"), copy=True)
         if self.output_scale is not None:
-            parts["output_scale"] = self.output_scale[rows][:1].to(self.dtype)
+            parts["output_scale"] = self.output_scale[rows][:1].to(self.stored_dtype("output_scale"))
         if self.output_zero is not None:
             parts["output_zero_point"] = self.output_zero[rows][:1].to(torch.int8)
         return parts
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "RowLinear":
-        kept = {name: getattr(self, name) for name in self.SCALES}
-        super()._apply(fn, recurse)
-        for name, tensor in kept.items():
-            if tensor is not None:
-                setattr(self, name, tensor.to(getattr(self, name).device))
-        self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
-        return self
+    def _lasting(self, name: str, held: Tensor) -> torch.dtype:
+        return held.dtype
 
 
 class Int8Linear(RowLinear):

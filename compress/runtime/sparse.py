@@ -19,13 +19,10 @@ class SparseLinear(QuantLinear):
 
     stackable = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = dict.fromkeys(Entries._fields)
+    KEPT = ("value",)
     row_start: Tensor
     column: Tensor
     value: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
 
     @property
     def entries(self) -> Entries:
@@ -38,11 +35,13 @@ class SparseLinear(QuantLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         return sparse_route(M, *shape, dtype, device)
 
-    def dequantize(self) -> Tensor:
+    def values(self) -> Tensor:
         return Sparse(*self.entries, self.in_features).dequantize()
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
         assert rows == self.whole(), "sparse rows are not filled by rows"
+        if self.value is None:
+            self._dtype = parts["value"].dtype
         starts = starts_of(parts["row_count"])
         self.hold({"row_start": starts, "column": parts["column"], "value": parts["value"]}, rows)
 

@@ -68,7 +68,7 @@ class Sparse24Linear(QuantLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         return pairs24_route(M, *shape, -1, dtype, device)
 
-    def dequantize(self) -> Tensor:
+    def values(self) -> Tensor:
         return pairs_weight(self.pairs)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
@@ -130,7 +130,7 @@ class PackedSparse24Linear(WordLinear):
         route = sparse24_route if scheme.weights.bits <= NARROW else pairs24_route
         return route(M, *shape, scheme.weights.group_size or -1, dtype, device)
 
-    def dequantize(self) -> Tensor:
+    def values(self) -> Tensor:
         weight = self.rows
         return sparse24_weight(weight, self.in_features) if isinstance(weight, Sparse24) else pairs_weight(weight)
 

@@ -61,6 +61,7 @@ class Held(nn.Module):
         return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), torch.get_default_dtype())
 
     def dequantize(self) -> Tensor:
+        """[N, K] what the tensors stand for."""
         return self.format.read(self.held, self.out_features, self.in_features).dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +120,8 @@ class SumLinear(QuantLinear):
         fixed = {part: getattr(self, name) for part, name in FIXED.items()}
         return parts | {part: value for part, value in fixed.items() if value is not None}
 
-    def dequantize(self) -> Tensor:
-        return summed(summand.dequantize() for summand in self.summands)  # type: ignore[operator]
+    def values(self) -> Tensor:
+        return summed(_values(summand) for summand in self.summands)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rounded(self.product(self._own(x)))
@@ -149,7 +150,7 @@ class SumLinear(QuantLinear):
         """Every term is rounded; one without a kernel may be off by as much as its format says, too."""
         slack = x_MK.new_zeros(())
         for summand in self.summands:
-            weight_NK = summand.dequantize().double()  # type: ignore[operator]
+            weight_NK = _values(summand).double()
             slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
             if isinstance(summand, Held):
                 slack = slack + summand.format.slack(x_MK, weight_NK, summand.held, self.dtype)
@@ -188,6 +189,13 @@ def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
     codes = next((i for i, kind in enumerate(kinds) if kind is not None and kind.adds_entries), None)
     entries = next((i for i, kind in enumerate(kinds) if kind is SparseLinear), None)
     return None if codes is None or entries is None else (codes, entries)
+
+
+def _values(summand: nn.Module) -> Tensor:
+    """[N, K] what one term of a sum stands for."""
+    if isinstance(summand, QuantLinear):
+        return summand.values()
+    return cast(Held, summand).dequantize()
 
 
 def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:

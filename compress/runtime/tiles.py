@@ -25,12 +25,14 @@ from compress.weights.tiles import Tiles
 
 class TilesLinear(QuantLinear):
     """`kernels.pack_tiles.TileWords`: codes of 2 and 3 bits ride in words of 4, those of 5 to 7 in words of 8; scales
-    and zero points stay codes. `lay_in_strips` makes the same buffers hold a `TileStrips`."""
+    and zero points stay codes, ranges the numbers that are stored. `lay_in_strips` makes the same buffers hold a
+    `TileStrips`."""
 
     stackable = False
     adds_entries = True
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"words": None, "levels": None, "ranges": None}
     STRIPS = "words"
+    KEPT = ("ranges",)
     words: Tensor
     levels: Tensor
     ranges: Tensor
@@ -42,10 +44,6 @@ class TilesLinear(QuantLinear):
     @property
     def container(self) -> int:
         return NARROW if self.format.bits <= NARROW else WIDE
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.ranges.dtype
 
     @property
     def held(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
@@ -83,10 +81,12 @@ class TilesLinear(QuantLinear):
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
         return tiles_route(M, *shape, cast(Tiles, scheme.terms[0]).group_size, dtype, device)
 
-    def dequantize(self) -> Tensor:
+    def values(self) -> Tensor:
         return tile_weight(self.tiles, self.in_features)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        if self.words is None:
+            self._dtype = parts["ranges"].dtype
         assert rows == self.whole(), "tiles are not filled by rows"
         format_, N, G = self.format, self.out_features, self.in_features // self.format.group_size
         scale_NG, zero_NG = (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from compress.kernels import reference
 from compress.model.hollow import replaced_forwards
 from compress.runtime.assembly import compressed_layers
-from compress.runtime.linear import QuantLinear, RowLinear
+from compress.runtime.linear import QuantLinear
 from compress.weights.grid import decode, encode, quantize, scales_of, working_dtype
 from compress.weights.rounding import ActivationCodes
 
@@ -31,20 +31,15 @@ from compress.weights.rounding import ActivationCodes
 TIE = 4 * torch.finfo(torch.float32).eps
 
 
-def weight_values(layer: QuantLinear) -> Tensor:
-    """[N, K] what the weight's codes stand for: of rows of codes before they are rounded to the layer's dtype."""
-    return layer.values() if isinstance(layer, RowLinear) else layer.dequantize()
-
-
 def plain(layer: QuantLinear, x: Tensor) -> Tensor:
     """What a layer computes, by torch's own product, in the dtype of x."""
     inputs, outputs = layer.rounding("input"), layer.rounding("output")
     if inputs is None:
-        out = nn.functional.linear(x, weight_values(layer).to(x.dtype), layer.bias)
+        out = nn.functional.linear(x, layer.values().to(x.dtype), layer.bias)
     else:
         work = working_dtype(x)
         bias = None if layer.bias is None else layer.bias.to(work)
-        out = nn.functional.linear(inputs.fake_quantize(x.to(work)), weight_values(layer).to(work), bias).to(x.dtype)
+        out = nn.functional.linear(inputs.fake_quantize(x.to(work)), layer.values().to(work), bias).to(x.dtype)
     return out if outputs is None else outputs.fake_quantize(out)
 
 
@@ -70,7 +65,7 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
     """Distance of what a layer returned from what its codes stand for, over what is allowed: the largest of all
     outputs. Above 1 is wrong; infinite where something is not a number."""
     x_MK, out_MN = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).double()
-    weight_NK, exact_MK = weight_values(layer).double(), x_MK.double()
+    weight_NK, exact_MK = layer.values().double(), x_MK.double()
     codes, outputs = layer.rounding("input"), layer.rounding("output")
     slack = layer.slack(exact_MK)
     if codes is not None:

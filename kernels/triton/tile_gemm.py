@@ -204,15 +204,14 @@ def _writer(weight: TileWords, K: int, entries: Entries | None) -> Write:
 def tile_dequantize_gemm(
     x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, entries: Entries | None = None
 ) -> Tensor:
-    """[M, N] = x (weight + entries)^T + bias by dense blocks, on a GPU (or under the interpreter)."""
-    work = torch.promote_types(x_MK.dtype, weight.ranges.dtype)
-    return block_product(x_MK, len(weight.words), work, bias_N, _writer(weight, x_MK.shape[1], entries))
+    """[M, N] = x (weight + entries)^T + bias by dense blocks, on a GPU (or under the interpreter). Values are rounded
+    to the dtype of x, as in the fused kernel, whatever that of the ranges."""
+    return block_product(x_MK, len(weight.words), x_MK.dtype, bias_N, _writer(weight, x_MK.shape[1], entries))
 
 
 def input_gradient(grad_MN: Tensor, weight: TileWords, K: int) -> Tensor:
     """[M, K] = grad weight on a GPU (or under the interpreter), in the dtype of grad."""
-    work = torch.promote_types(grad_MN.dtype, weight.ranges.dtype)
-    return block_gradient(grad_MN, K, work, _writer(weight, K, None))
+    return block_gradient(grad_MN, K, grad_MN.dtype, _writer(weight, K, None))
 
 
 def tile_gemm(x_MK: Tensor, weight: TileWords, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:

@@ -22,9 +22,12 @@ def on_gpu(parts):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("M", [1, 3, 16, 17, 65, 2050])
 @pytest.mark.parametrize(("N", "K"), [(1100, 1024), (7, 160)])
-def test_products_and_gradients(M, N, K, dtype):
-    entries, extra = entries_of(N, K, 0.02, dtype)
-    planar, weight = planar_of(N, K, 4, 32, True, dtype), tiles_of(N, K, 3, 16, 16, 3, dtype)
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_and_gradients(M, N, K, dtype, wide):
+    """wide: entries and the ranges of tiles in float32."""
+    stored = torch.float32 if wide else dtype
+    entries, extra = entries_of(N, K, 0.02, stored)
+    planar, weight = planar_of(N, K, 4, 32, True, dtype), tiles_of(N, K, 3, 16, 16, 3, stored)
     x, bias = torch.randn(M, K).to(dtype), torch.randn(N).to(dtype)
     dense = pack.planar_weight(planar, K).double(), pack_tiles.tile_weight(weight, K).double()
     cases = (

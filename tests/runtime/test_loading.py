@@ -54,6 +54,11 @@ def write(tmp_path, kind="llama", dtype=torch.float32, **options):
     return tmp_path / "out"
 
 
+def stored_tensors(folder):
+    """Every tensor of a checkpoint, by name."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def held_to_tolerance(model):
     """Hooks that hold every product of a model to the exact one of its dequantized weights; returns the list they
     write their largest error over tolerance into."""
@@ -115,6 +120,38 @@ def test_a_16_bit_checkpoint_stands_for_the_same_weights_in_float32_on_codes_and
         assert torch.equal(narrow.get_submodule(name).weight.float(), weight) == exact, name
     found, expected = outputs(model, probe(96)), outputs(dense, probe(96))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.std().item())
+
+
+@torch.no_grad()
+def test_ranges_and_entries_of_a_float32_checkpoint_are_not_rounded_to_the_dtype_of_the_model(tmp_path):
+    """In bfloat16 SpQR's layers are no further from the float32 weights than dense ones, for few tokens and many."""
+    method = compress.SpQR(group_size=16, outliers=0.03, sweeps=0, search=False)
+    compress.quantize(strong(), method, calibration=tokens(), output=tmp_path / "out", verify=False)
+    exact, dense = (
+        compress.load(tmp_path / "out", dtype, dequantize=True) for dtype in (torch.float32, torch.bfloat16)
+    )
+    model = compress.load(tmp_path / "out", torch.bfloat16)
+    off = {True: 0.0, False: 0.0}
+    for name, layer in compressed_layers(model):
+        twin, weight = dense.get_submodule(name), exact.get_submodule(name).weight.double()
+        assert torch.equal(layer.dequantize(), twin.weight), name
+        for M in (2, 40):
+            x = torch.randn(M, layer.in_features, generator=torch.Generator().manual_seed(M)).bfloat16()
+            for codes, out in ((True, layer(x)), (False, twin(x))):
+                off[codes] += (out - x.double() @ weight.t()).square().mean().item()
+    assert 0 < off[True] <= 1.1 * off[False]
+    state, stored = model.state_dict(), stored_tensors(tmp_path / "out")
+    own = [key for key in stored if key.endswith(("ranges", "term1_value"))]
+    assert len(own) == 2 * len(list(compressed_layers(model)))
+    assert all(torch.equal(state[key], stored[key]) for key in own)
+
+
+def test_scales_beside_int8_inputs_are_those_that_are_stored(tmp_path):
+    out = write(tmp_path, scheme="w8a8", group_size=-1)
+    state, stored = compress.load(out, torch.bfloat16).state_dict(), stored_tensors(out)
+    scales = [key for key in stored if key.endswith("weight_scale")]
+    assert scales
+    assert all(torch.equal(state[key], stored[key]) for key in scales)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma2", "opt", "bert", "t5", "mistral"])
@@ -247,7 +284,7 @@ def test_layers_that_transformers_stores_under_other_names(tmp_path):
     config = LlavaConfig(text_config=LlamaConfig(**GATED), vision_config=vision, image_token_index=95)
     model = LlavaForConditionalGeneration(config).eval()
     compress.quantize(model, compress.RTN(group_size=16), output=tmp_path / "out", verify=False)
-    tensors = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    tensors = stored_tensors(tmp_path / "out")
     old = (("model.language_model.", "language_model.model."), ("model.vision_tower.", "vision_tower."))
     old += (("model.multi_modal", "multi_modal"), ("lm_head.", "language_model.lm_head."))
     renamed = {next(a + n.removeprefix(b) for b, a in old if n.startswith(b)): t for n, t in tensors.items()}

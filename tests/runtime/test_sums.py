@@ -14,12 +14,14 @@ from outliers import Outliers, tiled
 from torch import nn
 
 import compress
+from compress.checkpoint.stored import read_weight, widened
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.measure import ceilings
 from compress.kernels.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
 from compress.recipes.low_rank import LowRank
+from compress.runtime.assembly import lay_in_strips
 from compress.runtime.fused import why_not_fuse
 from compress.runtime.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
 from compress.runtime.twin import compared, error, plain
@@ -116,12 +118,32 @@ def test_tiles_of_any_size_are_stored_bit_for_bit(N, groups, group, tile_rows, b
 @pytest.mark.parametrize("name", SUMS)
 def test_conversion_follows_the_model(name):
     layer = layer_of(name).to(torch.bfloat16)
-    assert layer.dtype == torch.bfloat16
-    assert {b.dtype for b in layer.buffers() if b.is_floating_point()} == {torch.bfloat16}
+    assert layer.dtype == layer.dequantize().dtype == torch.bfloat16
     x = torch.randn(3, layer.in_features).bfloat16()
     assert error(layer, x, layer(x)) <= 1
     with pytest.raises(InputError, match=r"x is torch\.float32, the layer computes in torch\.bfloat16"):
         layer(x.float())
+
+
+@pytest.mark.parametrize("name", ["tiles", "sparse", "tiles + sparse"])
+@every("stored", DTYPES)
+@every("laid", [True, False])
+def test_a_weight_stands_for_what_is_stored_whatever_the_layer_computes_in(name, stored, laid):
+    layer = layer_of(name, stored, False, N=48)
+    if laid:
+        lay_in_strips(layer)
+        tiles = [part for part in layer.modules() if isinstance(part, TilesLinear)]
+        assert all(part.in_strips != bool(cpu.why_not()) for part in tiles)
+    before = layer.state_dict()
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, stored):
+        layer.to(dtype)
+        dense = read_weight("layer", layer.scheme, widened(before, dtype), (48, 192)).dequantize(dtype)
+        assert torch.equal(layer.dequantize(), dense)
+        x = torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert layer(x).dtype == dtype
+        assert error(layer, x, layer(x)) <= 1
+    after = layer.state_dict()
+    assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
 
 
 def test_entries_outside_of_the_weight_are_refused():

@@ -66,13 +66,14 @@ def test_codes_and_entries(M, bits, group, dtype, one_grain):
     assert error(out, x, pack.planar_weight(planar, K).double() + extra, bias) <= 2  # rounded once more, or truncated
 
 
-TILES = pairs([(40, 256), (7, 80), (33, 192)], [(3, 16, 16, 3), (8, 16, 3, 8), (4, 16, 8, 4)], HALF)
+TILES = pairs([(40, 256), (7, 80), (33, 192)], [(3, 16, 16, 3), (8, 16, 3, 8), (4, 16, 8, 4)], HALF, [True, False])
 
 
-@pytest.mark.parametrize(("sizes", "kind", "dtype"), TILES)
-def test_tiles(sizes, kind, dtype):
+@pytest.mark.parametrize(("sizes", "kind", "dtype", "wide"), TILES)
+def test_tiles(sizes, kind, dtype, wide):
+    """Ranges in the dtype of x, or in float32 beside it."""
     (N, K), (bits, group, rows, level_bits) = sizes, kind
-    weight = tiles_of(N, K, bits, group, rows, level_bits, dtype)
+    weight = tiles_of(N, K, bits, group, rows, level_bits, torch.float32 if wide else dtype)
     x, bias = inputs(3, K, N, dtype)
     out = tile_gemm.tile_gemm(x, weight, bias, Shape(16, 32, split_k=2 if N == 40 else 1))
     assert out.dtype == dtype
@@ -94,10 +95,18 @@ def test_dequantized_tiles_bit_for_bit(N, K, group, rows, bits, level_bits):
         assert torch.equal(part, dense[2:, block:])
 
 
-@pytest.mark.parametrize(("M", "dtype"), [(2, torch.float16), (17, torch.float32)])
-def test_operators_take_this_path_and_their_gradients(M, dtype, one_grain):
+@pytest.mark.parametrize(
+    ("M", "dtype", "stored"),
+    [
+        (2, torch.float16, torch.float16),
+        (17, torch.float32, torch.float32),
+        (2, torch.bfloat16, torch.float32),
+        (17, torch.bfloat16, torch.float32),
+    ],
+)
+def test_operators_take_this_path_and_their_gradients(M, dtype, stored, one_grain):
     N, K = 33, 192
-    weight, (entries, extra) = tiles_of(N, K, 3, 16, 16, 3, dtype), entries_of(N, K, 0.1, dtype)
+    weight, (entries, extra) = tiles_of(N, K, 3, 16, 16, 3, stored), entries_of(N, K, 0.1, stored)
     x, bias = inputs(M, K, N, dtype)
     assert tiles.why_not_dequantize_tiles(x, weight) == []
     assert (tiles.why_not_tiles(x, weight) == []) == (M == 2)
