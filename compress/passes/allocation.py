@@ -73,6 +73,16 @@ def allocate(curves: Mapping[str, Curve], budget: float, least: int = 1) -> dict
     return ranks
 
 
+def worths(damages: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
+    """{layer: what a unit of its loss does to the model}: its damage over its loss, both of the same change; where
+    there is no loss, the mean of the others. All alike where no layer does any damage."""
+    found = {name: damages[name] / loss for name, loss in losses.items() if loss > 0}
+    if not any(found.values()):
+        return dict.fromkeys(losses, 1.0)
+    mean = sum(found.values()) / len(found)
+    return {name: found.get(name, mean) for name in losses}
+
+
 def hull(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
     """The steps from a rank on, each worth at most as much as the one before it; the last leaves the layer as it is."""
     if rank is None:

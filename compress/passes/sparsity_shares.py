@@ -7,9 +7,10 @@ By outliers (OWL, Yin et al., arXiv 2310.05175). Of a block with the products A_
 where const makes the mean over blocks, by their weights (the authors count blocks alike), what the budget keeps; every
 layer of a block keeps that share. The least and the largest lie 2 lambda apart, and neither further from the mean.
 
-By losses. t_l(s) is what layer l loses of its output at the share s, in squares, over what it returns in squares.
+By losses. t_l(s) is what layer l loses of its output at the share s, in squares. Pruned alone by the budget's share s*,
+it costs the model KL_l; a loss is worth w_l = KL_l / t_l(s*) (`allocation.worths`).
 
-    minimise  sum_l t_l(s_l)    over shares s_l,    sum_l n_l s_l = the budget's zeros,    n_l the layer's weights
+    minimise  sum_l w_l t_l(s_l)    over shares s_l,    sum_l n_l s_l = the budget's zeros,    n_l the layer's weights
 
 t is found at `LEVELS`, taken to be log-linear between them (below the first a power of s), and cut into steps of equal
 numbers of weights. Its lower convex hull makes each step worth at most the one before; one price per weight then
@@ -50,10 +51,12 @@ def by_outliers(
     return {name: sparsity + mean - one for name, one in kept.items()}
 
 
-def by_losses(losses: Mapping[str, Tensor], sizes: Mapping[str, int], sparsity: float) -> dict[str, float]:
-    """{layer: its share of zeros}. losses [L]: at each of `LEVELS`, as parts of what there is to lose. Together the
-    layers lose exactly what the share prunes of all of them."""
-    curves = {name: Curve(convex(steps(loss)), sizes[name] / STEPS) for name, loss in losses.items()}
+def by_losses(
+    losses: Mapping[str, Tensor], sizes: Mapping[str, int], sparsity: float, worth: Mapping[str, float]
+) -> dict[str, float]:
+    """{layer: its share of zeros}. losses [L]: at each of `LEVELS`, as parts of what there is to lose; worth: of all
+    of that. Together the layers lose exactly what the share prunes of all of them."""
+    curves = {n: Curve(convex(steps(loss)) * worth[n], sizes[n] / STEPS) for n, loss in losses.items()}
     everything = sum(sizes.values())
     left = everything - pruned_before(everything, sparsity)
     least = int(left >= sum(curve.cost for curve in curves.values()))  # of no layer nothing, where that can be

@@ -31,11 +31,13 @@ Needs = Mapping[str, StatisticFactory]
 @dataclass(frozen=True)
 class Finding:
     """What was found out about a layer: the block that it is in, its shape (N, K), and what `look` said, once for each
-    of its groups."""
+    of its groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
+    (`run.alone`); 0 where nothing was changed."""
 
     block: str
     shape: tuple[int, int]
     parts: tuple[Any, ...]
+    damage: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class Settled:
 class Survey:
     """needs: statistics of layers' inputs, by name, in the uncompressed model; none where no calibration data is
     needed. look: what is found out about each layer of a site, the same on every rank; of a grouped convolution group
-    by group. settle: what comes of that."""
+    by group. settle: what comes of that. changed: [N, K] what each layer of a site becomes by itself, the same on every
+    rank, to measure the damage; none where that is not asked."""
 
     needs: Needs
     look: Callable[[Site], Mapping[str, Any]]
     settle: Callable[[Mapping[str, Finding]], Settled]
+    changed: Callable[[Site], Mapping[str, Tensor]] | None = None
 
 
 @dataclass(frozen=True)

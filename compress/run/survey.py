@@ -1,8 +1,11 @@
 """What passes have to know about all layers before the first is decided: one walk over the uncompressed model."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from compress.calibration.collect import collected
 from compress.model.calls import Arrival, Call
@@ -10,6 +13,7 @@ from compress.model.layers import Layer, Stack
 from compress.model.opened import Opened
 from compress.passes.base import Pass
 from compress.passes.stages import Finding, Settled, Survey
+from compress.run.alone import Alone
 from compress.run.decide import in_parts, seen
 from compress.run.forward import suspended_forward
 from compress.run.gradients import with_gradients
@@ -20,6 +24,8 @@ from compress.run.structure import Structure, same_on_all_ranks, structure_of
 
 # What a pass has found out about layers so far.
 Found = dict[str, Finding]
+# What layers of a block become, each alone.
+Changed = dict[Hashable, Mapping[Layer, Tensor]]
 
 
 def surveyed(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> Plan:
@@ -30,10 +36,20 @@ def surveyed(run: Run, capture: Callable[[Stack], list[list[Call]]]) -> Plan:
         forwards = any(survey.needs for survey in asking.values())
         captured = capture(stack) if forwards else [[] for _ in stack.blocks]
         streams = Streams(captured[0], [])
-        for name, block in stack.blocks:
+        alone = Alone(run, stack, captured) if any(survey.changed for survey in asking.values()) else None
+        for index, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(captured.pop(0))
             with run.residency.open(block, keep=False) as opened:
-                streams = _walk(run, opened, name, streams, asking, found)
+                values: Changed = {}
+                streams = _walk(run, opened, name, streams, asking, found, values)
+                if alone is not None:
+                    with run.spending.on("forward"):
+                        alone.through(index, values)
+        if alone is not None:
+            with run.spending.on("forward"):
+                damages = alone.damages()
+            for (p, layer), damage in damages.items():
+                found[p][layer] = replace(found[p][layer], damage=damage)
     settled = {p: survey.settle(found[p]) for p, survey in asking.items()}
     settled |= with_gradients(run, capture)
     return _with_settled(run, settled)
@@ -56,6 +72,7 @@ def _walk(
     streams: Streams,
     asking: Mapping[Pass, Survey],
     found: Mapping[Pass, Found],
+    values: Changed,
 ) -> Streams:
     """Look at the layers of a block, one forward for each pass that asks for data; the calls of the next block."""
     layers = {layer.name: layer for layer in run.plan.layers[name]}
@@ -70,7 +87,10 @@ def _walk(
     outputs: list[Any] = []
     for p, survey in asking.items():
         if survey.needs:
-            outputs = _look(run, opened, name, streams, survey, _sites(structure, layers, p), found[p])
+            sites = _sites(structure, layers, p)
+            changed: dict[Layer, Tensor] = {}
+            outputs = _look(run, opened, name, streams, survey, sites, found[p], changed)
+            values.update(((p, layer.name), {layer: value}) for layer, value in changed.items())
             run.record.block_forwards += len(streams.calls)
     return streams.after(outputs, [])
 
@@ -88,13 +108,20 @@ def _look(
     survey: Survey,
     sites: Sequence[Sequence[Layer]],
     found: Found,
+    changed: dict[Layer, Tensor],
 ) -> list[Any]:
-    """One forward of a block, in which a pass looks at its sites; returns what the block returns."""
+    """One forward of a block, in which a pass looks at its sites, and says what their layers become, if it is asked;
+    returns what the block returns."""
 
     def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
         statistics = collected(survey.needs, site[0], arrivals, run.comm)
         if statistics is not None:  # otherwise the run itself says so
             _note(run, opened, name, survey, site, statistics, found)
+            if survey.changed is not None:
+                parts = [survey.changed(part) for part in in_parts(seen(site, opened, run.comm), statistics)]
+                for layer in site:
+                    whole = torch.cat([part[layer.name] for part in parts])
+                    changed[layer] = layer.stored(whole.to(layer.parameter.dtype))
 
     return suspended_forward(opened.block, streams.calls, sites, visit, (), Versions())[0]
 

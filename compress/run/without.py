@@ -6,22 +6,18 @@ Every block is opened once for all of these models, which are half of n^2 forwar
 forwards of the model. A model that returns no logits is judged by the squared error of what it returns.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from compress.comm import Comm
-from compress.model.calls import Batch, Call, hidden_of, real_tokens
+from compress.model.calls import Batch, Call, hidden_of
 from compress.model.layers import Stack
-from compress.run.capture import Recorder, swapped
-from compress.run.held_out import divergence, instead
+from compress.run.predicted import Measure, predicted
 from compress.run.residency import Local
 
-Measure = Callable[[Tensor, Tensor], float]
 # Tokens of a rank that are enough to tell blocks apart.
 TOKENS = 4096
 
@@ -52,12 +48,15 @@ class Without:
         blocks = [block for _, block in self.stack.blocks]
         with self.residency.open(self.model, set(blocks), keep=False):
             for m, (batch, call) in enumerate(zip(self.batches, self.captured[0], strict=True)):
-                expected, measure = self._returned(batch, call, ends[None][m])
-                found = (self._returned(batch, call, ends[i][m])[0] for i in left)
+                expected, measure = self._predicted(batch, call, ends[None][m])
+                found = (self._predicted(batch, call, ends[i][m])[0] for i in left)
                 totals[:-1] += torch.tensor([measure(expected, each) for each in found], dtype=torch.float64)
                 totals[-1] += len(expected)
         totals = self.comm.all_reduce(totals.to(self.residency.device)).cpu()
         return {i: float(total / totals[-1]) for i, total in zip(left, totals[:-1], strict=True)}
+
+    def _predicted(self, batch: Batch, call: Call, output: Any) -> tuple[Tensor, Measure]:
+        return predicted(self.model, self.stack, batch, call, output, self.residency.device)
 
     def _ends(self, gone: Collection[int]) -> Mapping[int | None, list[Any]]:
         """{block: what the last block returns of each micro-batch without it and the `gone`}; None: in the original."""
@@ -86,27 +85,7 @@ class Without:
                 hidden = after
         return {key: [_as(o, h) for o, h in zip(outputs, states, strict=True)] for key, states in hidden.items()}
 
-    def _returned(self, batch: Batch, call: Call, output: Any) -> tuple[Tensor, Measure]:
-        """[M, C] what the model returns where its last block returned this, log-probabilities or else numbers; and the
-        sum over rows of what others are off."""
-        blocks = [block for _, block in self.stack.blocks]
-        assert self.stack.container is not None
-        with swapped(self.stack.container, [Recorder(block, partial(instead, output)) for block in blocks]):
-            made = self.model(**{key: value.to(self.residency.device) for key, value in batch.items()})
-        logits = getattr(made, "logits", None)
-        found = logits if isinstance(logits, Tensor) else hidden_of(output)
-        rows = real_tokens(found, call) if found.ndim == call.hidden.ndim else found.flatten(0, -2)
-        if isinstance(logits, Tensor):
-            return functional.log_softmax(rows.float(), -1), divergence
-        return rows.float(), relative_error
-
 
 def _as(output: Any, hidden: Tensor) -> Any:
     """The return value of a block, with another hidden state."""
     return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
-
-
-def relative_error(expected: Tensor, found: Tensor) -> float:
-    """The part of the squares [M, C] that is wrong, times M."""
-    energy = expected.square().sum().clamp(min=torch.finfo(expected.dtype).tiny)
-    return float((expected - found).square().sum() / energy) * len(expected)

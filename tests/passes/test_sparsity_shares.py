@@ -2,6 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from torch import Tensor
 
 import compress
 from compress.comm import Comm
+from compress.passes.sites import Site
 from compress.passes.sparsity_shares import LEVELS, STEPS, by_losses, by_outliers, by_rows, convex, steps, widest
+from compress.passes.stages import Finding, Settled
 from compress.weights.ranking import histogram
 
 
@@ -70,7 +75,7 @@ def test_shares_by_losses_are_the_best_of_all() -> None:
     def lost(shares: dict[str, float]) -> float:
         return sum(float(curves[name][round((1 - share) * STEPS)]) for name, share in shares.items())
 
-    found = by_losses(losses, sizes, 0.5)
+    found = by_losses(losses, sizes, 0.5, dict.fromkeys(sizes, 1.0))
     assert sum(found[name] * sizes[name] for name in sizes) == pytest.approx(5600)
     others = []
     for first, second in itertools.product(range(33), repeat=2):
@@ -139,3 +144,56 @@ def test_a_model_of_one_block_shares_out_between_its_layers_and_says_so() -> Non
     result = compress.quantize(model, compress.Wanda(allocate="owl", outlier=2.0), calibration=data)
     assert any("runs as one block: owl takes every layer for one" in note for note in result.record.notes)
     assert len({layer.figures["sparsity"] for layer in result.record.layers}) == 2
+
+
+class Remembering(compress.Wanda):
+    """Keeps what it was told about its layers, and what it made of each alone."""
+
+    found: ClassVar[dict[str, Finding]] = {}
+    alone: ClassVar[dict[str, Tensor]] = {}
+
+    def pruned_alone(self, site: Site) -> dict[str, Tensor]:
+        made = super().pruned_alone(site)
+        self.alone.update(made)
+        return made
+
+    def settle_by_losses(self, found: Mapping[str, Finding]) -> Settled:
+        self.found.update(found)
+        return super().settle_by_losses(found)
+
+
+@torch.no_grad()
+def test_the_damage_of_a_layer_is_the_kl_of_the_model_with_that_layer_alone_pruned() -> None:
+    model, ids = build("llama"), tokens(8)
+    for parameter in model.parameters():
+        parameter.mul_(6.0)  # so that predictions differ
+    other = deepcopy(model)
+    expected = model(input_ids=ids).logits.log_softmax(-1)
+    Remembering.found.clear()
+    Remembering.alone.clear()
+    compress.quantize(model, Remembering(sparsity=0.6, allocate="layer-loss"), calibration=ids)
+    assert len(Remembering.found) == len(Remembering.alone) == 14
+    for name, weight in Remembering.alone.items():
+        parameter = other.get_submodule(name).weight
+        whole = parameter.data
+        parameter.data = weight.to(whole.dtype)
+        found = other(input_ids=ids).logits.log_softmax(-1)
+        parameter.data = whole
+        kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
+        assert kl > 1e-5
+        assert Remembering.found[name].damage == pytest.approx(kl, rel=1e-2), name
+
+
+@pytest.mark.parametrize("one_block", [False, True])
+def test_a_layer_that_hardly_moves_the_predictions_loses_more(one_block: bool) -> None:
+    """A thousandth of a layer has the same loss, as a part of what it returns."""
+    shares, layer = [], "model.layers.0.self_attn.o_proj"
+    for scale in (1.0, 1e-3):
+        model = build("llama")
+        for parameter in model.parameters():
+            parameter.data *= 6.0
+        model.get_submodule(layer).weight.data *= scale
+        one = compress.Wanda(sparsity=0.6, allocate="layer-loss")
+        result = compress.quantize(model, one, calibration=tokens(16), one_block=one_block)
+        shares.append({each.name: each.figures["sparsity"] for each in result.record.layers})
+    assert shares[1][layer] == max(shares[1].values()) > 0.9 > shares[0][layer]
