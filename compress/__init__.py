@@ -12,31 +12,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compress.errors import CheckpointError, CompressError, InputError
-from compress.version import VERSION
+from compress.system.version import VERSION
 
 if TYPE_CHECKING:
-    from compress.api import quantize
-    from compress.budget import Allocation, allocate
-    from compress.caching import Cached, cache_logits
-    from compress.candidates import grid_of_candidates
-    from compress.checkpoint.exported import Exported, export_dense
-    from compress.checkpoint.exported24 import export_sparse24
-    from compress.evaluation.classifiers import evaluate_classifier
+    from compress.api.cache_logits import Cached, cache_logits
+    from compress.api.job import Result
+    from compress.api.own_loop import Prepared, prepare_qat
+    from compress.api.quantize import quantize
+    from compress.api.verify import verify
+    from compress.checkpoint.export.dense import Exported, export_dense
+    from compress.checkpoint.export.two_of_four import export_sparse24
     from compress.evaluation.document import Evaluation
-    from compress.evaluation.encoders import evaluate_encoder
     from compress.evaluation.evaluate import evaluate
-    from compress.job import Result
+    from compress.evaluation.quality.classifiers import evaluate_classifier
+    from compress.evaluation.quality.encoders import evaluate_encoder
     from compress.model.batchnorm import BatchNormFolds, fold_batch_norm
     from compress.passes.awq import AWQ
-    from compress.passes.base import Pass
     from compress.passes.binary import Binary
-    from compress.passes.candidate import Candidate
     from compress.passes.embeddings import Embeddings
     from compress.passes.gptq import GPTQ
     from compress.passes.kv_cache import KVCache
     from compress.passes.low_rank import LowRank
     from compress.passes.lqs import LQS
     from compress.passes.magnitude import Magnitude
+    from compress.passes.protocol.base import Pass
+    from compress.passes.protocol.recipe import load_recipe
+    from compress.passes.protocol.where import but, only
     from compress.passes.reconstruct import Reconstruct
     from compress.passes.rtn import RTN
     from compress.passes.smoothquant import SmoothQuant
@@ -47,18 +48,16 @@ if TYPE_CHECKING:
     from compress.passes.ternary import Ternary
     from compress.passes.train import Train
     from compress.passes.wanda import Wanda
-    from compress.passes.where import but, only
-    from compress.qat import Prepared, prepare_qat
-    from compress.recipe import load_recipe
-    from compress.runtime.adapters import lora
-    from compress.runtime.linear import QuantLinear
-    from compress.runtime.loading import load, register
-    from compress.runtime.steps import compile_steps
-    from compress.sensitivity import measure_sensitivity
-    from compress.trials.rows import Sweep
-    from compress.trials.sweep import sweep
-    from compress.trials.within import Mixed, quantize_within
-    from compress.verification import verify
+    from compress.runtime.layers.adapters import lora
+    from compress.runtime.layers.linear import QuantLinear
+    from compress.runtime.load.loading import load, register
+    from compress.runtime.load.steps import compile_steps
+    from compress.search.budget import Allocation, allocate
+    from compress.search.candidate import Candidate, grid_of_candidates
+    from compress.search.rows import Sweep
+    from compress.search.sensitivity import measure_sensitivity
+    from compress.search.sweep import sweep
+    from compress.search.within import Mixed, quantize_within
     from compress.weights.grid import Grid, Quantized, fake_quantize
 
 __version__ = VERSION
@@ -70,57 +69,57 @@ _HOMES = {
     "GPTQ": "compress.passes.gptq",
     "LQS": "compress.passes.lqs",
     "RTN": "compress.passes.rtn",
-    "Allocation": "compress.budget",
+    "Allocation": "compress.search.budget",
     "Binary": "compress.passes.binary",
     "BatchNormFolds": "compress.model.batchnorm",
-    "Cached": "compress.caching",
-    "Candidate": "compress.passes.candidate",
+    "Cached": "compress.api.cache_logits",
+    "Candidate": "compress.search.candidate",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
-    "Exported": "compress.checkpoint.exported",
+    "Exported": "compress.checkpoint.export.dense",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
     "Magnitude": "compress.passes.magnitude",
-    "Mixed": "compress.trials.within",
-    "Pass": "compress.passes.base",
-    "Prepared": "compress.qat",
-    "QuantLinear": "compress.runtime.linear",
+    "Mixed": "compress.search.within",
+    "Pass": "compress.passes.protocol.base",
+    "Prepared": "compress.api.own_loop",
+    "QuantLinear": "compress.runtime.layers.linear",
     "Quantized": "compress.weights.grid",
     "Reconstruct": "compress.passes.reconstruct",
-    "Result": "compress.job",
+    "Result": "compress.api.job",
     "SmoothQuant": "compress.passes.smoothquant",
     "SparseGPT": "compress.passes.sparsegpt",
     "SpQR": "compress.passes.spqr",
     "Structure": "compress.passes.structure",
-    "Sweep": "compress.trials.rows",
+    "Sweep": "compress.search.rows",
     "Taylor": "compress.passes.taylor",
     "Ternary": "compress.passes.ternary",
     "Train": "compress.passes.train",
     "Wanda": "compress.passes.wanda",
-    "allocate": "compress.budget",
-    "but": "compress.passes.where",
-    "cache_logits": "compress.caching",
-    "compile_steps": "compress.runtime.steps",
+    "allocate": "compress.search.budget",
+    "but": "compress.passes.protocol.where",
+    "cache_logits": "compress.api.cache_logits",
+    "compile_steps": "compress.runtime.load.steps",
     "evaluate": "compress.evaluation.evaluate",
-    "evaluate_classifier": "compress.evaluation.classifiers",
-    "evaluate_encoder": "compress.evaluation.encoders",
-    "export_dense": "compress.checkpoint.exported",
-    "export_sparse24": "compress.checkpoint.exported24",
+    "evaluate_classifier": "compress.evaluation.quality.classifiers",
+    "evaluate_encoder": "compress.evaluation.quality.encoders",
+    "export_dense": "compress.checkpoint.export.dense",
+    "export_sparse24": "compress.checkpoint.export.two_of_four",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
-    "grid_of_candidates": "compress.candidates",
-    "load": "compress.runtime.loading",
-    "load_recipe": "compress.recipe",
-    "lora": "compress.runtime.adapters",
-    "measure_sensitivity": "compress.sensitivity",
-    "only": "compress.passes.where",
-    "prepare_qat": "compress.qat",
-    "quantize": "compress.api",
-    "quantize_within": "compress.trials.within",
-    "register": "compress.runtime.loading",
-    "sweep": "compress.trials.sweep",
-    "verify": "compress.verification",
+    "grid_of_candidates": "compress.search.candidate",
+    "load": "compress.runtime.load.loading",
+    "load_recipe": "compress.passes.protocol.recipe",
+    "lora": "compress.runtime.layers.adapters",
+    "measure_sensitivity": "compress.search.sensitivity",
+    "only": "compress.passes.protocol.where",
+    "prepare_qat": "compress.api.own_loop",
+    "quantize": "compress.api.quantize",
+    "quantize_within": "compress.search.within",
+    "register": "compress.runtime.load.loading",
+    "sweep": "compress.search.sweep",
+    "verify": "compress.api.verify",
 }
 
 __all__ = [

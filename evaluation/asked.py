@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.pretrained import load_tokenizer, read_config
-from compress.checkpoint.source import find_source
-from compress.data import load_tokens
-from compress.device import find_device
+from compress.checkpoint.read.pretrained import load_tokenizer, read_config
+from compress.checkpoint.read.source import find_source
+from compress.data.text import load_tokens
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import Evaluation, SizeResult, SpeedResult
-from compress.evaluation.generations import beginnings, generate
-from compress.evaluation.peak import peak_bytes
+from compress.evaluation.quality.generations import beginnings, generate
+from compress.evaluation.speed.peak import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed
 from compress.model.calls import evaluating
-from compress.progress import Reporter
-from compress.runtime.loading import load
+from compress.runtime.load.loading import load
+from compress.system.device import find_device
+from compress.system.progress import Reporter
 
 NOT_ASKED = {
     "speed": "it was not asked for (--speed)",

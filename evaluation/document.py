@@ -6,7 +6,7 @@ Whatever was not measured is None or not there, never zero; `missing` says why.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compress.checkpoint.record import LayerRecord
+from compress.checkpoint.write.record import LayerRecord
 
 FORMAT = 1
 
@@ -14,8 +14,8 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Figure:
     """A value, and its standard error where one is known. token_error: that as if tokens were independent, which is how
-    llama.cpp states it (`compress.evaluation.quality`). interval: 95 %, of a sample so small that 1.96 errors to either
-    side are not."""
+    llama.cpp states it (`compress.evaluation.quality.quality`). interval: 95 %, of a sample so small that 1.96 errors
+    to either side are not."""
 
     value: float
     error: float | None = None
@@ -58,8 +58,9 @@ class TextResult:
     """A text, how it was read, and the figures on it.
 
     role: what the text is to the model. length, stride: tokens of a window, and between the beginnings of two; tokens:
-    those that were predicted. figures, noise: by the names of `compress.evaluation.statistics`; noise: the reference
-    against itself, computed in its own dtype (`compress.evaluation.noise`). kl_histogram: of log10 of the KL per token.
+    those that were predicted. figures, noise: by the names of `compress.evaluation.quality.statistics`; noise: the
+    reference against itself, computed in its own dtype (`compress.evaluation.quality.noise`). kl_histogram: of log10 of
+    the KL per token.
     """
 
     name: str
@@ -78,7 +79,8 @@ class TextResult:
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """An encoder on pairs of sentences (`compress.evaluation.encoders`). pooling: what makes an embedding of tokens."""
+    """An encoder on pairs of sentences (`compress.evaluation.quality.encoders`). pooling: what makes an embedding of
+    tokens."""
 
     name: str
     sha256: str
@@ -90,7 +92,8 @@ class EmbeddingResult:
 
 @dataclass(frozen=True)
 class ClassificationResult:
-    """A classifier on inputs whose classes are known (`compress.evaluation.classifiers`). sha256: of the labels."""
+    """A classifier on inputs whose classes are known (`compress.evaluation.quality.classifiers`). sha256: of the
+    labels."""
 
     sha256: str
     inputs: int

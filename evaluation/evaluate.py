@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.source import find_source
-from compress.device import find_device
+from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, SensitivityResult, SizeResult, TaskResult, TextResult
-from compress.evaluation.kept import Note
-from compress.evaluation.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
-from compress.evaluation.predictor import predictor
 from compress.evaluation.provenance import circumstances, missing_of, named, run_of, size_of
-from compress.evaluation.quality import measure
+from compress.evaluation.quality.kept import Note
+from compress.evaluation.quality.language import Model, check_vocabulary, config_of, first_tokenizer, loaded, opened
+from compress.evaluation.quality.predictor import predictor
+from compress.evaluation.quality.quality import measure
+from compress.evaluation.quality.texts import Role, Text, gap, load_text
 from compress.evaluation.reference import Original
 from compress.evaluation.tasks.evaluate import Prepared, ask_tasks, compare_tasks, prepare_tasks, read_tasks
-from compress.evaluation.texts import Role, Text, gap, load_text
 from compress.model.calls import evaluating
-from compress.progress import Counted, Reporter, Silent
+from compress.system.device import find_device
+from compress.system.progress import Counted, Reporter, Silent
 
 Given = str | Tensor
 NO_TEXT = "no text was given"

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from compress.checkpoint.files import RECORD
-from compress.checkpoint.manifest import read_record
+from compress.checkpoint.read.source import Source
 from compress.checkpoint.shown import command, shown
-from compress.checkpoint.source import Source
-from compress.evaluation.components import size_result
+from compress.checkpoint.write.manifest import read_record
+from compress.evaluation.cost.components import size_result
 from compress.evaluation.document import Evaluation, Named, RunResult, SizeResult
 from compress.kernels.measure.provenance import origin
-from compress.schema import built, fits
-from compress.version import VERSION
+from compress.system.schema import built, fits
+from compress.system.version import VERSION
 
 NO_REFERENCE = "no reference was given"
 IN_MEMORY = "the model was in memory, not in files"

@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.source import Source, own_code
-from compress.evaluation import noise
+from compress.checkpoint.read.source import Source, own_code
 from compress.evaluation.document import Figure, SensitivityResult
-from compress.evaluation.kept import Kept, Note, keeping, kept, place_of
-from compress.evaluation.language import Model, loaded
-from compress.evaluation.predictor import Predictor, Says, predictor
 from compress.evaluation.provenance import named, size_of
-from compress.evaluation.quality import measure
-from compress.evaluation.sensitivity import NOT_READ, sensitivity_of
+from compress.evaluation.quality import noise
+from compress.evaluation.quality.kept import Kept, Note, keeping, kept, place_of
+from compress.evaluation.quality.language import Model, loaded
+from compress.evaluation.quality.predictor import Predictor, Says, predictor
+from compress.evaluation.quality.quality import measure
+from compress.evaluation.quality.sensitivity import NOT_READ, sensitivity_of
+from compress.evaluation.quality.texts import Text
 from compress.evaluation.tasks.evaluate import Prepared, ask_task
 from compress.evaluation.tasks.kept import Answered, keep_answers, read_answers
 from compress.evaluation.tasks.kept import place_of as place_of_answers
-from compress.evaluation.texts import Text
 from compress.model.calls import evaluating
 
 

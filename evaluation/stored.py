@@ -6,8 +6,8 @@ from typing import Any
 
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.document import FORMAT, Evaluation
-from compress.reading import parse_json, regular
-from compress.schema import built, fits
+from compress.system.reading import parse_json, regular
+from compress.system.schema import built, fits
 
 LARGEST = 1e30  # perplexities of models that say nothing are below it, and so are bytes
 

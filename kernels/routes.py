@@ -14,19 +14,21 @@ from typing import NamedTuple
 
 import torch
 
-from compress.kernels import fp8, fp8_blocks, ops, sparse, sparse24, tiles
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
-from compress.kernels.int8_activation import why_not_int8
-from compress.kernels.pack import Planar
-from compress.kernels.pack24 import Sparse24
-from compress.kernels.pack_strips import NIBBLE, why_not_strips
-from compress.kernels.pack_strips24 import why_not_strips24
-from compress.kernels.pack_tiles import TileWords
-from compress.kernels.pairs24 import NO_KERNEL
-from compress.kernels.strips import why_not_lay_in_strips
-from compress.kernels.tiles import MANY
+from compress.kernels.layouts.strips import NIBBLE, why_not_strips
+from compress.kernels.layouts.strips24 import why_not_strips24
+from compress.kernels.layouts.tiles import TileWords
+from compress.kernels.layouts.words import Planar
+from compress.kernels.layouts.words24 import Sparse24
+from compress.kernels.operators import fp8, fp8_blocks, sparse, tiles
+from compress.kernels.operators import words as ops
+from compress.kernels.operators import words24 as sparse24
+from compress.kernels.operators.int8_activation import why_not_int8
+from compress.kernels.operators.pairs24 import NO_KERNEL
+from compress.kernels.operators.strips import why_not_lay_in_strips
+from compress.kernels.operators.tiles import MANY
 
 
 class Route(NamedTuple):

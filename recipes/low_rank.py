@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.quantize import QuantizeWeights
-from compress.passes.sites import Site
+from compress.passes.options.quantize import QuantizeWeights
+from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
-from compress.weights.formats import FORMATS
+from compress.weights.formats.registry import FORMATS
 from compress.weights.grid import quantize
 from compress.weights.terms import FLOATS, Format, Part, Weight
 

@@ -18,8 +18,8 @@ from commands import VOCABULARY, Desk, in_this_process, make_llama, save
 from places import SHARED
 
 import compress
-from compress.checkpoint.source import DEMO
-from compress.runtime.loading import transformers_alone
+from compress.checkpoint.read.source import DEMO
+from compress.runtime.load.loading import transformers_alone
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,8 +39,8 @@ def _own_references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What is kept of references goes away again, and is not among a person's files."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.evaluation.kept.cache_directory", lambda: folder)
-        sensitivities = "compress.checkpoint.kept_sensitivity.cache_directory"
+        patch.setattr("compress.evaluation.quality.kept.cache_directory", lambda: folder)
+        sensitivities = "compress.checkpoint.sensitivity.cache_directory"
         patch.setattr(sensitivities, lambda: Path(os.environ.get("COMPRESS_CACHE_DIR", folder)))
         yield
 
@@ -50,7 +50,7 @@ def _verified_in_this_process() -> Iterator[None]:
     """Outputs are verified as always, but by this process: a fresh one takes seconds to import all again. The command
     in a process of its own (`cli/test_cli.py`) starts one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compress.verification.subprocess", SimpleNamespace(run=in_this_process))
+        patch.setattr("compress.api.verify.subprocess", SimpleNamespace(run=in_this_process))
         yield
 
 

@@ -20,8 +20,8 @@ from documents import ROOT, Snippet, snippets
 from vision import conv_bn
 
 import compress
-from compress.checkpoint.source import DEMO
-from compress.runtime.loading import transformers_alone
+from compress.checkpoint.read.source import DEMO
+from compress.runtime.load.loading import transformers_alone
 
 pytestmark = [
     pytest.mark.documents,

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from compress.calibration.calibrators import Range
 from compress.calibration.stats import Statistic, StatisticFactory
-from compress.comm import Comm
 from compress.errors import CompressError
 from compress.model.attention import attentions, seeing_caches
 from compress.model.calls import Call
+from compress.system.comm import Comm
 
 
 def cache_names(block: nn.Module, block_name: str) -> dict[str, nn.Module]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from compress.calibration.stats import Statistic, StatisticFactory
-from compress.comm import Comm
 from compress.model.calls import Arrival
 from compress.model.convolution import patches_in_parts
 from compress.model.layers import Layer
+from compress.system.comm import Comm
 
 
 class Collector:

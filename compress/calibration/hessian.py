@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
 from compress.errors import one_of
+from compress.system.comm import Comm
 
 # Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
 # statistics entirely does better than rounding on other text; with a quarter of that it may not.

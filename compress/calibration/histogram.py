@@ -13,7 +13,7 @@ Shapes: R rows (1 per tensor, K per channel), M tokens, K channels, B bins per s
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
+from compress.system.comm import Comm
 
 BINS = 2048
 MIN_BINS, MAX_BINS = 512, 2**16

@@ -19,8 +19,8 @@ from torch import Tensor
 from compress.calibration.clipping import bounds, mse_bins, percentile_bins
 from compress.calibration.entropy import kl_bins
 from compress.calibration.histogram import Histogram
-from compress.comm import Comm
 from compress.errors import CompressError
+from compress.system.comm import Comm
 from compress.weights.grid import Grid
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
+from compress.system.comm import Comm
 
 
 class Statistic(Protocol):

@@ -1,1 +1,1 @@
-"""Directories of a model: found, read, written block by block, described."""
+"""Model directories: read, written, exported, sealed."""

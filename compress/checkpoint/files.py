@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.checkpoint.scratch import Scratch
 from compress.errors import InputError
-from compress.reading import parse_json
+from compress.system.reading import parse_json
 
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"

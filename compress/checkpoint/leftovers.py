@@ -8,8 +8,8 @@ from pathlib import Path
 
 from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD
 from compress.checkpoint.scratch import becomes
-from compress.train.metrics import METRICS, RATE, UNFINISHED
-from compress.train.metrics import TRAINING as CURVES
+from compress.train.loop.metrics import METRICS, RATE, UNFINISHED
+from compress.train.loop.metrics import TRAINING as CURVES
 
 BLOCKS, MODEL, TRAINING = "blocks", "model", "training"
 # What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from compress.checkpoint.files import RECORD
 from compress.errors import CheckpointError, InputError
-from compress.reading import parse_json, special
+from compress.system.reading import parse_json, special
 
 GENERATOR = '<meta name="generator" content="compress'  # in the head of a page
 MARK = "written by compress"  # in a comment of any other text: a picture, Markdown, a recipe

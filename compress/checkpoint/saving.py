@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from compress.checkpoint.configuration import Header
-from compress.checkpoint.source import Source
-from compress.checkpoint.weight_files import DTYPES
+from compress.checkpoint.read.configuration import Header
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.weight_files import DTYPES
 from compress.errors import CheckpointError
 from compress.model.buffers import stored_buffers
 

@@ -4,10 +4,10 @@ from collections import Counter
 
 from rich.table import Table
 
-from compress.budget import Allocation
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.cli.terminal import console
-from compress.trials.within import Mixed
+from compress.search.budget import Allocation
+from compress.search.within import Mixed
+from compress.system.terminal import console
 
 
 def allocation(found: Sensitivity, made: Allocation) -> None:

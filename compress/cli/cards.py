@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from textwrap import wrap
 from typing import Any
 
-from compress.recipe import PASSES
+from compress.passes.protocol.recipe import PASSES
 
 WIDTH = 110  # characters of a line, as the help of commands has
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import click
 
-from compress.cli.terminal import visible
 from compress.errors import CompressError, InputError, Terminated, first_line
+from compress.system.terminal import visible
 
 GATE = 3  # an evaluation that fails a gate
 # What a shell reports for commands that were interrupted, terminated, or whose reader went away (as `| head` does).

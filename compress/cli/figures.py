@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from compress.cli.tables import MIB, measured, number
-from compress.cli.terminal import console
 from compress.evaluation.document import Band, ClassificationResult, EmbeddingResult, Evaluation, Figure, TextResult
-from compress.evaluation.statistics import PERCENTILES
+from compress.evaluation.quality.statistics import PERCENTILES
+from compress.system.terminal import console
 
 ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
 COLUMNS = {"mean": "mean", "max": "max", **{name: name.replace("p999", "p99.9") for name in PERCENTILES}, "min": "min"}

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compress.cli.terminal import visible
 from compress.errors import InputError
+from compress.system.terminal import visible
 
 if TYPE_CHECKING:
     from compress.evaluation.asked import Asked
@@ -36,7 +36,7 @@ def asked_options(command: Callable[..., None]) -> Callable[..., None]:
 def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None) -> "Asked":
     """The options as one value. Raises InputError for prompts that cannot be read: before any work."""
     from compress.evaluation.asked import Asked
-    from compress.evaluation.generations import read_prompts
+    from compress.evaluation.quality.generations import read_prompts
 
     given = () if prompts is None else tuple(read_prompts(prompts))
     return Asked(speed, memory, continuations or prompts is not None, given)
@@ -45,12 +45,12 @@ def asked_of(speed: bool, memory: bool, continuations: bool, prompts: str | None
 def keep(model: str, found: "Evaluation") -> None:
     """Leave an evaluation in the directory of its run, as JSON, as a page and as text. A directory that no run wrote is
     left as it is; where a file of somebody else is in the way, or nothing can be written, that is said."""
-    from compress.checkpoint.beside import put_beside
-    from compress.checkpoint.directory import is_checkpoint
-    from compress.evaluation.showing.compose import compose
-    from compress.evaluation.showing.markdown import as_markdown
-    from compress.evaluation.showing.page import as_html
-    from compress.evaluation.showing.runs import Run
+    from compress.checkpoint.write.beside import put_beside
+    from compress.checkpoint.write.directory import is_checkpoint
+    from compress.evaluation.report.compose import compose
+    from compress.evaluation.report.markdown import as_markdown
+    from compress.evaluation.report.page import as_html
+    from compress.evaluation.report.runs import Run
 
     path = Path(model)
     if not is_checkpoint(path):

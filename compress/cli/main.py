@@ -7,21 +7,21 @@ from typing import Any
 import click
 
 import compress
-from compress.cli.allocate import allocate
-from compress.cli.bench import bench
-from compress.cli.demo import demo
-from compress.cli.evaluate import evaluate
+from compress.cli.commands.allocate import allocate
+from compress.cli.commands.bench import bench
+from compress.cli.commands.demo import demo
+from compress.cli.commands.evaluate import evaluate
+from compress.cli.commands.export import export
+from compress.cli.commands.generate import generate
+from compress.cli.commands.inspect import inspect, verify
+from compress.cli.commands.methods import methods, recipes
+from compress.cli.commands.prune import prune
+from compress.cli.commands.quantize import quantize
+from compress.cli.commands.report import report
+from compress.cli.commands.sweep import sweep
+from compress.cli.commands.train import distill, qat
 from compress.cli.exits import terminating
-from compress.cli.export import export
-from compress.cli.generate import generate
-from compress.cli.inspect import inspect, verify
-from compress.cli.methods import methods, recipes
-from compress.cli.prune import prune
-from compress.cli.quantize import quantize
-from compress.cli.report import report
-from compress.cli.sweep import sweep
-from compress.cli.terminal import spell_what_streams_lack, visible
-from compress.cli.train import distill, qat
+from compress.system.terminal import spell_what_streams_lack, visible
 
 
 class Commands(click.Group):

@@ -11,9 +11,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from compress.cli.terminal import visible
 from compress.errors import InputError, WriteError
-from compress.reading import LOOP, special
+from compress.system.reading import LOOP, special
+from compress.system.terminal import visible
 
 OVERWRITE = "compress.overwrite"
 
@@ -127,7 +127,7 @@ def begin() -> None:
         click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)
     warnings.filterwarnings("ignore")
     if plugins := click.get_current_context().meta.get(PLUGINS):
-        from compress.weights.formats import import_plugin
+        from compress.weights.formats.registry import import_plugin
 
         for module in plugins:
             import_plugin(module)
@@ -141,7 +141,7 @@ def begin() -> None:
 
 
 class _Notes(logging.Handler):
-    """Shows what the kernels (`compress.kernels.notes`) and `compress.data` have to say as notes of a command."""
+    """Shows what the kernels (`compress.kernels.notes`) and `compress.data.text` have to say as notes of a command."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"note: {visible(record.getMessage())}", err=True)
@@ -153,9 +153,9 @@ _NOTES = _Notes()
 def show_notes(quiet: bool) -> None:
     """Show notes of the kernels and of long texts on standard error from now on, or nowhere."""
     _NOTES.setLevel(logging.ERROR if quiet else logging.NOTSET)
-    for name in ("compress.kernels", "compress.data"):
+    for name in ("compress.kernels", "compress.data.text"):
         logging.getLogger(name).addHandler(_NOTES)
-    logging.getLogger("compress.data").setLevel(logging.INFO)
+    logging.getLogger("compress.data.text").setLevel(logging.INFO)
 
 
 def write_report(target: str | None, value: Any) -> None:

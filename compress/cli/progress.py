@@ -9,8 +9,8 @@ from datetime import timedelta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from compress.cli.terminal import console, visible
-from compress.progress import Reporter, Silent
+from compress.system.progress import Reporter, Silent
+from compress.system.terminal import console, visible
 
 MANY = 100  # steps, of which each still has its line
 QUIET = 10.0  # seconds, at most

@@ -27,7 +27,7 @@ from compress.cli.saving import check_allowed, end, promises
 from compress.errors import InputError
 
 if TYPE_CHECKING:
-    from compress.passes.base import Pass
+    from compress.passes.protocol.base import Pass
 
 OF_CALIBRATION = ("samples", "length", "batch_size")
 
@@ -198,9 +198,9 @@ def process_group(fsdp: bool, device: str | None) -> Iterator[int]:
     import torch
     import torch.distributed as dist
 
-    from compress.comm import Comm
-    from compress.ranks import terminate, watching
     from compress.run.residency import Sharded
+    from compress.system.comm import Comm
+    from compress.system.lost_ranks import terminate, watching
 
     Sharded.require()
     signal.signal(signal.SIGTERM, terminate)  # torchrun's, when another rank has ended

@@ -12,10 +12,10 @@ from compress.cli.options import given
 from compress.errors import InputError
 
 if TYPE_CHECKING:
-    from compress.checkpoint.exported import Exported
-    from compress.checkpoint.record import RunRecord
+    from compress.checkpoint.export.dense import Exported
     from compress.checkpoint.saving import Saving
-    from compress.passes.base import Pass
+    from compress.checkpoint.write.record import RunRecord
+    from compress.passes.protocol.base import Pass
 
 LEAST = 0.05  # of the bytes before
 MOST = 0.5  # of the parameters

@@ -3,9 +3,9 @@
 from rich.table import Table
 
 from compress.cli.tables import MIB, number
-from compress.cli.terminal import console
-from compress.trials.rows import Sweep
-from compress.trials.sweep import INDEX, PAGE, TEXT
+from compress.search.rows import Sweep
+from compress.search.sweep import INDEX, PAGE, TEXT
+from compress.system.terminal import console
 
 
 def rows(made: Sweep, output: str) -> None:

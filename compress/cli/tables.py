@@ -6,16 +6,16 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from compress.checkpoint.record import LayerRecord, RangeRecord, RunRecord
-from compress.checkpoint.source import find_source
+from compress.api.job import Result
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
 from compress.cli.saving import headline
-from compress.cli.terminal import console
-from compress.evaluation.calibration import clipped, interval, most_clipped, percent, title_of
+from compress.evaluation.cost.routes import KernelRow, LibraryRow
+from compress.evaluation.cost.size import Row, Size, measure_size
 from compress.evaluation.document import Evaluation, Figure, TextResult
-from compress.evaluation.routes import KernelRow, LibraryRow
-from compress.evaluation.size import Row, Size, measure_size
-from compress.job import Result
-from compress.train.metrics import ends
+from compress.evaluation.report.calibration import clipped, interval, most_clipped, percent, title_of
+from compress.system.terminal import console
+from compress.train.loop.metrics import ends
 
 MIB = 2**20
 # What a method holds its loss against, by the figure of the record.
@@ -144,7 +144,7 @@ def measured(figure: Figure | None, form: str) -> str:
 def evaluations(rows: Sequence[tuple[str, Evaluation]], reference: str | None) -> None:
     """For every text one row per model; the original first where there is one.
 
-    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.statistics`).
+    Errors are over windows; those of KL and of the ratio are paired (`compress.evaluation.quality.statistics`).
     """
     for i in range(len(rows[-1][1].texts)):
         console().print(_on_text(rows, reference, i))

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from compress.cli.terminal import console
 from compress.evaluation.document import Figure, TaskResult
+from compress.system.terminal import console
 
 TITLE = (
     "tasks: ± is the standard error over questions, that of a difference paired; 95 % by a bootstrap over questions, "

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from compress.comm import Comm
 from compress.errors import InputError
 from compress.model.buffers import stored_buffers
+from compress.system.comm import Comm
 
 AT_ONCE = 2**24  # values that are looked at together
 

@@ -5,14 +5,14 @@ Shapes: N outputs, K inputs of the consumers, C channels of the producer, G grou
     minimise over s    sum over consumers of tr(E H E^T),    E = Q(W diag(s)) diag(s)^-1 - W                (eq. 4, 5)
     s = mean|X|^a   or   mean|X|^a / mean|W|^(1 - a),        a = 0, 1/20, ..., 19/20,     or s = 1
 
-diag(s)^-1 goes into what makes X (`model.folds`), so the function of the model does not change; then weights are
+diag(s)^-1 goes into what makes X (`model.edits.folds`), so the function of the model does not change; then weights are
 rounded to nearest, row by row over the whole range or the clipped one, whichever has the smaller error.
 
 Departs from the paper:
 - the loss is exact from the Hessian, where the paper runs the block for each candidate;
 - s = 1 is always a candidate, so a fold never makes the layers it serves worse;
-- folds are whatever leaves the function unchanged (`model.discovery`): v -> o under grouped queries, too, with one
-  scale for the query heads that share a key-value head.
+- folds are whatever leaves the function unchanged (`model.structure.discovery`): v -> o under grouped queries, too,
+  with one scale for the query heads that share a key-value head.
 Departs from the authors' code:
 - ranges include 0; nothing depends on the number of outputs; biases of the producer are divided, too.
 """
@@ -27,16 +27,17 @@ from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
 from compress.calibration.stats import ChannelMean, StatisticFactory
-from compress.comm import Comm
-from compress.model.folds import spread_scales
-from compress.passes.outliers import set_apart
-from compress.passes.quantize import FoldThenRound
-from compress.passes.sites import FoldSite, Reader, Scaling, Site
-from compress.passes.solve import quadratic, solve_rows
-from compress.passes.stages import Rewrite
+from compress.model.edits.folds import spread_scales
+from compress.passes.options.quantize import FoldThenRound
+from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
+from compress.passes.protocol.solve import solve_rows
+from compress.passes.protocol.stages import Rewrite
+from compress.solvers.loss import quadratic
+from compress.solvers.outliers import set_apart
+from compress.system.comm import Comm
 from compress.weights.decision import Decision
+from compress.weights.formats.sparse import Sparse
 from compress.weights.grid import Quantized, fake_quantize, fit_matrix, quantize
-from compress.weights.sparse import Sparse
 from compress.weights.terms import Summand, Weight, added, summands
 
 POWERS = tuple(a / 20 for a in range(20))

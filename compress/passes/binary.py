@@ -34,17 +34,17 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.columns import ordered, solve_ordered
 from compress.passes.few_levels import FewLevelsGPTQ
-from compress.passes.second_order import Aimed, Relied, Solution
-from compress.passes.sites import Site
-from compress.passes.solve import solve_rows
-from compress.passes.sweep import damped
-from compress.weights.columns import Columns
+from compress.passes.options.second_order import Aimed, Relied, Solution
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import solve_rows
+from compress.solvers.gptq import ordered, solve_ordered
+from compress.solvers.sweep import damped
+from compress.weights.formats.columns import Columns
+from compress.weights.formats.sparse import column_dtype
+from compress.weights.formats.ternary import Binary as BinaryFormat
 from compress.weights.grid import Grid, Quantized, quantize
-from compress.weights.sparse import column_dtype
 from compress.weights.terms import Weight
-from compress.weights.ternary import Binary as BinaryFormat
 
 
 @dataclass(frozen=True, kw_only=True)

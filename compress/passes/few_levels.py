@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from compress.passes.activation_format import ActivationGrid, Activations, Outputs
-from compress.passes.fixed_ranges import PERCENTILE
 from compress.passes.gptq import GPTQ
+from compress.passes.options.activation_format import ActivationGrid, Activations, Outputs
+from compress.passes.options.fixed_ranges import PERCENTILE
+from compress.passes.options.weight_format import GridName
+from compress.passes.protocol.sites import Site
 from compress.passes.rtn import nearest
-from compress.passes.sites import Site
-from compress.passes.weight_format import GridName
 from compress.weights.grid import Quantized
 from compress.weights.terms import Weight
 

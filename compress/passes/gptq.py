@@ -29,11 +29,11 @@ Departs from the paper:
 - `act_order`: "static" visits columns by falling diag(H) with scales fixed beforehand, "group" orders columns inside
   each group and then the groups (GAR, arXiv 2505.14638). Neither needs an index at inference.
 - `refit` recomputes each scale in closed form for the codes it has; `sweeps` of cyclic coordinate descent then move
-  single codes while that lowers the loss (`passes.polish`). Free to move every code, they fit noise more than the
+  single codes while that lowers the loss (`solvers.polish`). Free to move every code, they fit noise more than the
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
 - a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it before
-  they are rounded (`passes.survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
+  they are rounded (`solvers.survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
@@ -48,13 +48,13 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.columns import price_by_sweep, solve_ordered
-from compress.passes.quantize import QuantizeWeights
+from compress.passes.options.quantize import QuantizeWeights
+from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import Solve
 from compress.passes.rtn import nearest
-from compress.passes.second_order import Relied, SecondOrder
-from compress.passes.sites import Site
-from compress.passes.solve import Solve
-from compress.passes.survivors import STEPS
+from compress.solvers.gptq import price_by_sweep, solve_ordered
+from compress.solvers.survivors import STEPS
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix
 from compress.weights.terms import Weight

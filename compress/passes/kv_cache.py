@@ -23,9 +23,9 @@ import torch
 from compress.calibration.calibrators import Range, scale_and_zero_point
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError, one_of
-from compress.passes.base import Pass, Treats
-from compress.passes.fixed_ranges import PERCENTILE, FixedRanges
-from compress.passes.stages import Fix, Stage
+from compress.passes.options.fixed_ranges import PERCENTILE, FixedRanges
+from compress.passes.protocol.base import Pass, Treats
+from compress.passes.protocol.stages import Fix, Stage
 from compress.weights.caches import CacheCodes, CacheGranularity, CacheScheme
 
 

@@ -20,7 +20,7 @@ Departs from the paper:
 - `allocate` shares one budget out between layers. Their spectra are taken from the original model beforehand, and each
   rank goes to where it takes most for its size off the layer's loss, as a part of what the layer returns (squares over
   squares: bare squares starve layers of small outputs, and lose). A layer that would take more so than as it is stays
-  as it is (`passes.allocation`).
+  as it is (`solvers.allocation`).
 - `outliers` are added in turns with the low rank: W* - S is approximated, then the weights whose errors cost most,
   e^2 H_jj, are made exact; the best of all turns is kept. They come on top of `share`.
 """
@@ -36,18 +36,18 @@ from torch import Tensor
 from compress.calibration.hessian import Hessian, HessianResult
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError
-from compress.passes.base import Aspect
-from compress.passes.columns import DAMP
-from compress.passes.drift import aimed, check_drift, drift_correction
-from compress.passes.outliers import check_share, dearest
-from compress.passes.rank_budget import RankBudget
-from compress.passes.sites import Site
-from compress.passes.solve import quadratic
-from compress.passes.stages import Decide, Stage
-from compress.passes.whitened import approximated
+from compress.passes.options.rank_budget import RankBudget
+from compress.passes.protocol.base import Aspect
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide, Stage
+from compress.solvers.drift import aimed, check_drift, drift_correction
+from compress.solvers.gptq import DAMP
+from compress.solvers.loss import quadratic
+from compress.solvers.outliers import check_share, dearest
+from compress.solvers.whitened import approximated
 from compress.weights.decision import Decision
-from compress.weights.lowrank import WHOLE_BITS
-from compress.weights.sparse import sparse
+from compress.weights.formats.lowrank import WHOLE_BITS
+from compress.weights.formats.sparse import sparse
 from compress.weights.terms import Term, Weight
 
 

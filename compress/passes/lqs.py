@@ -32,12 +32,13 @@ from torch import Tensor
 
 from compress.errors import InputError
 from compress.passes.gptq import GPTQ
-from compress.passes.rank_budget import RankBudget
-from compress.passes.second_order import Aimed, Relied, Solution
-from compress.passes.sites import Site
-from compress.passes.solve import quadratic, solve_stacked
-from compress.passes.stages import Stage
-from compress.passes.whitened import approximated
+from compress.passes.options.rank_budget import RankBudget
+from compress.passes.options.second_order import Aimed, Relied, Solution
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import solve_stacked
+from compress.passes.protocol.stages import Stage
+from compress.solvers.loss import quadratic
+from compress.solvers.whitened import approximated
 from compress.weights.terms import Summand, Tensors, Weight, added, summands
 
 

@@ -16,9 +16,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.passes.ranked import Ranked
-from compress.passes.scores import size_of
-from compress.passes.sites import Site
+from compress.passes.options.ranked import Ranked
+from compress.passes.protocol.sites import Site
+from compress.solvers.scores import size_of
 
 
 @dataclass(frozen=True, kw_only=True)

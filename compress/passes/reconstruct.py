@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress.errors import InputError
-from compress.passes.base import Aspect, Pass
-from compress.passes.stages import Reconstruction, Stage
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.stages import Reconstruction, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.outliers import set_apart
-from compress.passes.quantize import QuantizeWeights
-from compress.passes.sites import Site
-from compress.passes.solve import weight_error
+from compress.passes.options.quantize import QuantizeWeights
+from compress.passes.protocol.sites import Site
+from compress.solvers.loss import weight_error
+from compress.solvers.outliers import set_apart
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.rounding import ActivationCodes

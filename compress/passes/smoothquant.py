@@ -5,8 +5,9 @@ key-value head), M sampled tokens.
 
     Y = (X diag(s)^-1) (diag(s) W^T)       s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)                         (eq. 4)
 
-diag(s)^-1 goes into what makes X (`model.folds`), so the function of the model does not change; then weights and
-inputs are rounded to nearest. Paper -> code: alpha -> `alpha`; a smoothed layer -> a fold (`compress.model.discovery`).
+diag(s)^-1 goes into what makes X (`model.edits.folds`), so the function of the model does not change; then weights and
+inputs are rounded to nearest. Paper -> code: alpha -> `alpha`; a smoothed layer -> a fold
+(`compress.model.structure.discovery`).
 
 Departs from the paper:
 - alpha is searched for each fold, on the error of the outputs of rounded inputs and weights; 1 (no scaling) is always
@@ -25,11 +26,11 @@ from torch import Tensor
 
 from compress.calibration.stats import MinMax, TokenSample
 from compress.errors import InputError
-from compress.model.folds import spread_scales
-from compress.passes.quantize import FoldThenRound
+from compress.model.edits.folds import spread_scales
+from compress.passes.options.quantize import FoldThenRound
+from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
+from compress.passes.protocol.stages import Rewrite
 from compress.passes.rtn import round_to_nearest
-from compress.passes.sites import FoldSite, Reader, Scaling, Site
-from compress.passes.stages import Rewrite
 from compress.weights.decision import Decision
 from compress.weights.grid import fake_quantize, scale_of_range
 from compress.weights.rounding import ActivationCodes

@@ -20,10 +20,10 @@ Departs from the paper:
 - `drift`, `shrink` and what very few tokens bear out are those of gptq (`passes.gptq` has the equations); where nothing
   is borne out, a layer gets the mask of wanda, and its survivors stay.
 - a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `steps` of
-  conjugate gradients move the survivors to the optimum in it (`passes.survivors`).
+  conjugate gradients move the survivors to the optimum in it (`solvers.survivors`).
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
-- `allocate` shares one budget of zeros out between layers (`passes.sparsity_budget`); `permute` lets inputs change
-  groups of N:M beforehand, by the scores of wanda (`passes.permutation`).
+- `allocate` shares one budget of zeros out between layers (`passes.options.sparsity_budget`); `permute` lets inputs
+  change groups of N:M beforehand, by the scores of wanda (`solvers.permutation`).
 Departs from the authors' code:
 - the share is by output unless `per` says layer, so that outputs are independent and every rank prunes its own.
 - dead inputs cost the mean diagonal, and are not zeroed for being dead.
@@ -39,15 +39,15 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
-from compress.passes.columns import Ordered
-from compress.passes.prune import Survivors, survivors
-from compress.passes.scores import relative_products
-from compress.passes.second_order import Relied, SecondOrder, Solution
-from compress.passes.sites import Site
-from compress.passes.solve import Solve, solve_rows
-from compress.passes.sparsity_budget import SparsityBudget
-from compress.passes.survivors import STEPS, settled
-from compress.passes.sweep import BLOCK, ColumnRule, damped, sweep
+from compress.passes.options.prune import Survivors, survivors
+from compress.passes.options.second_order import Relied, SecondOrder, Solution
+from compress.passes.options.sparsity_budget import SparsityBudget
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import Solve, solve_rows
+from compress.solvers.gptq import Ordered
+from compress.solvers.scores import relative_products
+from compress.solvers.survivors import STEPS, settled
+from compress.solvers.sweep import BLOCK, ColumnRule, damped, sweep
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
 from compress.weights.terms import Summand, Weight

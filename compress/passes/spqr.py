@@ -10,15 +10,15 @@ Bits per weight: bits + (scale_bits + zero_bits) / g + 64 / (g R) + 32 share + 8
 and 3, in tiles of 16 x 16. The sweep is GPTQ's, and so are drift, shrink and act_order (`compress methods gptq`).
 
 Paper -> code: beta_1 -> `group_size`; beta_2 -> `tile_rows`; b_s, b_z -> `scale_bits`, `zero_bits`; tau -> `threshold`;
-algorithm 1, `outliers` -> `tile_rule.leave_one_out`; `fit_quantizer` -> `weights.tiles.fit_tiles`.
+algorithm 1, `outliers` -> `tile_rule.leave_one_out`; `fit_quantizer` -> `weights.formats.tiles.fit_tiles`.
 
 Departs from the paper (all of it off: threshold=0.2, damp=1, drift=0, search=false, refit=0, sweeps=0, shrink=false):
-- outliers are chosen for the least cost of the group as a whole, at a price for each (`passes.outliers`): a share of
+- outliers are chosen for the least cost of the group as a whole, at a price for each (`solvers.outliers`): a share of
   the weights, or a number of bits per weight, is met. The paper drops one weight at a time and compares with tau times
   the variance of a weight.
 - `search`: nearest in 3 bits is far for a scale: its neighbours, and those of the zero point, are tried, too.
 - `refit`, `sweeps`: once the sweep is over, scales and zero points move to neighbours, codes and exact weights to what
-  lowers the loss (`passes.polish`).
+  lowers the loss (`solvers.polish`).
 - damp is 0.01, where the paper has 1.
 - act_order=group sorts inputs inside of groups and then groups (as `gptq` does); the paper sorts all inputs and stores
   the order. Nothing is stored here.
@@ -36,19 +36,19 @@ import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.base import Aspect, Pass
-from compress.passes.columns import ActOrder
-from compress.passes.outliers import check_share
-from compress.passes.second_order import Relied, SecondOrder
-from compress.passes.sites import Site
-from compress.passes.solve import Solve
-from compress.passes.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
+from compress.passes.options.second_order import Relied, SecondOrder
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import Solve
+from compress.solvers.gptq import ActOrder
+from compress.solvers.outliers import check_share
+from compress.solvers.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
 from compress.weights.decision import Decision
+from compress.weights.formats.sparse import entry_bits
+from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import MAX_BITS, near_group, suggest_groups
 from compress.weights.scheme import SCHEMES, check_scheme
-from compress.weights.sparse import entry_bits
 from compress.weights.terms import Summand
-from compress.weights.tiles import Tiles
 
 # What a group usually has, for which there are kernels, and what it has at least unless that is asked for: half of that
 # takes twice as many bits for scales.

@@ -2,7 +2,7 @@
 
 Shapes: N outputs, K inputs of a *consumer*, the layer that reads what goes (down of an MLP, the output of an
 attention); its inputs fall into groups (one channel; the heads of one key-value head), found on the model itself
-(`model.couplings`). X [T, K] is the consumer's input behind the blocks that are cut already, H = X^T X / T.
+(`model.structure.couplings`). X [T, K] is the consumer's input behind the blocks that are cut already, H = X^T X / T.
 
     removing groups R costs    min over Q of |X W^T - X_S Q^T|^2  =  tr(W_R ([H^-1]_RR)^-1 W_R^T)      S: the others
     at                         Q  =  W H_{:,S} H_SS^-1
@@ -18,7 +18,7 @@ SlimGPT (Ling et al. 2024, arXiv 2412.18110). Blocks: SLEB (Song et al. 2024, ar
 without which the model loses least, again and again.
 
 Paper -> code: saliency of a group -> `removal.LeastSquares.scores`; its update -> `remove`; the weight that is left ->
-`removal.compensated`; the loss without a block -> `run.without`.
+`removal.compensated`; the loss without a block -> `run.shrink.without`.
 
 Departs from the papers:
 - several groups go between two looks at the scores (`rounds`), the cost of the set being exact; survivors are solved
@@ -40,8 +40,8 @@ import torch
 from compress.calibration.hessian import AffineHessian, Hessian
 from compress.calibration.stats import ChannelNorm, StatisticFactory
 from compress.errors import InputError, one_of
-from compress.passes.base import Pass, Treats
-from compress.passes.stages import Stage
+from compress.passes.protocol.base import Pass, Treats
+from compress.passes.protocol.stages import Stage
 
 Importance = Literal["loss", "activation", "magnitude"]
 Part = Literal["heads", "channels"]
@@ -62,7 +62,8 @@ class Structure(Pass):
     """0 or more, below 1: share of the hidden channels of each MLP that goes (of a CNN, of each convolution)."""
 
     hidden: float = 0.0
-    """0 or more, below 1: share of the channels of the hidden state, from all layers, that goes (`passes.hidden`)."""
+    """0 or more, below 1: share of the channels of the hidden state, from all layers, that goes
+    (`solvers.hidden_width`)."""
 
     layers: int = 0
     """0 or more: so many blocks go as a whole."""
@@ -110,7 +111,7 @@ class Structure(Pass):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """None inside the loop over blocks: what it does comes before it (`run.restructure`)."""
+        """None inside the loop over blocks: what it does comes before it (`run.shrink.restructure`)."""
         return ()
 
     @property

@@ -27,11 +27,11 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from compress.comm import RowShard
 from compress.errors import InputError, one_of
-from compress.passes.ranked import Ranked
-from compress.passes.sites import Site
-from compress.passes.stages import Gradients, Settled, Stage
+from compress.passes.options.ranked import Ranked
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Gradients, Settled, Stage
+from compress.system.comm import RowShard
 from compress.weights.ranking import histogram
 
 Measure = Literal["square", "absolute"]

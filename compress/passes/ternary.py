@@ -25,9 +25,9 @@ from typing import ClassVar, Literal, get_args
 
 from compress.errors import one_of
 from compress.passes.few_levels import FewLevelsGPTQ
-from compress.passes.sites import Site
-from compress.weights import ternary as formats
+from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
+from compress.weights.formats import ternary as formats
 from compress.weights.grid import Quantized
 from compress.weights.terms import Summand, Weight, summands
 

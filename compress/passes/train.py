@@ -5,11 +5,12 @@ rounded as they are. The weights behind the codes, and scales, learn from the or
 al. 2015, arXiv 1503.02531), from the next token, or from both.
 
     codes        rounded at every step with the gradient of the identity (straight-through, Bengio et al. 2013);
-                 scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576): `compress/train/learned.py`;
-                 through a range that is fitted to every token goes LSQ's gradient of its scale
+                 scales and zero points by LSQ and LSQ+ (arXiv 1902.08153, 2004.09576):
+                 `compress/train/rounding/learned.py`; through a range that is fitted to every token goes LSQ's gradient
+                 of its scale
     start        the codes that were decided (gptq, say): each weight behind them begins as close to the original as its
                  code lets it, and nearer to the middle of its code where a method has chosen codes together
-                 (`compress/train/latents.py`)
+                 (`compress/train/rounding/latents.py`)
     loss         logits KL(teacher, student) t^2  +  task (cross entropy)  +  features (distance of hidden states)
                  +  attention (KL or distance of attention maps; MiniLM, TinyBERT: arXiv 2002.10957, 1909.10351)
                  +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)
@@ -18,10 +19,10 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
     teacher      called at every step, or a file of its top k tokens: `compress distill TEACHER --cache-logits`
     optimizer    AdamW, float32, rates rising for `warmup` and then falling; the highest one is chosen by a range test
                  where none is given (`compress/train/rates.py`)
-    result       the best of what was measured on held-out samples, the start included (`compress/train/best.py`)
+    result       the best of what was measured on held-out samples, the start included (`compress/train/loop/best.py`)
     zeros        `sparsity` or `pattern`: the smallest weights, ever more of them by a cubic schedule (Zhu & Gupta 2017,
-                 arXiv 1710.01878): `compress/train/pruning.py`; of codes the weights behind them are compared
-    penalties    `l1` and `group_lasso` (Yuan & Lin 2006) by proximal steps: `compress/train/penalties.py`
+                 arXiv 1710.01878): `compress/train/rounding/pruning.py`; of codes the weights behind them are compared
+    penalties    `l1` and `group_lasso` (Yuan & Lin 2006) by proximal steps: `compress/train/rounding/penalties.py`
 
     steps, rows    the training set is gone through rows by rows, in an order that `seed` shuffles
 
@@ -40,11 +41,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compress.errors import InputError
-from compress.passes.base import Aspect, Pass
-from compress.passes.sites import Site
-from compress.passes.stages import Decide, Learn, Stage
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide, Learn, Stage
 from compress.train.options import TrainingOptions
-from compress.train.sparsity_options import SparsityOptions
+from compress.train.rounding.sparsity_options import SparsityOptions
 from compress.weights.decision import Decision
 
 
@@ -85,7 +86,7 @@ class Train(TrainingOptions, SparsityOptions, Pass):
                 )
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        """Nothing is decided before the model is trained (`run.training`)."""
+        """Nothing is decided before the model is trained (`run.learn.training`)."""
         raise AssertionError("training decides when it is done")
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.prune import survivors
-from compress.passes.ranked import Ranked
-from compress.passes.scores import relative_products
-from compress.passes.sites import Site
-from compress.passes.sparsity_budget import SparsityBudget, look_at_products
+from compress.passes.options.prune import survivors
+from compress.passes.options.ranked import Ranked
+from compress.passes.options.sparsity_budget import SparsityBudget, look_at_products
+from compress.passes.protocol.sites import Site
+from compress.solvers.scores import relative_products
 from compress.weights.masks import Choice
 from compress.weights.ranking import ScoreHistogram
 

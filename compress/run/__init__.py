@@ -1,1 +1,1 @@
-"""The loop over blocks."""
+"""A run: planned, walked block by block, trained, walked again."""

@@ -13,7 +13,7 @@ from compress.model.attention import hold_scales
 from compress.model.calls import Arrival
 from compress.model.convolution import Geometry, elements, on_channels, on_samples
 from compress.model.layers import Layer
-from compress.runtime.caches import RoundCache, round_cache
+from compress.runtime.load.caches import RoundCache, round_cache
 from compress.weights.caches import CacheCodes
 from compress.weights.decision import Decision
 from compress.weights.grid import straight_through

@@ -2,8 +2,8 @@
 
     survey -> original calls -> tables -> for stack: capture -> for block: run_block -> remarks
 
-What a pass has to know about all layers beforehand, it finds out in a walk over the original model (`run.survey`). The
-token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block
+What a pass has to know about all layers beforehand, it finds out in a walk over the original model (`run.walk.survey`).
+The token embedding, if a pass is about it, is rounded before the capture. State is what flows from block to block
 (`Streams`) and the layers decided so far. All of it can be recomputed from what is on disk, which is how a run resumes.
 """
 
@@ -16,16 +16,16 @@ from typing import Any
 from compress.errors import CompressError
 from compress.model.calls import Call, without_cache
 from compress.model.layers import Stack, left_alone
-from compress.run.batches import ChainBrokenError
-from compress.run.block import run_block
-from compress.run.capture import capture, output_shape
-from compress.run.remarks import few_tokens, held_back, permuted
+from compress.run.learn.training import Collected, decided, trained
+from compress.run.plan.batches import ChainBrokenError
+from compress.run.plan.zeros import told
 from compress.run.residency import Residency
-from compress.run.state import Run, Streams
-from compress.run.survey import surveyed
-from compress.run.tables import round_tables
-from compress.run.training import Collected, decided, trained
-from compress.run.zeros import told
+from compress.run.walk.block import run_block
+from compress.run.walk.capture import capture, output_shape
+from compress.run.walk.remarks import few_tokens, held_back, permuted
+from compress.run.walk.state import Run, Streams
+from compress.run.walk.survey import surveyed
+from compress.run.walk.token_tables import round_tables
 
 
 def run(this: Run) -> None:

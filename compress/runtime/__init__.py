@@ -1,1 +1,1 @@
-"""Layers that compute on what is stored, and how a model is put together from them."""
+"""Compressed models that run: how they are built, what their layers compute, and how they are checked."""

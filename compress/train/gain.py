@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
-from compress.train.loop import History, Training
-from compress.train.metrics import ends
+from compress.train.loop.loop import History, Training
+from compress.train.loop.metrics import ends
 
 LITTLE = 1 / 5  # of what was lost
 NOTHING = 1e-3  # nats a token: so little divergence that there is nothing to take back

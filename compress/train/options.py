@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from compress.errors import InputError, one_of
-from compress.train.loss_options import LossOptions
-from compress.train.quantizers import LEARNED, Scales
+from compress.train.losses.options import LossOptions
+from compress.train.rounding.quantizers import LEARNED, Scales
 
 Trains = Literal["all", "layers", "scales"]
 Schedule = Literal["cosine", "linear", "constant"]

@@ -10,8 +10,8 @@ A few steps from the start of the run, with a rate that grows by the same factor
 All steps are of the same samples, those of the first step of the run. So l_i has no noise of samples, and what ends its
 fall are steps that are too long for the model, not those that are too long for one batch after another: the latter do
 no harm to a run whose rate falls in the end. A few steps bear more than many, hence a part of the rate at the minimum;
-how large a part is measured (`recipes/rates.py`). The steepest fall, the other usual rule, says nothing here: a student
-that is far from its teacher falls fastest in the first steps, whatever their rate.
+how large a part is measured (`recipes/studies/quality/rates.py`). The steepest fall, the other usual rule, says nothing
+here: a student that is far from its teacher falls fastest in the first steps, whatever their rate.
 
 Parameters, gradients and random state are afterwards what they were: a run begins as if its rate had been given.
 """
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from compress.errors import CheckpointError, CompressError, WriteError
-from compress.train.loop import Training, take_step, untouched
-from compress.train.metrics import RATE, UNFINISHED
-from compress.train.optimizer import optimizer, set_learning_rate
-from compress.train.rows import Order
-from compress.train.shards import reshard
+from compress.train.inputs.rows import Order
+from compress.train.inputs.shards import reshard
+from compress.train.loop.loop import Training, take_step, untouched
+from compress.train.loop.metrics import RATE, UNFINISHED
+from compress.train.loop.optimizer import optimizer, set_learning_rate
 
 LOWEST, HIGHEST = 1e-6, 1e-1  # rates that are tried
 TRIALS = 31  # six for each power of ten

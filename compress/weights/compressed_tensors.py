@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from compress.errors import CheckpointError, InputError
-from compress.kernels.scale_blocks import BLOCK, WEIGHT_BLOCK
+from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
 from compress.weights.caches import CacheGranularity, CacheScheme
-from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
+from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Layout, Packed
 from compress.weights.grid import Granularity, Grid, NumberType
 from compress.weights.scheme import Scheme, block_scheme
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compress.weights.dense import Dense
+from compress.weights.formats.dense import Dense
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, parts_of, scheme_of
 from compress.weights.terms import Summand, Term, Weight, summands

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from compress.errors import CheckpointError
-from compress.kernels.scale_blocks import WEIGHT_BLOCK
-from compress.weights.codes import FineGrained
+from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK
+from compress.weights.formats.codes import FineGrained
 from compress.weights.scheme import Scheme, block_scheme
 
 METHOD = "fp8"

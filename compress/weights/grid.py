@@ -29,8 +29,8 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels.cpu import columns
 from compress.kernels.cpu.columns import Range
-from compress.kernels.pack import some_rows
-from compress.kernels.scale_blocks import Block, block_rows, blocked, spread, unblocked
+from compress.kernels.layouts.scale_blocks import Block, block_rows, blocked, spread, unblocked
+from compress.kernels.layouts.words import some_rows
 from compress.weights.few_levels import scale_of_levels
 
 Granularity = Literal["tensor", "channel", "group", "token", "block"]

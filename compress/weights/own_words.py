@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from compress.errors import CheckpointError
-from compress.schema import fits
-from compress.weights.formats import FORMATS, OURS
+from compress.system.schema import fits
+from compress.weights.formats.registry import FORMATS, OURS
 from compress.weights.grid import Grid
 from compress.weights.scheme import Scheme, read_entry
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.comm import Comm
+from compress.system.comm import Comm
 
 # Of the 23 places of a float32 these are dropped; without its sign it has so many bins.
 DROPPED = 13

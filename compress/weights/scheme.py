@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from compress.errors import CheckpointError, InputError, one_of
-from compress.kernels.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
-from compress.weights.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
-from compress.weights.formats import read_format
+from compress.kernels.layouts.scale_blocks import INPUT_BLOCK, WEIGHT_BLOCK
+from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats.registry import read_format
+from compress.weights.formats.ternary import Binary
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.likely import likely_scheme
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
-from compress.weights.ternary import Binary
 
 NARROW, WIDE = 4, 8
 # {name: bits of a weight}: beside inputs that stay as they are (a16), integers (a8 ... a2), or both float8.

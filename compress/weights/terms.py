@@ -4,7 +4,8 @@
                             Format    what such a term is stored as: numbers and words, JSON both ways
 
 A format announces the tensors (`parts`) of an [N, K] term and makes a term of them again (`read`). Nothing that
-writes, checks, resumes, loads, counts or shows a checkpoint knows more than that. `weights.formats` lists the formats.
+writes, checks, resumes, loads, counts or shows a checkpoint knows more than that. `weights.formats.registry` lists the
+formats.
 
 The tensors of the first term have the names that its format gives them, those of a further one are `term1_NAME`,
 `term2_NAME` and so on. N outputs, K inputs.
@@ -62,8 +63,8 @@ class Format:
 
     def slack(self, x_MK: Tensor, weight_NK: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """[M, N] how far `product` in this dtype may be from that of the values, weight, beyond what rounding its
-        result explains (`runtime.twin`); x, weight in float64. By default the last place times |x| |w|: in between, a
-        format may round what is as large as that, where the result is not."""
+        result explains (`runtime.check.twin`); x, weight in float64. By default the last place times |x| |w|: in
+        between, a format may round what is as large as that, where the result is not."""
         return torch.finfo(dtype).eps * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:

@@ -1,7 +1,7 @@
 """Is a compressed model right? Asked before it is timed, in the two ways in which it could be wrong.
 
 Layers: in a real prefill and a real decode step, every compressed layer's output is held, for a few of the tokens, to
-the exact product of what its codes stand for with the very input that it got (`compress.runtime.twin.error`).
+the exact product of what its codes stand for with the very input that it got (`compress.runtime.check.twin.error`).
 
 Logits: those of the model against its dequantized twin, the same model with every compressed layer replaced by the
 plain product of what its codes stand for, in the model's dtype:
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.kernels import reference
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.linear import Fp8Linear, Int8Linear, PackedLinear, QuantLinear
-from compress.runtime.twin import dequantized, error
+from compress.runtime.check.twin import dequantized, error
+from compress.runtime.layers.linear import Fp8Linear, Int8Linear, PackedLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers
 
 # Tokens of a product that are compared, spread over all of them.
 SAMPLED = 16

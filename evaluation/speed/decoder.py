@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.errors import InputError, one_of
-from compress.runtime.linear import QuantLinear
+from compress.runtime.layers.linear import QuantLinear
 from compress.weights.scheme import SCHEMES
 
 DENSE = "dense"

@@ -5,10 +5,10 @@ from typing import Any
 
 from compress.evaluation.speed.options import LinearOptions
 from compress.evaluation.speed.report import Report
+from compress.kernels import workspace
 from compress.kernels.measure import benchmark
 from compress.kernels.measure.ceilings import measure_ceilings
-from compress.kernels.triton import workspace
-from compress.progress import Reporter
+from compress.system.progress import Reporter
 
 # (operator, bits, columns per scale; -1: one per output) of our candidates.
 TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8, -1))
@@ -47,7 +47,7 @@ def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) ->
 
 def tune_products(options: LinearOptions, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Measure configurations of the Triton kernels for these products and add the best to the table of this user."""
-    from compress.kernels.tuning.tune import Problem, tune
+    from compress.kernels.measure.tune import Problem, tune
 
     problems = [
         Problem(op, M, N, K, bits, group, dtype=options.dtype)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compress.heap import give_back
+from compress.system.memory import give_back
 
 PAUSE_S = 0.005
 

@@ -1,4 +1,4 @@
-"""A benchmark as a page of pictures and tables that needs nothing else (`compress.evaluation.showing.page`)."""
+"""A benchmark as a page of pictures and tables that needs nothing else (`compress.evaluation.report.page`)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from compress.evaluation.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
-from compress.evaluation.showing import words
-from compress.evaluation.showing.content import Article, Block, Picture, Report, Section, Table, Tile, Words
-from compress.evaluation.showing.facts import known
-from compress.evaluation.showing.page import write_page
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Article, Block, Picture, Report, Section, Table, Tile, Words
+from compress.evaluation.report.drawing import LETTER, STRONG, WIDE, Axis, hover, inline, label, rule
+from compress.evaluation.report.facts import known
+from compress.evaluation.report.page import write_page
 from compress.evaluation.speed import report, table
 
 BAR, ROW, HEADING = 12.0, 20.0, 26.0  # heights: of a bar, of its row, of the line above a group

@@ -10,7 +10,7 @@ from compress.evaluation.speed.models import bench_model
 from compress.evaluation.speed.options import linear_options, model_options
 from compress.evaluation.speed.plot import write_plots
 from compress.evaluation.speed.report import Report
-from compress.progress import Reporter
+from compress.system.progress import Reporter
 
 
 def run_bench(model: str | None, json_file: Path | None, page: Path | None, reporter: Reporter, **given: Any) -> Report:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from compress.errors import InputError
+from compress.evaluation.cost.routes import kernel_rows
 from compress.evaluation.document import Figure, SpeedResult, Timing
-from compress.evaluation.routes import kernel_rows
 from compress.evaluation.speed.generation import Generation
 from compress.kernels.measure.provenance import cpu_name
-from compress.runtime.assembly import compressed_layers
+from compress.runtime.layers.walk import compressed_layers
 
 PROMPT, NEW, ROUNDS = 128, 32, 7
 LEAST_ROUNDS = 3

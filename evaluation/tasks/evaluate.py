@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.data import check_vocabulary
+from compress.data.text import check_vocabulary
 from compress.errors import InputError
 from compress.evaluation.document import Figure, TaskResult
-from compress.evaluation.lm_eval import Harness, ask, read_harness
 from compress.evaluation.tasks.likelihood import Pair, appended, encode, likelihoods, window_of
+from compress.evaluation.tasks.lm_eval import Harness, ask, read_harness
 from compress.evaluation.tasks.questions import Task, read_task
 from compress.evaluation.tasks.results import Answers, adjusted, answers_of, result_of
 from compress.model.calls import evaluating

@@ -1,5 +1,5 @@
 """What the reference answered to tasks, asked once: a file for each task, beside what it says of texts
-(`compress.evaluation.kept`).
+(`compress.evaluation.quality.kept`).
 
     KEY.answers.json   {"format", "asked": [what was asked, as a TaskResult], "answers": [scores of questions]}
 
@@ -20,18 +20,18 @@ import numpy as np
 from torch import Tensor
 
 from compress.checkpoint.files import fingerprint, write_json
-from compress.checkpoint.source import Source
+from compress.checkpoint.read.source import Source
 from compress.errors import CheckpointError
-from compress.evaluation import kept
 from compress.evaluation.document import TaskResult
-from compress.evaluation.kept import Note
-from compress.evaluation.lm_eval import Harness
-from compress.evaluation.statistics import Values
+from compress.evaluation.quality import kept
+from compress.evaluation.quality.kept import Note
+from compress.evaluation.quality.statistics import Values
 from compress.evaluation.tasks.likelihood import Pair
+from compress.evaluation.tasks.lm_eval import Harness
 from compress.evaluation.tasks.questions import Task
 from compress.evaluation.tasks.results import Answers
-from compress.reading import parse_json
-from compress.schema import built, fits
+from compress.system.reading import parse_json
+from compress.system.schema import built, fits
 
 FORMAT = 1
 Answered = list[tuple[TaskResult, Answers]]

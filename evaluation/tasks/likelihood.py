@@ -8,8 +8,8 @@ than the model's window loses its beginning.
 
 Texts of about one length share a batch, padded on the right, where a causal model does not look. Logits are made at
 the continuation's positions alone, `CHUNK_VALUES` at a time, where they are plainly those of the model's head
-(`compress.train.heads`); otherwise a batch holds at most `LOGIT_VALUES` of them, at least those of one text. The
-softmax is float32, the sum float64.
+(`compress.train.objective.heads`); otherwise a batch holds at most `LOGIT_VALUES` of them, at least those of one text.
+The softmax is float32, the sum float64.
 
 Shapes: B texts of a batch, T tokens, D width, R rows: positions of continuation tokens, V vocabulary.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import CompressError, InputError
-from compress.train.heads import OutputHead, output_head
 from compress.train.losses.chunked import CHUNK_VALUES
+from compress.train.objective.heads import OutputHead, output_head
 
 LOGIT_VALUES = 2**26  # of a batch, at least of one text: 256 MiB of float32
 BATCH_TOKENS = 4096  # padding included; at least one text

@@ -5,7 +5,8 @@ Of N questions, d_i in {-1, 0, 1} is what the model has more than the reference;
     McNemar    if both were equally good, gained would be Binomial(gained + lost, 1/2);
                p = P(a split at least as uneven), two-sided
     interval   2.5 and 97.5 % of the means of d over resamples of the questions, pairs kept together; of questions
-               that are right or wrong, where fewer than 15 were gained or lost, the exact one of `evaluation.shares`
+               that are right or wrong, where fewer than 15 were gained or lost, the exact one of
+               `evaluation.quality.shares`
     Holm       of m tests with p_(1) <= ... <= p_(m): p'_(i) = max over j <= i of min(1, (m - j + 1) p_(j))
 
 Resamples of questions of which none was gained or lost are all alike: a bootstrap would give an interval without width.
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from compress.evaluation.statistics import Values
+from compress.evaluation.quality.statistics import Values
 
 RESAMPLES = 10_000
 TAILS = (0.025, 0.975)

@@ -4,7 +4,8 @@
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
 They are what a layer calls where no gradient is asked for: on the way to the loops Python takes longer than a small
-product does (`kernels.operators`). What is asked here at every call is written for that: each lookup is a share of it.
+product does (`kernels.operators.register`). What is asked here at every call is written for that: each lookup is a
+share of it.
 A compiled graph holds an operator as one node. They are a small library of their own on torch's stable C interface
 (`cpu_operators.cpp`), built like the others at first use; where it cannot be, layers take Python's way.
 """
@@ -22,7 +23,7 @@ from torch.compiler import is_compiling
 from compress.kernels.cpu import build
 from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
-from compress.kernels.pack_strips import ROWS, STRIPS_DIMENSIONS
+from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
 
 DIMENSIONS = 4  # of what attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu import build as cpu
-from compress.kernels.entries import Entries
-from compress.kernels.pack import PLANE, Planar
-from compress.kernels.pack_strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
-from compress.kernels.pack_strips24 import Strips24
-from compress.kernels.pack_tiles import TileStrips
+from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.strips import BYTE, LINE_BYTES, NIBBLE, ROWS, Strips
+from compress.kernels.layouts.strips24 import Strips24
+from compress.kernels.layouts.tiles import TileStrips
+from compress.kernels.layouts.words import PLANE, Planar
 
 Operation = Literal[
     "weight_only",

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels import ops, pack, reference, strips
-from compress.kernels.entries import Entries
-from compress.kernels.int8_activation import planar_linear
+from compress.kernels import reference
+from compress.kernels.layouts import words as pack
+from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.strips import Strips
+from compress.kernels.layouts.tiles import TileWords, pack_levels, tile_weight
 from compress.kernels.measure.halved import HALVED, halve
 from compress.kernels.measure.roofline import (
     HALVED_KINDS,
@@ -29,10 +31,11 @@ from compress.kernels.measure.roofline import (
     cost,
 )
 from compress.kernels.measure.timing import Call, time_cpu, time_gpu
-from compress.kernels.pack_strips import Strips
-from compress.kernels.pack_tiles import TileWords, pack_levels, tile_weight
-from compress.kernels.sparse import strips_sparse_linear, weight_only_sparse_linear
-from compress.kernels.tiles import lay_tiles_in_strips, tiles_linear
+from compress.kernels.operators import strips
+from compress.kernels.operators import words as ops
+from compress.kernels.operators.int8_activation import planar_linear
+from compress.kernels.operators.sparse import strips_sparse_linear, weight_only_sparse_linear
+from compress.kernels.operators.tiles import lay_tiles_in_strips, tiles_linear
 
 # Outputs x inputs of the linears of Llama-3-8B (qkv, o, gate_up, down) and Llama-3-70B.
 GPU_SHAPES = (

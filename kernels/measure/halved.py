@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kernels.pack24 import KEPT, QUAD, Sparse24, sparse24_weight, to_sparse24
-from compress.kernels.pack_pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
-from compress.kernels.pack_strips24 import Strips24
-from compress.kernels.pairs24 import pairs24_linear
-from compress.kernels.sparse24 import sparse24_linear
-from compress.kernels.strips24 import lay_in_strips24, strips24_linear
+from compress.kernels.layouts.pairs24 import Pairs, pack_positions, pairs_weight, positions_of, take
+from compress.kernels.layouts.strips24 import Strips24
+from compress.kernels.layouts.words24 import KEPT, QUAD, Sparse24, sparse24_weight, to_sparse24
+from compress.kernels.operators.pairs24 import pairs24_linear
+from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
+from compress.kernels.operators.words24 import sparse24_linear
 
 # {candidate: the same bits of a weight without zeros}, whose ratio is what 2:4 gains.
 HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.triton import workspace
+from compress.kernels import workspace
 
 Call = Callable[[], Tensor]
 Times = dict[str, dict[str, Any]]

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.entries import Entries
-from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.sparse_kernels import add_entries
 
 WORKSPACE_BYTES = 64 * 2**20

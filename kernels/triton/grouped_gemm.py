@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.pack import PLANE, Planar, planar_block
+from compress.kernels.layouts.words import PLANE, Planar, planar_block
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, planar_sums
 from compress.kernels.triton.split import tile_partials
 from compress.kernels.tuning.choose import device_of, fused, grouped, most_tiles

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_quantize import quantize_tokens
 from compress.kernels.triton.planar_gemm import ASSEMBLY, finish, load_groups
 from compress.kernels.triton.split import partials, pieces

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.pack import PLANE, Planar, planar_block, planar_words
+from compress.kernels.layouts.words import PLANE, Planar, planar_block, planar_words
 from compress.kernels.triton.int8_gemm import power8, unpack8
 from compress.kernels.triton.split import arrives_last, collect, partials, pieces
 from compress.kernels.triton.unpack import power4, raise4, unpack4

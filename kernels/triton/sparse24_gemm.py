@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.pack import PLANE
-from compress.kernels.pack24 import BLOCK, QUARTER, Sparse24
+from compress.kernels.layouts.words import PLANE
+from compress.kernels.layouts.words24 import BLOCK, QUARTER, Sparse24
 from compress.kernels.triton.planar_gemm import ASSEMBLY, INTERPRET, TRITON_DTYPE, finish, load_groups
 from compress.kernels.triton.split import partials
 from compress.kernels.triton.unpack import power4, unpack4

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.entries import Entries
+from compress.kernels.layouts.entries import Entries
 
 BLOCK_E = 64
 WARPS = 1

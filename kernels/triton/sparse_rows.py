@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from compress.kernels.entries import Entries
+from compress.kernels.layouts.entries import Entries
 from compress.kernels.triton.dequantize_gemm import Write, block_gradient, block_product
 from compress.kernels.triton.sparse_kernels import MAX_BLOCK_M, add_entries, add_product
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.triton import workspace
+from compress.kernels import workspace
 from compress.kernels.tuning.table import Shape
 
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compress.kernels.entries import Entries
-from compress.kernels.pack import PLANE, planar_block
-from compress.kernels.pack_tiles import NIBBLE, TileWords
+from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.tiles import NIBBLE, TileWords
+from compress.kernels.layouts.words import PLANE, planar_block
 from compress.kernels.triton.dequantize_gemm import (
     BLOCK_ROWS,
     DEQUANTIZE_WARPS,

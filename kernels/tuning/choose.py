@@ -25,10 +25,10 @@ from functools import cache
 
 import torch
 
-from compress.kernels.pack import planar_block
-from compress.kernels.pack24 import BLOCK
-from compress.kernels.scale_blocks import BLOCK as SCALE_BLOCK
-from compress.kernels.triton import workspace
+from compress.kernels import workspace
+from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
+from compress.kernels.layouts.words import planar_block
+from compress.kernels.layouts.words24 import BLOCK
 from compress.kernels.tuning import table
 from compress.kernels.tuning.table import DEQUANTIZE, Choice, Kind, Shape
 

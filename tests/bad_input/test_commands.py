@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import Desk, Outcome, command, configured, half, last_line, make_llama, save
 
-from compress.recipe import PASSES
+from compress.passes.protocol.recipe import PASSES
 
 METHODS = ", ".join(sorted(PASSES))
 Act = Callable[[Desk], Outcome]

@@ -24,20 +24,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.cached import ENTRY, read_cached
-from compress.checkpoint import shards
 from compress.checkpoint.files import OWN_WHOLE, checksum
-from compress.checkpoint.journal import Journal
-from compress.checkpoint.manifest import read_record
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in
+from compress.checkpoint.write import shards
+from compress.checkpoint.write.journal import Journal
+from compress.checkpoint.write.manifest import read_record
+from compress.data.teacher_file import ENTRY, read_cached
 from compress.errors import CheckpointError, InputError
-from compress.evaluation.calibration import calibrated_ranges
-from compress.evaluation.size import inspect_checkpoint
-from compress.passes.stages import Learn
-from compress.recipe import load_recipe
+from compress.evaluation.cost.size import inspect_checkpoint
+from compress.evaluation.report.calibration import calibrated_ranges
+from compress.passes.protocol.recipe import load_recipe
+from compress.passes.protocol.stages import Learn
 from compress.recipes.low_rank import LowRankAndCodes
-from compress.train.rows import rows_of
+from compress.train.inputs.rows import rows_of
 
 pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 5000 + "]" * 5000

@@ -16,7 +16,7 @@ import torch
 from calibrator_worker import CHANNELS, calibrated, micro_batches
 from combinations import each, every
 from hypothesis import given, settings
-from places import ROOT, SUPPORT
+from places import RANKS, ROOT, SUPPORT
 from scipy.stats import entropy
 from thread_ranks import synced
 
@@ -25,8 +25,8 @@ from compress.calibration.clipping import bin_values, bounds, mse_bins, squared_
 from compress.calibration.entropy import _Prefix
 from compress.calibration.histogram import Histogram, folded, in_order, merged, merged_edge, pooled, used_bins
 from compress.calibration.observers import Range
-from compress.comm import Comm
 from compress.errors import CompressError, InputError
+from compress.system.comm import Comm
 from compress.weights.grid import Grid, decode, encode, quantize
 
 CPU = torch.device("cpu")
@@ -414,7 +414,7 @@ def test_moving_average_is_the_recurrence():
 
 @pytest.mark.dist
 def test_two_processes_find_what_one_does(tmp_path: Path):
-    worker = SUPPORT / "calibrator_worker.py"
+    worker = RANKS / "calibrator_worker.py"
     here = f"{SUPPORT}{os.pathsep}{ROOT}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
     command = [sys.executable, str(worker), str(tmp_path)]

@@ -18,14 +18,14 @@ from places import SUPPORT
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress import verification
-from compress.checkpoint import shards, writer
-from compress.checkpoint.shards import pieces_of
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import read_tensors
+from compress.api import verify as verification
+from compress.api.verify import load_with_transformers, outputs, probe
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import read_tensors
+from compress.checkpoint.write import shards, writer
+from compress.checkpoint.write.shards import pieces_of
 from compress.errors import CheckpointError, CompressError, InputError
-from compress.progress import Silent
-from compress.verification import load_with_transformers, outputs, probe
+from compress.system.progress import Silent
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 LOADERS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -223,8 +223,8 @@ import sys, torch, compress
 sys.path.insert(0, {tests!r})
 from commands import DRIFT_GPTQ, StopAfterOne
 from models import tokens
-from compress.progress import Silent
-from compress.checkpoint.shards import pieces_of
+from compress.system.progress import Silent
+from compress.checkpoint.write.shards import pieces_of
 
 class Kill(Silent):
     def step(self, done, total, what):

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress.checkpoint import exported, shards
+from compress.checkpoint.export import dense as exported
 from compress.checkpoint.files import INDEX, RECORD
+from compress.checkpoint.write import shards
 from compress.errors import CheckpointError, CompressError, InputError
-from compress.recipe import make_pass
+from compress.passes.protocol.recipe import make_pass
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
 GROUPS = {"group_size": 32}

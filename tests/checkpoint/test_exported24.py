@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.checkpoint.files import OWN_WHOLE, RECORD
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in
 from compress.errors import CheckpointError, CompressError, InputError
-from compress.passes.where import only
-from compress.runtime.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
-from compress.runtime.twin import compared
+from compress.passes.protocol.where import only
+from compress.runtime.check.twin import compared
+from compress.runtime.layers.linear import PackedSparse24Linear, Sparse24Linear, SumLinear
 
 TOKENS = torch.randint(2048, (6, 16), generator=torch.Generator().manual_seed(1))
 LAYERS = 14

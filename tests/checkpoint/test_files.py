@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.checkpoint import scratch, shards
-from compress.checkpoint.beside import put_beside
-from compress.checkpoint.directory import own_files, stranger_in
+from compress.checkpoint import scratch
 from compress.checkpoint.files import checksum, write_named, write_whole
 from compress.checkpoint.shown import command, shown
+from compress.checkpoint.write import shards
+from compress.checkpoint.write.beside import put_beside
+from compress.checkpoint.write.directory import own_files, stranger_in
 from compress.errors import CheckpointError
 from compress.kernels import cache
 from compress.kernels.notes import note_once

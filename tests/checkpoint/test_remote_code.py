@@ -11,7 +11,7 @@ from commands import command, configured
 
 import compress
 from compress.errors import InputError
-from compress.runtime.linear import QuantLinear
+from compress.runtime.layers.linear import QuantLinear
 
 CODE = """
 from pathlib import Path

@@ -9,14 +9,14 @@ from commands import command, make_llama, save
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.checkpoint import beside
-from compress.checkpoint.beside import put_beside
+from compress.api.verify import check_record
 from compress.checkpoint.files import RECORD, write_whole
-from compress.checkpoint.manifest import read_record
+from compress.checkpoint.read.source import find_source
 from compress.checkpoint.seal import check
-from compress.checkpoint.source import find_source
+from compress.checkpoint.write import beside
+from compress.checkpoint.write.beside import put_beside
+from compress.checkpoint.write.manifest import read_record
 from compress.errors import CheckpointError
-from compress.verification import check_record
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import compress
-from compress.checkpoint import weight_files
-from compress.runtime.loading import transformers_alone
+from compress.checkpoint.read import weight_files
+from compress.runtime.load.loading import transformers_alone
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_nothing_else_opens_weight_files_but_what_reads_unfinished_runs() -> Non
     sources = [path for folder in (root, root / "evaluation") for path in folder.rglob("*.py")]  # a link, not followed
     opening = {path.relative_to(root).as_posix() for path in sources if "safe_open" in path.read_text(encoding="utf-8")}
     assert opening == {
-        "checkpoint/weight_files.py",
-        "checkpoint/writer.py",
-        "cached.py",
+        "checkpoint/read/weight_files.py",
+        "checkpoint/write/writer.py",
+        "data/teacher_file.py",
     }  # a teacher's words, no weights

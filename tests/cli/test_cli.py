@@ -28,11 +28,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import compress
-from compress import data, verification
-from compress.checkpoint import source
-from compress.checkpoint.directory import Directory
+from compress.api import verify as verification
+from compress.checkpoint.read import source
+from compress.checkpoint.write.directory import Directory
 from compress.cli import progress
-from compress.evaluation import size as sizes
+from compress.data import text as data
+from compress.evaluation.cost import size as sizes
 from compress.evaluation.stored import read_evaluation
 from compress.kernels.notes import note_once
 
@@ -454,7 +455,7 @@ def test_help_mentions_every_option(name: str) -> None:
 
 
 def test_the_help_of_prune_names_every_method_that_makes_a_mask() -> None:
-    from compress.recipe import PASSES, pass_class
+    from compress.passes.protocol.recipe import PASSES, pass_class
 
     masks = [name for name in PASSES if pass_class(name).writes == "mask"]
     said = " ".join(command("prune", "--help").out.split())
@@ -474,14 +475,14 @@ def test_version_is_that_of_the_package() -> None:
 
 
 def test_methods_lists_every_method_in_a_line() -> None:
-    from compress.recipe import PASSES
+    from compress.passes.protocol.recipe import PASSES
 
     lines = command("methods").out.splitlines()
     assert [line.split()[0] for line in lines] == list(PASSES)
 
 
 def test_methods_gptq_shows_source_and_an_option_a_line_with_its_default_and_what_it_may_be() -> None:
-    from compress.recipe import options_of
+    from compress.passes.protocol.recipe import options_of
 
     about, _, table = command("methods", "gptq").out.partition("\noption ")
     assert "arXiv 2210.17323" in about
@@ -494,7 +495,7 @@ def test_methods_gptq_shows_source_and_an_option_a_line_with_its_default_and_wha
 
 
 def test_recipes_lists_every_built_in_recipe_and_prints_one_as_it_is() -> None:
-    from compress.recipe import BUILT_IN
+    from compress.passes.protocol.recipe import BUILT_IN
 
     lines = command("recipes").out.splitlines()
     assert [line.split()[0] for line in lines] == list(BUILT_IN)
@@ -831,7 +832,7 @@ def test_an_interrupt_before_the_command_is_one_line(tmp_path: Path, cli: str) -
 
 
 def test_an_effort_is_passes_and_says_which() -> None:
-    from compress.cli.quantize import passes_with_effort
+    from compress.cli.commands.quantize import passes_with_effort
 
     (plain,), notes = passes_with_effort("gptq", {"scheme": "w3a16"}, "default")
     assert (plain.clip, plain.refit, notes) == (True, 2, [])

@@ -11,7 +11,8 @@ from rich.progress import Progress
 import compress
 from compress.cli import progress
 from compress.cli.progress import Bar, Lines, TimeLeft
-from compress.run import block, pipeline
+from compress.run import pipeline
+from compress.run.walk import block
 
 STEPS = [(0, ""), (0, ""), (1, "a"), (2, "b"), (2, ""), (3, "c"), (4, "d")]
 TIMES = [0, 50, 60, 75, 75, 76, 77]  # start-up until 50; what is after b takes a second each

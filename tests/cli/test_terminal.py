@@ -12,17 +12,17 @@ from commands import PLAIN_GPTQ, Outcome, command
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
-from compress.checkpoint.record import RangeRecord
+from compress.checkpoint.write.record import RangeRecord
 from compress.cli import tables as show
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
 from compress.cli.tasks import answered
-from compress.cli.terminal import PlainConsole, console, visible
+from compress.evaluation.cost.routes import KernelRow, LibraryRow
+from compress.evaluation.cost.size import Row, Size
 from compress.evaluation.document import Evaluation, Figure, Named, TaskResult, TextResult
-from compress.evaluation.routes import KernelRow, LibraryRow
-from compress.evaluation.size import Row, Size
 from compress.evaluation.speed.report import Report
 from compress.evaluation.speed.table import tables
+from compress.system.terminal import PlainConsole, console, visible
 
 # Closes a tag that nobody opened, opens one, an emoji; a terminal's title, a new line, backwards from here, not UTF-8.
 NASTY = "a[/red][bold]:smile:\x1b]0;owned\x07\r\n\u202e\x9b1m\udcff"
@@ -84,7 +84,7 @@ PRINTED = {
 def test_a_table_shows_names_as_they_are(
     name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.cli.terminal.WIDTH", 1000)  # nothing is cut or wrapped
+    monkeypatch.setattr("compress.system.terminal.WIDTH", 1000)  # nothing is cut or wrapped
     act, times = PRINTED[name]
     act()
     out = capsys.readouterr().out

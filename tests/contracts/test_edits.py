@@ -17,17 +17,17 @@ from torch import nn
 
 from compress.errors import CheckpointError
 from compress.model.calls import Call
-from compress.model.changes import undo
-from compress.model.configured import facts_of
-from compress.model.couplings import find_couplings
-from compress.model.discovery import discover
-from compress.model.drop import Drop
-from compress.model.edits import EDITS, read_edit
-from compress.model.folds import Scale
-from compress.model.keep import Keep
+from compress.model.edits.changes import undo
+from compress.model.edits.configured import facts_of
+from compress.model.edits.drop import Drop
+from compress.model.edits.folds import Scale
+from compress.model.edits.keep import Keep
+from compress.model.known_edits import EDITS, read_edit
 from compress.model.layers import find_stacks
-from compress.model.orders import find_orders
-from compress.model.rotate import Rotate, random_hadamard, random_orthogonal
+from compress.model.structure.couplings import find_couplings
+from compress.model.structure.discovery import discover
+from compress.model.structure.orders import find_orders
+from compress.model.structure.rotate import Rotate, random_hadamard, random_orthogonal
 
 STEPS = 64  # of the dtype's precision, of the largest output: a few roundings a layer, two layers deep
 

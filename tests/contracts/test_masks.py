@@ -10,17 +10,17 @@ from pruning import Largest
 from thread_ranks import TwoRanks
 from torch import Tensor
 
-from compress.comm import Comm, RowShard
-from compress.passes.base import Pass
 from compress.passes.magnitude import Magnitude
-from compress.passes.sites import Site
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import PASSES, pass_class
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.where import but, only
 from compress.passes.sparsegpt import SparseGPT
 from compress.passes.taylor import Taylor
 from compress.passes.wanda import Wanda
-from compress.passes.where import but, only
-from compress.recipe import PASSES, pass_class
+from compress.system.comm import Comm, RowShard
 from compress.weights.decision import Decision
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 
 DTYPES = {"model.layers.0.q_proj": torch.bfloat16, "model.layers.0.k_proj": torch.float16}
 ROWS = dict(zip(DTYPES, (12, 5), strict=True))

@@ -13,25 +13,25 @@ from combinations import each, every
 from thread_ranks import TwoRanks
 from torch import Tensor
 
-from compress.comm import Comm
 from compress.errors import InputError
 from compress.passes.awq import AWQ
-from compress.passes.base import Pass
 from compress.passes.binary import Binary
 from compress.passes.embeddings import Embeddings
 from compress.passes.gptq import GPTQ
 from compress.passes.low_rank import LowRank
 from compress.passes.lqs import LQS
+from compress.passes.options.weight_format import WeightFormat
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import options_of
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide, Rewrite
+from compress.passes.protocol.where import but, only
 from compress.passes.rtn import RTN
-from compress.passes.sites import Site
 from compress.passes.spqr import SpQR
-from compress.passes.stages import Decide, Rewrite
 from compress.passes.ternary import Ternary
-from compress.passes.weight_format import WeightFormat
-from compress.passes.where import but, only
-from compress.recipe import options_of
+from compress.system.comm import Comm
 from compress.weights.decision import Decision
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 from compress.weights.grid import Quantized, quantize
 from compress.weights.scheme import parts_of
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from compress.calibration.calibrators import OPTIONS, calibrator
 from compress.calibration.hessian import AffineHessian, Hessian
 from compress.calibration.stats import ChannelAbsMax, ChannelMean, ChannelNorm, MinMax, StatisticFactory
-from compress.comm import Comm
 from compress.errors import CompressError
+from compress.system.comm import Comm
 from compress.weights.grid import Grid
 
 TOKENS, CHANNELS = 203, 24

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compress.checkpoint.stored import read_weight
+from compress.checkpoint.read.stored import read_weight
 from compress.errors import CheckpointError, CompressError
 from compress.recipes.low_rank import LowRank as SomebodysLowRank
-from compress.runtime.linear import QuantLinear
-from compress.weights.codes import (
+from compress.runtime.layers.linear import QuantLinear
+from compress.weights.formats.codes import (
     Codes,
     CodesFormat,
     FineGrained,
@@ -24,18 +24,18 @@ from compress.weights.codes import (
     Int8Table,
     Packed,
 )
-from compress.weights.columns import Columns
-from compress.weights.dense import dense
-from compress.weights.formats import FORMATS, OURS
+from compress.weights.formats.columns import Columns
+from compress.weights.formats.dense import dense
+from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.lowrank import low_rank as low_rank_of
+from compress.weights.formats.registry import FORMATS, OURS
+from compress.weights.formats.sparse import sparse
+from compress.weights.formats.sparse24 import sparse24 as sparse24_of
+from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.tiles import Tiled, Tiles
 from compress.weights.grid import Grid, quantize
-from compress.weights.lowrank import LowRank
-from compress.weights.lowrank import low_rank as low_rank_of
 from compress.weights.scheme import Scheme, check_parts, parts_of, read_entry, scheme_of
-from compress.weights.sparse import sparse
-from compress.weights.sparse24 import sparse24 as sparse24_of
 from compress.weights.terms import Format, Term, Weight
-from compress.weights.ternary import Binary, Ternary
-from compress.weights.tiles import Tiled, Tiles
 
 ROWS, COLUMNS = 24, 64
 GROUPS = {"granularity": "group", "group_size": 16}

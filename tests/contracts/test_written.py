@@ -9,8 +9,8 @@ from models import GATED, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.recipe import PASSES
+from compress.checkpoint.read.source import find_source
+from compress.passes.protocol.recipe import PASSES
 
 FEW = {"steps": 1, "rows": 2, "held_out": 0.0}
 METHODS: list[list[compress.Pass]] = [

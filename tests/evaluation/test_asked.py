@@ -9,15 +9,15 @@ import torch
 from commands import command, make_llama
 
 import compress
-from compress.checkpoint.beside import put_beside
-from compress.checkpoint.directory import stranger_in
+from compress.checkpoint.write.beside import put_beside
+from compress.checkpoint.write.directory import stranger_in
 from compress.errors import CompressError, InputError
 from compress.evaluation.document import Figure
-from compress.evaluation.generations import beginnings, generate, parting
-from compress.evaluation.peak import peak_bytes
+from compress.evaluation.quality.generations import beginnings, generate, parting
+from compress.evaluation.speed.peak import peak_bytes
 from compress.evaluation.speed.side_by_side import measure_speed, middle
 from compress.evaluation.stored import read_evaluation
-from compress.runtime.loading import load
+from compress.runtime.load.loading import load
 
 
 def test_speed_is_of_both_in_turns(llama: Path, llama_w4: Path) -> None:
@@ -51,8 +51,8 @@ def test_texts_part_where_they_first_differ() -> None:
 
 
 def test_continuations_are_greedy_and_of_both(llama: Path, llama_w4: Path) -> None:
-    from compress.checkpoint.pretrained import load_tokenizer
-    from compress.checkpoint.source import find_source
+    from compress.checkpoint.read.pretrained import load_tokenizer
+    from compress.checkpoint.read.source import find_source
 
     tokenizer = load_tokenizer(find_source(str(llama)))
     ours, theirs = load(str(llama_w4), torch.float32), load(str(llama), torch.float32)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from evaluations import HOSTILE, hostile, runs
 
-from compress.evaluation.showing.compose import compose
-from compress.evaluation.showing.page import as_html
+from compress.evaluation.report.compose import compose
+from compress.evaluation.report.page import as_html
 from compress.evaluation.speed.plot import page_of
 from compress.evaluation.speed.report import Report
 from compress.kernels.measure.benchmark import candidates

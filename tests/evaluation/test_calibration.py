@@ -17,11 +17,11 @@ from vision import net
 
 import compress
 from compress.calibration.calibrators import calibrator
-from compress.checkpoint.record import HistogramRecord, RangeRecord, range_record
+from compress.checkpoint.write.record import HistogramRecord, RangeRecord, range_record
 from compress.errors import CheckpointError, InputError
-from compress.evaluation import calibration
-from compress.evaluation.calibration import Bar
-from compress.evaluation.drawing import WIDE, Axis, padded
+from compress.evaluation.report import calibration
+from compress.evaluation.report.calibration import Bar
+from compress.evaluation.report.drawing import WIDE, Axis, padded
 from compress.weights.grid import Grid
 
 STATIC = {"scheme": "w8a8", "activations": "static", "histograms": True}

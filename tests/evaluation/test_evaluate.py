@@ -15,12 +15,12 @@ from scipy.stats import entropy, sem
 from torch.nn import functional
 
 import compress
-from compress.checkpoint.source import find_source
+from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
-from compress.evaluation import predictor, quality
-from compress.evaluation.size import measure_size
+from compress.evaluation.cost.size import measure_size
+from compress.evaluation.quality import predictor, quality
 from compress.evaluation.stored import read_evaluation
-from compress.progress import Silent
+from compress.system.progress import Silent
 
 ROWS, LENGTH = 6, 16
 QUANTIZED = 2 * (HIDDEN * HIDDEN * 2 + HIDDEN * HIDDEN // 2 * 2 + HIDDEN * INTERMEDIATE * 2)  # all but down_proj
@@ -258,7 +258,7 @@ def test_text_is_refused_before_weights_are_loaded(llama: Path, monkeypatch: pyt
     def load(*_: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("compress.evaluation.language.load_source", load)
+    monkeypatch.setattr("compress.evaluation.quality.language.load_source", load)
     with pytest.raises(InputError, match=r"no\.txt' does not exist"):
         compress.evaluate(llama, text="no.txt")
 

@@ -8,7 +8,7 @@ from commands import Desk, command
 
 from compress.errors import InputError
 from compress.evaluation.document import Evaluation, Figure, Named, SizeResult, TaskResult, TextResult
-from compress.evaluation.gates import broken_gates, parse_gate
+from compress.evaluation.quality.gates import broken_gates, parse_gate
 
 MODEL = Named("model", "Llama", 10, "float32")
 

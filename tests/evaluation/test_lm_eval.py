@@ -15,13 +15,13 @@ from commands import VOCABULARY, command, make_llama
 from places import SHARED
 
 import compress
-from compress.checkpoint.pretrained import load_tokenizer
-from compress.checkpoint.source import DEMO, find_source
+from compress.checkpoint.read.pretrained import load_tokenizer
+from compress.checkpoint.read.source import DEMO, find_source
 from compress.errors import CompressError, InputError
-from compress.evaluation import lm_eval as adapter
-from compress.evaluation.lm_eval import read_harness, wrapped
 from compress.evaluation.tasks import evaluate as evaluating
+from compress.evaluation.tasks import lm_eval as adapter
 from compress.evaluation.tasks.evaluate import ask_tasks, prepare_tasks, read_tasks
+from compress.evaluation.tasks.lm_eval import read_harness, wrapped
 
 TEXT = (DEMO / "heldout.txt").read_text(encoding="utf-8").split()
 HEAD = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {rows}}}}}\ntest_split: test\n"

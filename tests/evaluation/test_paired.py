@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap, sem
 
-from compress.evaluation.shares import clopper_pearson, difference_of, paired_interval, share_of
-from compress.evaluation.statistics import mean_of_independent
+from compress.evaluation.quality.shares import clopper_pearson, difference_of, paired_interval, share_of
+from compress.evaluation.quality.statistics import mean_of_independent
 from compress.evaluation.tasks.paired import holm, interval, mcnemar
 
 

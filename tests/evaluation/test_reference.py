@@ -10,9 +10,10 @@ from commands import VOCABULARY, make_llama, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
-from compress.evaluation import kept, predictor, reference
+from compress.evaluation import reference
+from compress.evaluation.quality import kept, predictor
 from compress.evaluation.tasks import evaluate as answering
-from compress.progress import Silent
+from compress.system.progress import Silent
 
 
 class Notes(Silent):

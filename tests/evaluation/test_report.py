@@ -17,18 +17,18 @@ import yaml
 from commands import Outcome
 from evaluations import hostile, runs
 
-from compress.checkpoint.directory import stranger_in
+from compress.checkpoint.write.directory import stranger_in
 from compress.evaluation.document import Evaluation, Figure, Histogram, Named
-from compress.evaluation.shares import difference_of
-from compress.evaluation.showing import words
-from compress.evaluation.showing.compose import compose
-from compress.evaluation.showing.content import Table
-from compress.evaluation.showing.markdown import as_markdown, plain
-from compress.evaluation.showing.page import as_html
-from compress.evaluation.showing.pareto import Point, front
-from compress.evaluation.showing.runs import open_runs
-from compress.evaluation.showing.verdict import tiles, verdict
-from compress.evaluation.statistics import of_few_windows
+from compress.evaluation.quality.shares import difference_of
+from compress.evaluation.quality.statistics import of_few_windows
+from compress.evaluation.report import words
+from compress.evaluation.report.compose import compose
+from compress.evaluation.report.content import Table
+from compress.evaluation.report.markdown import as_markdown, plain
+from compress.evaluation.report.page import as_html
+from compress.evaluation.report.pareto import Point, front
+from compress.evaluation.report.runs import open_runs
+from compress.evaluation.report.verdict import tiles, verdict
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 

@@ -17,15 +17,15 @@ from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compress import RTN, load, quantize
-from compress.evaluation.showing import words
-from compress.evaluation.showing.content import Picture, Table, Words
-from compress.evaluation.showing.page import as_html
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Picture, Table, Words
+from compress.evaluation.report.page import as_html
 from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
 from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
 from compress.kernels.measure import benchmark, ceilings
-from compress.runtime import twin
-from compress.runtime.assembly import compressed_layers, fuse
+from compress.runtime.check import twin
+from compress.runtime.load.assembly import compressed_layers, fuse
 
 CPU = torch.device("cpu")
 LINEARS = ("bench", "--device", "cpu", "--shapes", "64x256,96x128", "--tokens", "1,5", "--rounds", 2)
@@ -203,7 +203,7 @@ def test_tuning_is_asked_for_the_products_that_follow(monkeypatch: pytest.Monkey
         say(f"{len(problems)} on {device}")
         return problems
 
-    monkeypatch.setitem(sys.modules, "compress.kernels.tuning.tune", SimpleNamespace(Problem=Problem, tune=answer))
+    monkeypatch.setitem(sys.modules, "compress.kernels.measure.tune", SimpleNamespace(Problem=Problem, tune=answer))
     wanted = options.linear_options(shapes="64x128", tokens="1,16", device="cpu")
     said: list[str] = []
     found = linears.tune_products(wanted, said.append)

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress.checkpoint.source import DEMO
-from compress.evaluation import predictor, quality
-from compress.evaluation.statistics import BANDS, NAMES, figures_of
-from compress.evaluation.windows import Batch, rows_of
+from compress.checkpoint.read.source import DEMO
+from compress.evaluation.quality import predictor, quality
+from compress.evaluation.quality.statistics import BANDS, NAMES, figures_of
+from compress.evaluation.quality.windows import Batch, rows_of
 
 WINDOWS, LENGTH, VOCABULARY = 12, 31, 40
 

@@ -15,11 +15,11 @@ from models import build
 from torch.nn import functional
 
 import compress
-from compress.checkpoint.pretrained import load_tokenizer
-from compress.checkpoint.source import DEMO, find_source
+from compress.checkpoint.read.pretrained import load_tokenizer
+from compress.checkpoint.read.source import DEMO, find_source
 from compress.errors import CompressError, InputError
-from compress.evaluation.shares import clopper_pearson
-from compress.evaluation.showing.verdict import verdict
+from compress.evaluation.quality.shares import clopper_pearson
+from compress.evaluation.report.verdict import verdict
 from compress.evaluation.stored import read_evaluation
 from compress.evaluation.tasks import likelihood
 from compress.evaluation.tasks.evaluate import prepare_tasks, read_tasks

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import compress
-from compress.checkpoint.pretrained import load_tokenizer
-from compress.checkpoint.source import find_source
+from compress.checkpoint.read.pretrained import load_tokenizer
+from compress.checkpoint.read.source import find_source
 from compress.errors import InputError
-from compress.evaluation.windows import rows_of, strided
+from compress.evaluation.quality.windows import rows_of, strided
 
 
 @given(st.integers(2, 60), st.integers(2, 20), st.integers(1, 20), st.integers(1, 4))

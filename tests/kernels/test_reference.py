@@ -4,7 +4,8 @@ import pytest
 import torch
 from combinations import every
 
-from compress.kernels import pack, reference
+from compress.kernels import reference
+from compress.kernels.layouts import words as pack
 from compress.weights.grid import Grid, quantize
 
 

@@ -10,15 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compress.errors import InputError
 from compress.model.calls import Call
-from compress.model.configured import configure, facts_of, unread_of
-from compress.model.couplings import find_couplings, why_not
-from compress.model.dependence import NONE, joined, taken_apart
-from compress.model.discovery import discover
-from compress.model.drop import Drop
-from compress.model.keep import Keep
+from compress.model.edits.configured import configure, facts_of, unread_of
+from compress.model.edits.drop import Drop
+from compress.model.edits.keep import Keep
 from compress.model.layers import find_stacks
-from compress.model.rotate import Rotate, copies, random_hadamard, random_orthogonal, widest
-from compress.model.rotate import why_not as why_not_rotate
+from compress.model.structure.couplings import find_couplings, why_not
+from compress.model.structure.dependence import NONE, joined, taken_apart
+from compress.model.structure.discovery import discover
+from compress.model.structure.rotate import Rotate, copies, random_hadamard, random_orthogonal, widest
+from compress.model.structure.rotate import why_not as why_not_rotate
 
 GATED_MLP = (64, {"mlp.gate_proj": 1, "mlp.up_proj": 1}, ["mlp.down_proj"])
 GROUPED_HEADS = (

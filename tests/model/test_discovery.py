@@ -9,13 +9,13 @@ from torch import nn
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from compress.model.calls import Call
-from compress.model.changes import undo
-from compress.model.discovery import Finder, confirm, discover
-from compress.model.excerpt import TOKENS, short_call
-from compress.model.folds import UNTOUCHED, apply
-from compress.model.hollow import codes, decode, exponents
+from compress.model.edits.changes import undo
+from compress.model.edits.folds import UNTOUCHED, apply
 from compress.model.layers import find_stacks
-from compress.model.producers import shared_parameters
+from compress.model.structure.discovery import Finder, confirm, discover
+from compress.model.structure.excerpt import TOKENS, short_call
+from compress.model.structure.hollow import codes, decode, exponents
+from compress.model.structure.producers import shared_parameters
 from compress.run.residency import Local
 
 QKV = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]

@@ -7,8 +7,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
-from compress.model.changes import undo
-from compress.model.folds import (
+from compress.model.edits.changes import undo
+from compress.model.edits.folds import (
     UNTOUCHED,
     Consumer,
     Fold,

@@ -9,17 +9,17 @@ from commands import StopAfterOne, command, fast_gptq, make_llama, save
 from models import DECODERS, build, tokens
 
 import compress
+from compress.api.verify import outputs, probe
 from compress.calibration.hessian import Hessian
 from compress.calibration.stats import ChannelMean, MinMax, TokenSample
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import read_tensors
-from compress.comm import Comm
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import read_tensors
 from compress.errors import InputError
-from compress.model.folds import UNTOUCHED
+from compress.model.edits.folds import UNTOUCHED
 from compress.passes.awq import balanced
-from compress.passes.sites import FoldSite, Reader
+from compress.passes.protocol.sites import FoldSite, Reader
 from compress.passes.smoothquant import smoothing
-from compress.verification import outputs, probe
+from compress.system.comm import Comm
 from compress.weights.grid import fake_quantize
 
 FOLD_ONLY = {

@@ -25,12 +25,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress.calibration.hessian import FEW
-from compress.comm import Comm
 from compress.errors import CompressError, InputError
-from compress.passes.columns import POLISH_DAMP, column_order, gptq
-from compress.passes.drift import drift_correction, reliability
 from compress.passes.gptq import GPTQ
-from compress.passes.sweep import damped
+from compress.solvers.drift import drift_correction, reliability
+from compress.solvers.gptq import POLISH_DAMP, column_order, gptq
+from compress.solvers.sweep import damped
+from compress.system.comm import Comm
 from compress.weights.grid import Grid, Quantized, quantize
 
 # --- the code under test, as a notebook calls it ----------------------------------------------------------------------

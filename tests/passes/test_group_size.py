@@ -16,10 +16,10 @@ from transformers import AlbertConfig, AlbertModel
 import compress
 from compress.errors import InputError
 from compress.kernels.cpu.gemm import why_not_sizes
-from compress.passes.base import Pass
-from compress.run.plan import plan
-from compress.run.storable import check_halved
-from compress.runtime.linear import QuantLinear
+from compress.passes.protocol.base import Pass
+from compress.run.plan.plan import plan
+from compress.run.plan.storable import check_halved
+from compress.runtime.layers.linear import QuantLinear
 from compress.weights.grid import quantize, suggest_groups, usual_group
 
 

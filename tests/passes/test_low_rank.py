@@ -9,13 +9,13 @@ from torch import Tensor
 
 import compress
 from compress.calibration.hessian import Hessian
-from compress.comm import Comm
-from compress.passes.allocation import Curve, allocate
-from compress.passes.base import Pass
-from compress.passes.outliers import dearest
-from compress.passes.sites import Site
-from compress.passes.stages import Decide, Finding
-from compress.passes.whitened import approximated, spectrum
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide, Finding
+from compress.solvers.allocation import Curve, allocate
+from compress.solvers.outliers import dearest
+from compress.solvers.whitened import approximated, spectrum
+from compress.system.comm import Comm
 
 SHAPES = [(24, 40), (40, 24), (32, 32)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)

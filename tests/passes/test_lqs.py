@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 import compress
-from compress.comm import Comm
-from compress.passes.columns import gptq
-from compress.passes.sites import Site
-from compress.passes.stages import Finding
-from compress.passes.whitened import approximated
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Finding
+from compress.solvers.gptq import gptq
+from compress.solvers.whitened import approximated
+from compress.system.comm import Comm
+from compress.weights.formats.lowrank import LowRank
 from compress.weights.grid import Quantized
-from compress.weights.lowrank import LowRank
 
 ROWS, COLUMNS, RANK = 24, 32, 3
 PLAIN = {"drift": 0.0, "shrink": False, "clip": False, "refit": 0, "sweeps": 0, "statistics": "float64"}

@@ -25,14 +25,14 @@ from torch import Tensor
 import compress
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.passes.base import Aspect
 from compress.passes.binary import Binary
-from compress.passes.columns import POLISH_DAMP, gptq
 from compress.passes.gptq import GPTQ
+from compress.passes.protocol.base import Aspect
+from compress.passes.protocol.sites import Site
 from compress.passes.rtn import RTN
-from compress.passes.sites import Site
-from compress.passes.sweep import damped
 from compress.run.installed import Versions
+from compress.solvers.gptq import POLISH_DAMP, gptq
+from compress.solvers.sweep import damped
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid, Quantized, quantize
 

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
-from compress.comm import Comm
 from compress.errors import InputError
-from compress.passes import survivors
-from compress.passes.columns import POLISH_DAMP
-from compress.passes.prune import Prune
-from compress.passes.sites import Site
-from compress.passes.survivors import settled
-from compress.passes.sweep import damped
-from compress.recipe import describe, parse_recipe
+from compress.passes.options.prune import Prune
+from compress.passes.protocol.recipe import describe, parse_recipe
+from compress.passes.protocol.sites import Site
+from compress.solvers import survivors
+from compress.solvers.gptq import POLISH_DAMP
+from compress.solvers.survivors import settled
+from compress.solvers.sweep import damped
+from compress.system.comm import Comm
 from compress.weights.decision import Decision
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 from compress.weights.masks import Pattern, largest_of_each, largest_share, parse_pattern, pattern_of, pruned_before
 
 PLAIN = {"drift": 0.0, "shrink": False, "steps": 0, "statistics": "float64"}  # the paper's

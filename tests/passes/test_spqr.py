@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from compress.calibration.hessian import Hessian
-from compress.comm import Comm
-from compress.passes.columns import ordered
-from compress.passes.sites import Site
+from compress.passes.protocol.sites import Site
 from compress.passes.spqr import SpQR
-from compress.passes.tile_rule import leave_one_out, rounding_cost, solve_tiles
-from compress.weights.sparse import Sparse
-from compress.weights.tiles import Tiled, Tiles
+from compress.solvers.gptq import ordered
+from compress.solvers.tile_rule import leave_one_out, rounding_cost, solve_tiles
+from compress.system.comm import Comm
+from compress.weights.formats.sparse import Sparse
+from compress.weights.formats.tiles import Tiled, Tiles
 
 ROWS, COLUMNS, TOKENS = 48, 64, 400
 PAPER = SpQR(

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from compress.calibration.hessian import AffineHessian, Hessian
-from compress.comm import Comm
-from compress.passes.groups import Reading, choose
-from compress.passes.removal import Consumer, LeastSquares, Zeroing, best, compensated, greedy
 from compress.passes.structure import Structure
+from compress.run.shrink.groups import Reading, choose
+from compress.solvers.removal import Consumer, LeastSquares, Zeroing, best, compensated, greedy
+from compress.system.comm import Comm
 
 T, N, SIZE, GROUPS = 400, 5, 3, 6
 FREE = 2  # inputs that are in no group

@@ -17,21 +17,21 @@ from thread_ranks import ThreadComm
 from torch import Tensor
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in, weight_of
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import CheckpointError, InputError
 from compress.passes.binary import chosen, left_to, saliency, signs
-from compress.passes.columns import gptq
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.few_levels import FewLevelsLinear
-from compress.runtime.linear import QuantLinear, SumLinear
-from compress.weights.codes import Codes, Packed
-from compress.weights.columns import BinaryColumns, Columns
+from compress.runtime.layers.few_levels import FewLevelsLinear
+from compress.runtime.layers.linear import QuantLinear, SumLinear
+from compress.runtime.layers.walk import compressed_layers
+from compress.solvers.gptq import gptq
 from compress.weights.few_levels import sign_scale, ternary_scale
+from compress.weights.formats.codes import Codes, Packed
+from compress.weights.formats.columns import BinaryColumns, Columns
+from compress.weights.formats.ternary import Binary, Ternary
 from compress.weights.grid import Grid, Quantized, fit, quantize
 from compress.weights.scheme import parts_of, scheme_of
 from compress.weights.terms import Weight
-from compress.weights.ternary import Binary, Ternary
 
 examples = settings(max_examples=25, deadline=None, derandomize=True)
 MEMBERS = 6

@@ -14,14 +14,14 @@ from places import ROOT
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.checkpoint import shards
 from compress.checkpoint.files import OWN_INDEX, OWN_WHOLE, VARIANT
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in, weight_of
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in, weight_of
+from compress.checkpoint.write import shards
 from compress.errors import CheckpointError
-from compress.recipe import make_pass
-from compress.runtime.linear import SumLinear
-from compress.weights.formats import FORMATS
+from compress.passes.protocol.recipe import make_pass
+from compress.runtime.layers.linear import SumLinear
+from compress.weights.formats.registry import FORMATS
 
 MODULE, KIND = "somebodys_low_rank", "svd"
 LINES = 60

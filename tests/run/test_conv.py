@@ -17,10 +17,10 @@ import compress
 from compress.errors import CompressError, InputError
 from compress.model.convolution import elements, geometry_of, patches, patches_in_parts
 from compress.model.layers import UNASKED_CONVOLUTION, Layer, find_stacks
-from compress.passes.outliers import share_of_outliers
-from compress.runtime.integer import integer_layer, zero_of
+from compress.runtime.layers.integer import integer_layer, zero_of
+from compress.solvers.outliers import share_of_outliers
 from compress.weights.decision import Decision, joined
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 from compress.weights.grid import Grid, encode, quantize
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Weight

@@ -11,8 +11,8 @@ from models import GATED, build
 from safetensors.torch import load_file
 
 import compress
-from compress.checkpoint.coverage import OTHERS, count, percent
-from compress.run.plan import plan, planned
+from compress.checkpoint.write.coverage import OTHERS, count, percent
+from compress.run.plan.plan import plan, planned
 
 
 def test_every_parameter_is_compressed_or_counted_by_its_reason():

@@ -15,14 +15,14 @@ from torch.nn import functional
 from transformers import AlbertConfig, AlbertModel, AutoModel, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 import compress
-from compress.checkpoint.source import find_source
+from compress.api.verify import outputs, probe
+from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
-from compress.evaluation.routes import kernel_rows
-from compress.evaluation.size import inspect_checkpoint, measure_size
-from compress.recipe import describe, make_pass, parse_recipe
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.embedding import QuantEmbedding, TiedLinear, take_over
-from compress.verification import outputs, probe
+from compress.evaluation.cost.routes import kernel_rows
+from compress.evaluation.cost.size import inspect_checkpoint, measure_size
+from compress.passes.protocol.recipe import describe, make_pass, parse_recipe
+from compress.runtime.layers.embedding import QuantEmbedding, TiedLinear, take_over
+from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import Grid, quantize
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)

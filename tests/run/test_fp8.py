@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.api.verify import load_with_transformers, outputs, probe, verify
 from compress.calibration.calibrators import calibrator
-from compress.checkpoint.source import find_source
+from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
-from compress.kernels import fp8, reference
+from compress.kernels import reference
+from compress.kernels.operators import fp8
 from compress.kernels.routes import fp8_route
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.fused import FusedLinear, why_not_fuse
-from compress.runtime.linear import Fp8Linear, QuantLinear
-from compress.verification import load_with_transformers, outputs, probe, verify
+from compress.runtime.layers.fused import FusedLinear, why_not_fuse
+from compress.runtime.layers.linear import Fp8Linear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import Grid, decode, encode, fake_quantize, quantize, round_to_e4m3
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import scheme_on

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import compress
-from compress.checkpoint.source import find_source
+from compress.api.verify import load_with_transformers, outputs, probe, verify
+from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
-from compress.kernels.fp8_blocks import quantize_token_blocks
-from compress.passes.solve import weight_error
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.fused import FusedLinear, why_not_fuse
-from compress.runtime.linear import Fp8BlockLinear, QuantLinear
-from compress.runtime.twin import compared
-from compress.verification import load_with_transformers, outputs, probe, verify
-from compress.weights.codes import FineGrained, Float8Blocks
+from compress.kernels.operators.fp8_blocks import quantize_token_blocks
+from compress.runtime.check.twin import compared
+from compress.runtime.layers.fused import FusedLinear, why_not_fuse
+from compress.runtime.layers.linear import Fp8BlockLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers
+from compress.solvers.loss import weight_error
+from compress.weights.formats.codes import FineGrained, Float8Blocks
 from compress.weights.grid import Grid, Quantized, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import Scheme, block_scheme, check_parts
@@ -68,7 +68,7 @@ def test_a_block_has_the_scale_of_its_largest_element(dtype, monkeypatch):
         assert torch.equal(found.codes[part].float(), one.codes.float())
         assert torch.equal(found.dequantize()[part], one.dequantize())
     # A part of the rows at a time, whole rows of blocks.
-    monkeypatch.setattr("compress.kernels.pack.CHUNK", 200 * 130)
+    monkeypatch.setattr("compress.kernels.layouts.words.CHUNK", 200 * 130)
     assert torch.equal(quantize(x, BLOCKS).scale, found.scale)
     halves = [found.rows(slice(0, 256)), found.rows(slice(256, 300))]
     assert torch.equal(Quantized.stacked(halves).scale, found.scale)

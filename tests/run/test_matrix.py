@@ -9,9 +9,9 @@ from models import build, tokens
 from vision import calibration, net
 
 import compress
+from compress.api.verify import outputs, probe
 from compress.calibration.calibrators import OPTIONS as CALIBRATORS
 from compress.errors import CompressError, InputError
-from compress.verification import outputs, probe
 
 METHODS = {"rtn": compress.RTN, "gptq": compress.GPTQ, "awq": compress.AWQ, "smoothquant": compress.SmoothQuant}
 KINDS = ["llama", "bert", "cnn"]

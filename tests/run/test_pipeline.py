@@ -10,10 +10,10 @@ from models import DECODERS, FAMILIES, build, tokens
 from torch import nn
 
 import compress
-from compress.checkpoint.record import LayerRecord
+from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CompressError, InputError
 from compress.model.layers import find_stacks, layers_of
-from compress.run.remarks import few_tokens, held_back
+from compress.run.walk.remarks import few_tokens, held_back
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 

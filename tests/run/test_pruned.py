@@ -12,11 +12,11 @@ from models import tokens
 from pruning import Largest
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in
 from compress.errors import InputError
-from compress.passes.sites import Site
-from compress.passes.stages import Decide, Stage
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide, Stage
 from compress.weights.decision import Decision
 from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes

@@ -9,7 +9,7 @@ import torch
 from checkpoints import same
 from commands import StopAfterOne
 from models import build, tokens
-from places import SUPPORT
+from places import RANKS
 from processes import python
 from sharded_worker import (
     CONVOLUTIONS,
@@ -28,8 +28,8 @@ from sharded_worker import (
 from vision import calibration, net
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import read_tensors
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import read_tensors
 from compress.run.residency import Sharded
 
 pytestmark = [
@@ -70,7 +70,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder):
     """What two ranks found; three have left their files, too."""
-    done = python(SUPPORT / "sharded_worker.py", folder)
+    done = python(RANKS / "sharded_worker.py", folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found-2.json").read_text())
 

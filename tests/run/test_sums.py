@@ -10,12 +10,12 @@ from models import build, tokens
 
 import compress
 from compress.checkpoint.files import OWN_WHOLE
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import stored_in
-from compress.passes.where import only
-from compress.recipe import describe, parse_recipe
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.twin import compared
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in
+from compress.passes.protocol.recipe import describe, parse_recipe
+from compress.passes.protocol.where import only
+from compress.runtime.check.twin import compared
+from compress.runtime.layers.walk import compressed_layers
 
 METHODS = {
     "spqr": compress.SpQR(group_size=8, tile_rows=12, outliers=0.02, sweeps=0),

@@ -12,7 +12,7 @@ from torch import nn
 import compress
 from compress.errors import CompressError, InputError
 from compress.model.layers import Layer
-from compress.passes.base import Pass
+from compress.passes.protocol.base import Pass
 from compress.weights.masks import Earlier, zeros_in
 
 CAME = "zeros_before"
@@ -98,7 +98,7 @@ def test_a_pass_that_keeps_no_zeros_is_refused_before_any_work(one: Pass, pruned
 
 def test_zeros_that_no_look_at_some_rows_finds_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_llama()
-    monkeypatch.setattr("compress.run.zeros.LOOKED_AT", 2)
+    monkeypatch.setattr("compress.run.plan.zeros.LOOKED_AT", 2)
     model.model.layers[1].mlp.up_proj.weight.data[1:20, ::2] = 0
     with pytest.raises(CompressError, match=r"layers.1.mlp.up_proj comes pruned .* binary keeps no zeros"):
         compress.quantize(model, compress.Binary(**BARE), calibration=tokens(16, 16))
@@ -160,7 +160,7 @@ def test_a_share_is_of_the_rows_that_hold_something() -> None:
 def test_layers_are_counted_where_they_are_stored_transposed() -> None:
     from transformers.pytorch_utils import Conv1D
 
-    from compress.run.zeros import _counted
+    from compress.run.plan.zeros import _counted
 
     module = Conv1D(6, 4)
     module.weight.data[:, 0] = 0

@@ -6,8 +6,8 @@ from models import build, tokens
 
 import compress
 from compress.errors import InputError
-from compress.runtime.fused import FusedLinear
-from compress.runtime.linear import QuantLinear
+from compress.runtime.layers.fused import FusedLinear
+from compress.runtime.layers.linear import QuantLinear
 
 peft = pytest.importorskip("peft", reason="adapters are peft's")
 

@@ -8,11 +8,11 @@ from models import build, tokens
 from torch import nn
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.runtime.by_block import run_by_block
-from compress.runtime.streamed import streamed
-from compress.runtime.theirs import decompressed_by_block, load_with_transformers
-from compress.runtime.twin import compared, watched
+from compress.checkpoint.read.source import find_source
+from compress.runtime.check.streamed import streamed
+from compress.runtime.check.theirs import decompressed_by_block, load_with_transformers
+from compress.runtime.check.twin import compared, watched
+from compress.runtime.load.by_block import run_by_block
 
 BLOCKS = ("model.layers.0", "model.layers.1")
 

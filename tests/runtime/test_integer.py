@@ -10,7 +10,7 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.convolution import geometry_of, output_sizes
-from compress.runtime.integer import fixed_point, integer_layer, multiply_high, requantize, shift_right, zero_of
+from compress.runtime.layers.integer import fixed_point, integer_layer, multiply_high, requantize, shift_right, zero_of
 from compress.weights.grid import Grid, Quantized, encode, quantize
 from compress.weights.rounding import ActivationCodes
 

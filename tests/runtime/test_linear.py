@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
 from compress.kernels import reference
-from compress.runtime.fused import FusedLinear, why_not_fuse
-from compress.runtime.linear import Int8Linear, PackedLinear, QuantLinear
-from compress.weights.codes import Packed
+from compress.runtime.layers.fused import FusedLinear, why_not_fuse
+from compress.runtime.layers.linear import Int8Linear, PackedLinear, QuantLinear
+from compress.weights.formats.codes import Packed
 from compress.weights.grid import Grid, fake_quantize, quantize
 from compress.weights.rounding import ActivationCodes
 from compress.weights.scheme import parts_of, scheme_named, scheme_on

@@ -22,15 +22,15 @@ from transformers import (
 )
 
 import compress
-from compress.checkpoint.source import find_source
+from compress.api.verify import load_with_transformers, outputs, probe
+from compress.checkpoint.read.source import find_source
 from compress.errors import CheckpointError, InputError
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.fused import FusedLinear
-from compress.runtime.linear import PackedLinear, QuantLinear
-from compress.runtime.loading import transformers_alone
-from compress.verification import load_with_transformers, outputs, probe
+from compress.runtime.layers.fused import FusedLinear
+from compress.runtime.layers.linear import PackedLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers
+from compress.runtime.load.loading import transformers_alone
 from compress.weights.compressed_tensors import scheme_for
 
 LLMCOMPRESSOR = FIXTURES / "llmcompressor"
@@ -498,8 +498,8 @@ def changed(tmp_path, monkeypatch):
             def loaded(*_, **__):
                 raise AssertionError("weights were read")
 
-            monkeypatch.setattr("compress.runtime.assembly.finish", loaded)
-            monkeypatch.setattr("compress.runtime.loading.finish", loaded)
+            monkeypatch.setattr("compress.runtime.load.assembly.finish", loaded)
+            monkeypatch.setattr("compress.runtime.load.loading.finish", loaded)
         return tmp_path
 
     return change

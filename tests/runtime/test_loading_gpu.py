@@ -8,9 +8,9 @@ from commands import make_llama
 from places import FIXTURES
 
 import compress
-from compress.kernels.triton import workspace
-from compress.runtime.assembly import compressed_layers
-from compress.verification import outputs, probe
+from compress.api.verify import outputs, probe
+from compress.kernels import workspace
+from compress.runtime.layers.walk import compressed_layers
 
 pytestmark = [
     pytest.mark.gpu,

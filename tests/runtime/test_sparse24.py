@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from layers import holds
 from torch import nn
 
-from compress.kernels import blocks
 from compress.kernels.cpu import build as cpu
-from compress.runtime.fused import FusedLinear
-from compress.runtime.linear import PackedSparse24Linear, QuantLinear, Sparse24Linear, SumLinear, run_of
-from compress.runtime.twin import error, plain
-from compress.weights.dense import dense
+from compress.kernels.operators import blocks
+from compress.runtime.check.twin import error, plain
+from compress.runtime.layers.fused import FusedLinear
+from compress.runtime.layers.linear import PackedSparse24Linear, QuantLinear, Sparse24Linear, SumLinear, run_of
+from compress.weights.formats.dense import dense
+from compress.weights.formats.sparse24 import sparse24
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.sparse24 import sparse24
 from compress.weights.terms import Term
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,6 +153,6 @@ def test_routes_name_the_kernel_and_what_speaks_against_a_faster_one(monkeypatch
     assert route("numbers") == route("4 bits") == ("torch", ("no compiler",))
     pairs = ("torch", ("no GPU kernel reads pairs: torch makes a block of rows dense at a time",))
     assert route("numbers", device="meta") == route("8 bits", device="meta") == pairs
-    monkeypatch.setattr("compress.kernels.sparse24._why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.words24._why_not_triton", lambda device: ())
     assert route("4 bits", device="meta") == route("3 bits, asymmetric", device="meta") == ("triton", ())
     assert "float32" in route("4 bits", torch.float32, "meta").why_not[0]

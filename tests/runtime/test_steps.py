@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.errors import InputError
 from compress.kernels.cpu import direct
-from compress.runtime import steps
+from compress.runtime.load import steps
 
 
 def write(tmp_path):

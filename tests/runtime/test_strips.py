@@ -11,10 +11,10 @@ from torch import nn
 import compress
 from compress.kernels import reference
 from compress.kernels.cpu import build as cpu
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.embedding import TiedLinear
-from compress.runtime.fused import FusedLinear
-from compress.runtime.linear import PackedLinear, QuantLinear
+from compress.runtime.layers.embedding import TiedLinear
+from compress.runtime.layers.fused import FusedLinear
+from compress.runtime.layers.linear import PackedLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers
 
 K = 96
 

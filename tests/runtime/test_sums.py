@@ -14,23 +14,23 @@ from outliers import Outliers, tiled
 from torch import nn
 
 import compress
-from compress.checkpoint.stored import read_weight, widened
+from compress.checkpoint.read.stored import read_weight, widened
 from compress.errors import InputError
 from compress.kernels.cpu import build as cpu
 from compress.kernels.measure import ceilings
-from compress.kernels.sparse import DECODE_TOKENS
+from compress.kernels.operators.sparse import DECODE_TOKENS
 from compress.kernels.tuning.table import Shape
 from compress.recipes.low_rank import LowRank
-from compress.runtime.assembly import lay_in_strips
-from compress.runtime.fused import why_not_fuse
-from compress.runtime.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
-from compress.runtime.twin import compared, error, plain
-from compress.weights.codes import Packed
+from compress.runtime.check.twin import compared, error, plain
+from compress.runtime.layers.fused import why_not_fuse
+from compress.runtime.layers.linear import PackedLinear, QuantLinear, SparseLinear, SumLinear, TilesLinear, run_of
+from compress.runtime.load.assembly import lay_in_strips
+from compress.weights.formats.codes import Packed
+from compress.weights.formats.sparse import Sparse, sparse
+from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid, quantize
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.sparse import Sparse, sparse
 from compress.weights.terms import Weight
-from compress.weights.tiles import Tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -232,12 +232,12 @@ def test_routes_name_the_kernels_and_what_speaks_against_faster_ones():
 
 
 def test_routes_on_a_gpu(monkeypatch):
-    monkeypatch.setattr("compress.kernels.ops._why_not_triton", lambda device: ())
-    monkeypatch.setattr("compress.kernels.sparse._why_not_triton", lambda device: ())
-    monkeypatch.setattr("compress.kernels.tiles._why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.words._why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.sparse._why_not_triton", lambda device: ())
+    monkeypatch.setattr("compress.kernels.operators.tiles._why_not_triton", lambda device: ())
     meta, many = torch.device("meta"), DECODE_TOKENS + 1
-    monkeypatch.setattr("compress.kernels.ops.device_of", lambda device: None)
-    monkeypatch.setattr("compress.kernels.ops.choose", lambda *sizes: Shape(16, 128))
+    monkeypatch.setattr("compress.kernels.operators.words.device_of", lambda device: None)
+    monkeypatch.setattr("compress.kernels.operators.words.choose", lambda *sizes: Shape(16, 128))
     for name, few, lots in (
         ("codes + sparse", "triton + entries", "dequantize with entries"),
         ("tiles + sparse", "triton + entries", "dequantize with entries"),

@@ -10,9 +10,9 @@ from models import build, tokens
 from torch import Tensor
 
 from compress import RTN, load, quantize
-from compress.runtime.assembly import compressed_layers
-from compress.runtime.linear import QuantLinear
-from compress.runtime.twin import compared, error, plain, rounded_input
+from compress.runtime.check.twin import compared, error, plain, rounded_input
+from compress.runtime.layers.linear import QuantLinear
+from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import Grid
 from compress.weights.grid import quantize as rounded_to
 from compress.weights.rounding import ActivationCodes

@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compress
-from compress.checkpoint.source import DEMO
+from compress.checkpoint.read.source import DEMO
 from compress.cli.main import main
-from compress.progress import Silent
+from compress.system.progress import Silent
 
 VOCABULARY, CONTEXT, HIDDEN, INTERMEDIATE = 2048, 64, 64, 96
 PLAIN_GPTQ = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0, "shrink": False}  # the paper's, and fast

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from compress.checkpoint.record import LayerRecord
+from compress.checkpoint.write.record import LayerRecord
 from compress.evaluation.document import (
     Band,
     Component,
@@ -23,7 +23,7 @@ from compress.evaluation.document import (
     Timing,
     UnitSensitivity,
 )
-from compress.evaluation.showing.runs import Run
+from compress.evaluation.report.runs import Run
 
 KINDS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.kernels import pack
+from compress.kernels.layouts import words as pack
 
 
 def routings():

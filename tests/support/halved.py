@@ -7,7 +7,7 @@ import torch
 from pruning import Largest
 from torch import Tensor
 
-from compress.passes.sites import Site
+from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.quantize import QuantizeWeights
-from compress.passes.sites import Site
+from compress.passes.options.quantize import QuantizeWeights
+from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
+from compress.weights.formats.sparse import sparse
+from compress.weights.formats.tiles import Tiled, Tiles, fit_tiles
 from compress.weights.grid import encode_unsigned, quantize
-from compress.weights.sparse import sparse
 from compress.weights.terms import Weight
-from compress.weights.tiles import Tiled, Tiles, fit_tiles
 
 
 def tiled(weight_NK: Tensor, format_: Tiles, dtype: torch.dtype) -> Tiled:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
+RANKS = SUPPORT / "ranks"
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 FIXTURES = TESTS / "fixtures"

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from compress.kernels import ops, pack, reference, strips
+from compress.kernels import reference
 from compress.kernels.cpu import direct
+from compress.kernels.layouts import words as pack
+from compress.kernels.operators import strips
+from compress.kernels.operators import words as ops
 
 
 def planar_of(N, K, bits, group, symmetric, dtype, seed=0):

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.passes.base import Aspect, Pass
-from compress.passes.sites import Site
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 from compress.weights.terms import Summand
 
 

@@ -9,8 +9,8 @@ from places import GOLDEN
 from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult
-from compress.comm import Comm
-from compress.passes.sites import Site
+from compress.passes.protocol.sites import Site
+from compress.system.comm import Comm
 from compress.weights.grid import Grid, Quantized
 
 STORED = GOLDEN / "gptq.safetensors"

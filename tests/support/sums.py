@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from compress.kernels import pack, reference
-from compress.kernels.entries import Entries
-from compress.kernels.pack_tiles import TileWords, pack_levels
+from compress.kernels import reference
+from compress.kernels.layouts import words as pack
+from compress.kernels.layouts.entries import Entries
+from compress.kernels.layouts.tiles import TileWords, pack_levels
 
 SHORT = 2**15
 

@@ -6,10 +6,10 @@ from models import strong, tokens
 
 import compress
 from compress.model.layers import Layer
-from compress.train.latents import PARTS, ROOM, TOGETHER, begun, places_of
+from compress.train.rounding.latents import PARTS, ROOM, TOGETHER, begun, places_of
 from compress.weights.decision import Decision
+from compress.weights.formats.sparse import sparse
 from compress.weights.grid import Grid, Quantized, encode, grouped, quantize
-from compress.weights.sparse import sparse
 from compress.weights.terms import Weight
 
 GROUPED = {"granularity": "group", "group_size": 8}

@@ -7,19 +7,19 @@ from commands import Largest
 from models import DECODERS, strong, tokens
 from torch import Tensor, nn
 
-from compress.comm import Comm
 from compress.passes.train import Train
-from compress.train.heads import output_head
+from compress.system.comm import Comm
+from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.rows import Rows
 from compress.train.losses import chunked
 from compress.train.losses.attention import attention_loss
 from compress.train.losses.contrastive import Candidates, info_nce
 from compress.train.losses.logits import LogitsLoss, logits_loss
 from compress.train.losses.relations import relations_loss
 from compress.train.losses.top_k import top_k
-from compress.train.objective import Objective
-from compress.train.offline import TopKRows
-from compress.train.outputs import eager_attention
-from compress.train.rows import Rows
+from compress.train.objective.heads import output_head
+from compress.train.objective.objective import Objective
+from compress.train.objective.outputs import eager_attention
 
 IDS = tokens(4, 12)
 

@@ -8,14 +8,14 @@ from models import build, tokens
 from torch import nn
 
 import compress
-from compress.comm import Comm
 from compress.model.layers import Layer
 from compress.passes.train import Train
-from compress.progress import Silent
-from compress.train.lottery import Lottery, draw, lesson
-from compress.train.penalties import Penalties, penalized
-from compress.train.pruning import Prunable, eased, progress_at, prune_to
-from compress.train.rows import Rows
+from compress.recipes.studies.quality.tickets import Lottery, draw, lesson
+from compress.system.comm import Comm
+from compress.system.progress import Silent
+from compress.train.inputs.rows import Rows
+from compress.train.rounding.penalties import Penalties, penalized
+from compress.train.rounding.pruning import Prunable, eased, progress_at, prune_to
 from compress.weights.masks import Pattern, pattern_of
 
 DATA = {"calibration": tokens(8), "training": tokens(16, seed=4), "batch_size": 4}

@@ -10,9 +10,9 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import InputError
 from compress.model.layers import Layer
-from compress.train.layers import PARTS, attach, detach, finished
+from compress.train.rounding.layers import PARTS, attach, detach, finished
 from compress.weights.decision import Decision
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
 from compress.weights.grid import Grid, quantize
 from compress.weights.rounding import ActivationCodes
 from compress.weights.terms import Weight

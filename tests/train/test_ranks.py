@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from models import GATED, strong
-from places import SUPPORT
+from places import RANKS, SUPPORT
 from training_worker import CHOSEN, DATA, FIRST, OPTIONS, PASSES, TABLES, own_loop
 
 import compress
-from compress.checkpoint.source import find_source
-from compress.checkpoint.stored import read_tensors
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import read_tensors
 from compress.weights.terms import Weight
 
 pytestmark = [
@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
     own_loop(folder / "model", folder / "own-never")
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(SUPPORT / "training_worker.py"), str(folder)]
+    command = [sys.executable, str(RANKS / "training_worker.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

@@ -10,9 +10,9 @@ from models import strong, tokens
 import compress
 from compress.errors import CheckpointError
 from compress.passes.train import Train
-from compress.progress import Silent
-from compress.run import training
-from compress.train.best import interval
+from compress.run.learn import training
+from compress.system.progress import Silent
+from compress.train.loop.best import interval
 from compress.train.rates import LOWEST, PART, chosen, tried
 
 TWO_BITS = compress.RTN(scheme="w2a16", group_size=16)

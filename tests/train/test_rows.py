@@ -1,6 +1,6 @@
 """Which samples steps have."""
 
-from compress.train.rows import Order
+from compress.train.inputs.rows import Order
 
 
 def test_an_epoch_has_every_sample_once_and_seeds_and_epochs_their_own_order():

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from compress.errors import CheckpointError
-from compress.runtime.linear import QuantLinear
-from compress.runtime.twin import error
-from compress.weights.lowrank import LowRank, factors, low_rank
+from compress.runtime.check.twin import error
+from compress.runtime.layers.linear import QuantLinear
+from compress.weights.formats.lowrank import LowRank, factors, low_rank
 from compress.weights.scheme import check_parts, parts_of, scheme_of
 from compress.weights.terms import Weight
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import CheckpointError
-from compress.weights.sparse import SHORT_COLUMNS, Sparse, SparseRows, column_dtype, sparse
+from compress.weights.formats.sparse import SHORT_COLUMNS, Sparse, SparseRows, column_dtype, sparse
 
 
 @settings(max_examples=40, deadline=None)

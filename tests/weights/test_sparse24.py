@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import CheckpointError, InputError
-from compress.weights.dense import dense
+from compress.weights.formats.dense import dense
+from compress.weights.formats.sparse import sparse
+from compress.weights.formats.sparse24 import PackedSparse24, Sparse24, sparse24
 from compress.weights.grid import Grid, Quantized, quantize
 from compress.weights.scheme import parts_of, scheme_of
-from compress.weights.sparse import sparse
-from compress.weights.sparse24 import PackedSparse24, Sparse24, sparse24
 from compress.weights.terms import Summand, Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

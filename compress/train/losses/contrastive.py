@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from compress.comm import Comm
 from compress.errors import InputError
+from compress.system.comm import Comm
 from compress.train.losses.features import unit
 from compress.train.losses.summed import Summed, same_width, summed, wide
 

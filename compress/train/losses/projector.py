@@ -12,8 +12,8 @@ Shapes: T tokens, D the student's width, E the teacher's; [T, D] stands for [...
 import torch
 from torch import Tensor, nn
 
-from compress.comm import Comm
 from compress.errors import InputError
+from compress.system.comm import Comm
 from compress.train.losses.summed import rows_of, valid_rows
 
 RIDGE = 1e-4  # of the mean variance of a channel: enough to tell apart channels that are copies of each other

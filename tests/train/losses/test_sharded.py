@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from losses_worker import TOKENS, WORLD, gradients, made
-from places import SUPPORT
+from places import RANKS, SUPPORT
 
 
 @pytest.mark.dist
@@ -15,7 +15,7 @@ def test_two_ranks_have_the_gradients_of_one_process(tmp_path) -> None:
     """With a rank that has nothing but padding, a head that is resharded after its forward, negatives of all ranks."""
     paths = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    words = [sys.executable, str(SUPPORT / "losses_worker.py"), str(tmp_path)]
+    words = [sys.executable, str(RANKS / "losses_worker.py"), str(tmp_path)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found, refused = torch.load(tmp_path / "found.pt")

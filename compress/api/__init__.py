@@ -1,0 +1,1 @@
+"""`quantize` and its siblings: a request is checked, prepared and run as a job."""

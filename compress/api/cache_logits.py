@@ -1,0 +1,129 @@
+"""A teacher is asked once, and what it says is kept for every training that follows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.api.prepare import check_group, training_rows
+from compress.api.request import Calibration, Data, Delivery, Extent, Request, Work
+from compress.api.teachers import Teachers
+from compress.checkpoint.read.pretrained import read_config
+from compress.checkpoint.read.source import find_source
+from compress.data.teacher_file import holds_cached, write_cached
+from compress.errors import InputError
+from compress.model.calls import evaluating
+from compress.passes.train import Train
+from compress.system.comm import Comm
+from compress.system.device import find_device
+from compress.system.progress import Reporter, Silent
+from compress.train.inputs.batch import inputs_of
+from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.rows import Rows, micro_batches
+from compress.train.losses.options import CACHED, ORIGINAL
+from compress.train.losses.top_k import TopK, top_k
+from compress.train.objective.objective import shifted_logits
+
+TOP_K = 64  # what is left out of a distribution is then a percent or two of a large vocabulary's mass
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What came of it. mass: of the k tokens, the mean over all."""
+
+    output: Path
+    samples: int
+    tokens: int
+    top_k: int
+    mass: float
+
+
+def cache_logits(
+    teacher: str | Path,
+    output: str | Path,
+    training: Calibration,
+    *,
+    top_k: int = TOP_K,
+    temperature: float = 1.0,
+    length: int | None = None,
+    batch_size: int = 8,
+    device: str | torch.device | None = None,
+    fsdp: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Cached:
+    """Write what a teacher says of data, to be given to training as its teacher.
+
+    output: a file that ends in .safetensors; one that is there is replaced if it holds cached logits, and any with
+    `overwrite`. training, length: as in `quantize`. top_k: 1 to the
+    vocabulary, tokens whose log-probabilities are kept. temperature: of the training that is to come. All of it is held
+    in memory: 8 bytes for each token and each of its k. Raises InputError for what cannot be asked or written.
+    """
+    path = Path(output)
+    if path.suffix != CACHED:
+        raise InputError(f"{str(output)!r}; a file of cached logits ends in {CACHED}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"{str(output)!r} cannot be written; give a file in a directory that exists")
+    if path.exists() and not overwrite and not holds_cached(path):
+        raise InputError(f"{str(output)!r} exists and holds no cached logits; give another file, or --overwrite")
+    asked = Train(temperature=temperature)
+    request = Request(
+        teacher,
+        (asked,),
+        Data(training, None, length, batch_size),
+        Extent((), False, None),
+        Delivery(None, False, False, None),
+        Work(device, None, fsdp, False),
+        trust_remote_code,
+    )
+    request.check()
+    source = find_source(str(teacher), trust_remote_code)
+    if fsdp:
+        check_group()
+    rows = training_rows(request, read_config(source), source)
+    made = Teachers(request, source, nn.Identity(), find_device(device))
+    comm = Comm()
+    said = _said(made.model(ORIGINAL), rows, top_k, asked, batch_size, comm, reporter or Silent())
+    if comm.rank == 0:
+        write_cached(path, said, source.fingerprint(), rows)
+    comm.barrier()
+    mass = float(said.log_probs_NTk.exp().sum(-1).mean())
+    return Cached(path, len(rows), said.log_probs_NTk[..., 0].numel(), top_k, mass)
+
+
+@torch.no_grad()
+def _said(
+    teacher: nn.Module, rows: Rows, k: int, options: Train, batch_size: int, comm: Comm, reporter: Reporter
+) -> TopKRows:
+    """Of all samples, in their order, on every rank."""
+    device = next(teacher.parameters()).device
+    parts: list[TopK] = []
+    places: list[int] = []
+    batches = list(micro_batches(range(len(rows)), batch_size, comm))
+    vocabulary = 0
+    with evaluating(teacher):
+        for done, (part, counting) in enumerate(batches):
+            reporter.step(done, len(batches), f"batch {done}" if done else "")
+            batch = rows.take(part)
+            logits: Any = getattr(teacher(**inputs_of(batch, device)), "logits", None)
+            if logits is None:
+                raise InputError(f"{type(teacher).__name__} returns no logits, of which nothing can be kept")
+            vocabulary = logits.shape[-1]
+            kept = top_k(shifted_logits(logits, batch), k, options.temperature)
+            own = part if counting else []
+            parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], options.temperature))
+            places += own
+        reporter.step(len(batches), len(batches), "the last batch")
+    lengths = comm.gather_objects(places)
+    order = torch.tensor([place for each in lengths for place in each]).argsort()
+
+    def gathered(name: str, dtype: torch.dtype) -> Tensor:
+        mine = torch.cat([getattr(part, name) for part in parts]).to(dtype)
+        return comm.gather_rows(mine, [len(each) for each in lengths]).cpu()[order]
+
+    return TopKRows(
+        gathered("log_probs_Tk", torch.float32), gathered("indices_Tk", torch.int32), options.temperature, vocabulary
+    )

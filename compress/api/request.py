@@ -1,0 +1,118 @@
+"""What `quantize` is asked for, sorted by what it is about, and what is refused whatever the model is."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import InputError, one_of
+from compress.model.layers import FLOATS
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import describe
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+STORES = (TWO_OF_FOUR,)
+Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the model is shown: text, token ids or batches, and how much of it at once. training: what it is trained on,
+    None for the same."""
+
+    calibration: Calibration | None
+    samples: int | None
+    length: int | None
+    batch_size: int
+    training: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
+    may become other numbers."""
+
+    ignore: Sequence[str]
+    one_block: bool
+    convolutions: bool | None
+    drop_zeros: bool = False
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Where the result is written, and what becomes of what is there. verify: None where the model's size decides.
+    store: in which form, `STORES`; None for the one that most readers know."""
+
+    output: str | Path | None
+    resume: bool
+    overwrite: bool
+    verify: bool | None
+    store: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where and in what the work is done, and whether its failure is undone."""
+
+    device: str | torch.device | None
+    dtype: torch.dtype | None
+    fsdp: bool
+    restore: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `quantize`, which says what they mean."""
+
+    model: nn.Module | str | Path
+    passes: tuple[Pass, ...]
+    data: Data
+    extent: Extent
+    delivery: Delivery
+    work: Work
+    trust_remote_code: bool
+
+    def check(self) -> None:
+        """Refuse arguments that are wrong whatever the model is."""
+        ignore, data, dtype = self.extent.ignore, self.data, self.work.dtype
+        if isinstance(ignore, str):
+            raise InputError(f"ignore: {ignore!r} is one pattern; give a list of them, [{ignore!r}]")
+        if not isinstance(data.batch_size, int) or data.batch_size < 1:
+            raise InputError(f"batch size {data.batch_size!r}; allowed: 1 or more")
+        for what, value in (("samples", data.samples), ("length", data.length)):
+            if value is not None and not isinstance(value, int):
+                raise InputError(f"{what} {value!r}; it must be a whole number")
+        if dtype is not None and dtype not in FLOATS:
+            raise InputError(f"dtype {dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
+        try:
+            json.dumps(describe(self.passes))
+        except TypeError as error:
+            raise InputError(
+                f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
+            ) from None
+        delivery = self.delivery
+        if (delivery.resume or delivery.overwrite or delivery.verify) and delivery.output is None:
+            raise InputError("resume, overwrite and verify need an output")
+        if delivery.store is not None:
+            one_of("store", delivery.store, STORES)
+        if delivery.store is not None and delivery.output is None:
+            raise InputError("store is how the output is written; give an output or leave it out")
+
+
+def several(given: Any) -> tuple[Pass, ...]:
+    """The passes that were given: one, or several."""
+    if isinstance(given, Pass):
+        return (given,)
+    if isinstance(given, str | type) or not isinstance(given, Iterable):
+        raise InputError(f"passes: {given!r} is no pass; give one, like compress.GPTQ(scheme='w4a16'), or a list")
+    passes = tuple(given)
+    if not passes:
+        raise InputError("no pass given; give at least one, like RTN() or GPTQ()")
+    for p in passes:
+        if not isinstance(p, Pass):
+            raise InputError(f"passes: {p!r} is no pass; give instances, like compress.GPTQ(scheme='w4a16')")
+    return passes

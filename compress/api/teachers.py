@@ -1,0 +1,62 @@
+"""The models that others learn from."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from compress.api.request import Request
+from compress.checkpoint.read.pretrained import load_dense
+from compress.checkpoint.read.source import Source, find_source
+from compress.errors import InputError
+from compress.model.layers import find_stacks
+from compress.run.residency import is_narrow, shard
+from compress.runtime.load.loading import load_source
+from compress.train.inputs.offline import TopKRows
+from compress.train.losses.options import ORIGINAL
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Makes teachers. source: where the student was read, None for one in memory, which is `student`; device: where
+    work is done; cached: what files hold of teachers, by their names."""
+
+    request: Request
+    source: Source | None
+    student: nn.Module
+    device: torch.device
+    cached: Mapping[str, TopKRows] = field(default_factory=dict)
+
+    def named(self, name: str) -> nn.Module | TopKRows:
+        """A teacher, as `model` gives it, or what a file of that name holds of one."""
+        return self.cached[name] if name in self.cached else self.model(name)
+
+    def model(self, name: str) -> nn.Module:
+        """The original model, before anything is done to it, or that of a directory, which may be compressed; frozen,
+        on the device, sharded where the student is."""
+        model = self._read(name)
+        if self.device.type == "cpu" and any(is_narrow(p) for p in model.parameters()):
+            model = model.float()  # what products of 16 bits cost on a CPU
+        model.requires_grad_(False).eval()
+        if isinstance(self.student, FSDPModule) or self.request.work.fsdp:
+            mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),))
+            return shard(model, find_stacks(model), mesh)
+        return model.to(self.device)
+
+    def _read(self, name: str) -> nn.Module:
+        if name == ORIGINAL and self.source is None:
+            if isinstance(self.student, FSDPModule):
+                raise InputError(
+                    "a sharded model in memory cannot be copied to be its own teacher; give teacher a directory"
+                )
+            return copy.deepcopy(self.student)
+        source = self.source
+        if name != ORIGINAL or source is None:
+            source = find_source(name, self.request.trust_remote_code)
+        if source.quantization is None:
+            return load_dense(source)
+        return load_source(source, target=self.device, dequantize=self.request.work.fsdp)

@@ -1,0 +1,322 @@
+"""Check a written checkpoint in this (fresh) process: files against the run's record, and transformers against us.
+
+Both models run one block at a time: there is no second dense model. Where transformers can load a checkpoint only with
+`dequantize=True` (packed zero points, packed embeddings), its own is whole and dense.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.files import RECORD, checksum, read_json
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.stored import stored_in, weight_of
+from compress.checkpoint.seal import check as check_files
+from compress.checkpoint.seal import check_itself, rewrite
+from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.manifest import read_record
+from compress.errors import CheckpointError, CompressError, InputError, first_line, install
+from compress.runtime.check.streamed import streamed
+from compress.runtime.check.theirs import decompressed_by_block, load_with_transformers
+from compress.runtime.check.twin import compared, watched
+from compress.runtime.load.by_block import run_by_block
+from compress.runtime.load.caches import rounded_cache
+from compress.system.comm import Comm
+from compress.system.progress import Reporter, without_bars
+from compress.weights.compressed_tensors import needs_dequantizing
+from compress.weights.formats.registry import folder_of
+from compress.weights.own_words import is_own
+
+PROBE_ROWS, PROBE_LENGTH = 2, 32
+PROBE_SIZE = 64  # pixels, height and width
+# Of the standard deviation of logits, for models that round what their layers multiply: transformers rounds for itself,
+# and takes the other code of some ties.
+ACTIVE_TOLERANCE = 0.05
+
+
+class NotComparedError(Exception):
+    """Why transformers is not asked about a checkpoint."""
+
+
+def check_record(source: Source) -> int:
+    """Compare every tensor, and every layer's values, with the checksums that the run recorded; returns how many layers
+    were compared. Raises CheckpointError that names the tensor or the layer."""
+    path = source.path / RECORD
+    if not path.exists():
+        raise InputError(f"{source.path} holds no {RECORD}; only checkpoints of this tool can be verified")
+    record = read_record(source.path)
+    check_itself(source.path, record)
+    # Before tensors had checksums of their own, only the values of compressed layers did.
+    check_tensors(source, record.get("tensors"))
+    for layer in record["layers"]:
+        if layer["figures"].get("sha256") not in map(checksum, _values(source, layer["name"])):
+            raise CheckpointError(f"{layer['name']} does not hold the values that the run decided; write it again")
+    return len({layer["name"] for layer in record["layers"]})
+
+
+def _values(source: Source, layer: str) -> list[Tensor]:
+    """The values [N, K] of a layer; of one that is stored dense, as they lie and transposed: Conv1D has [K, N]."""
+    if layer in stored_in(source).layers:
+        values = weight_of(source, layer).dequantize()
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError(f"{layer} stands for values that are not finite numbers; write it again")
+        return [values]
+    if f"{layer}.weight" not in source.weights:
+        raise CheckpointError(f"{layer} is in {RECORD} but not in the checkpoint")
+    dense = source.weights.tensor(f"{layer}.weight")
+    return [dense, dense.t()] if dense.ndim == 2 else [dense.flatten(1)]
+
+
+def check_tensors(source: Source, recorded: Mapping[str, str] | None) -> None:
+    """Hold the bytes of every tensor to the SHA-256 in the record: scales, norms, embeddings and all. Raises
+    CheckpointError that names one which is missing, superfluous or not what was written."""
+    if recorded is None:
+        return
+    # By the index: a copy of a tensor in another file must not stand for the one that is read.
+    found = {name: checksum(source.weights.tensor(name)) for name in source.weights}
+    if lost := sorted(recorded.keys() - found.keys()):
+        raise CheckpointError(f"{lost[0]} is in {RECORD} but not in the checkpoint ({len(lost)} missing in all)")
+    if foreign := sorted(found.keys() - recorded.keys()):
+        raise CheckpointError(f"{foreign[0]} is in the checkpoint but not in {RECORD} ({len(foreign)} such tensors)")
+    if changed := [name for name in recorded if found[name] != recorded[name]]:
+        raise CheckpointError(
+            f"{changed[0]} is not what the run wrote ({len(changed)} tensors differ in all); write it again"
+        )
+
+
+def probe(vocabulary: int) -> Tensor:
+    """Token ids [rows, length], the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (PROBE_ROWS, PROBE_LENGTH), generator=generator)
+
+
+def probe_of(config: Mapping[str, Any]) -> Tensor | None:
+    """Token ids, or images for a model that takes those; None for one that does not say what it takes."""
+    vocabulary, channels = config.get("vocab_size"), config.get("num_channels")
+    if isinstance(vocabulary, int):
+        return probe(vocabulary)
+    size = config.get("image_size", PROBE_SIZE)  # a model of convolutions alone names none
+    if not isinstance(size, int) or not isinstance(channels, int):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(PROBE_ROWS, channels, size, size, generator=generator)
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits, or the last hidden state of a model without a head, from token ids or (floating point) images."""
+    config: Any = model.config
+    if ids.is_floating_point():
+        found = model(pixel_values=ids.to(next(p for p in model.parameters() if p.is_floating_point()).dtype))
+        return found.logits if "logits" in found else found[0]
+    decoder = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+    result = model(input_ids=ids, **decoder)
+    return result.logits if "logits" in result else result[0]
+
+
+@contextmanager
+def exact_caches(model: nn.Module) -> Iterator[None]:
+    """Within: attentions keep keys and values as they are."""
+    hooks = [hook for module in model.modules() if (hook := rounded_cache(module)) is not None]
+    for hook in hooks:
+        hook.active = False
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.active = True
+
+
+def _unknown_mix(source: Source, model: nn.Module) -> bool:
+    """Whether transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
+    packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
+    if len((source.quantization or {}).get("config_groups") or ()) < 2:
+        return False
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return any(needs_dequantizing(stored.scheme, name in tables) for name, stored in stored_in(source).layers.items())
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).abs().mean())
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What our own model makes of the probe. uncached: with keys and values as they are. unknown_mix: whether
+    transformers cannot load its schemes together."""
+
+    outputs: Tensor
+    uncached: Tensor
+    unknown_mix: bool
+
+
+@without_bars()
+def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Verify a checkpoint. Raises CompressError where it is not what the run decided or loads as something else.
+
+    trust_remote_code: run Python code that comes with the model, if any does.
+
+    Returns {layers, transformers, loader, dtype, logits_max_difference}: the layers compared, whether transformers was
+    compared (and why not), how it loads the checkpoint, in which dtype, and the largest difference of its logits from
+    ours: 0.0, or up to ACTIVE_TOLERANCE of their standard deviation where inputs or key-value caches are quantized too.
+    Where inputs are, our kernels are compared layer by layer. cache, where a key-value cache is quantized: whether it
+    was compared, too. remarks, if any: documents that were edited, and what records of earlier versions cannot show.
+    """
+    source = find_source(str(path), trust_remote_code)
+    result: dict[str, Any] = {"layers": check_record(source), "transformers": "compared"}
+    if remarks := check_files(source.path, read_record(source.path)):
+        result["remarks"] = remarks
+    try:
+        ids = comparable_probe(source)
+        stored, sums = stored_in(source), is_own(source.quantization)
+        cached = stored.caches is not None
+        active = cached or sums or any(layer.scheme.inputs is not None for layer in stored.layers.values())
+        # In 16 bits transformers' emulation of quantized activations rounds before it rounds: both compute in float32.
+        dtype = torch.float32 if active else None
+        dense = source.quantization is not None and not active
+        ours = seen(source, dtype, ids, active, dense)
+        if sums:
+            raise NotComparedError("it has neither our formats nor sums of terms; ours computes what they stand for")
+        result["dtype"] = str(ours.outputs.dtype).removeprefix("torch.")
+        theirs, result["loader"] = _loaded_by_transformers(source, dtype, ours)
+    except NotComparedError as why:
+        result["transformers"] = f"not compared: {why}"
+        return result
+    openings = decompressed_by_block(theirs) if result["loader"] == "default" else {}
+    found, expected = run_by_block(theirs, openings, lambda: outputs(theirs, ids)), ours.outputs
+    if cached and result["loader"] != "default":
+        expected = ours.uncached
+        result["cache"] = f"not compared: transformers loads this with {result['loader']}, which leaves it as it is"
+    elif cached:
+        result["cache"] = "compared"
+        if _distance(found, expected) > _distance(found, ours.uncached):
+            raise CompressError(f"{source.path} loads in transformers without a rounded key-value cache")
+    result["logits_max_difference"] = float((found.float() - expected.float()).abs().max())
+    allowed = ACTIVE_TOLERANCE * float(expected.float().std()) if active else 0.0
+    if not result["logits_max_difference"] <= allowed:
+        raise CompressError(
+            f"{source.path} loads in transformers with logits that differ by up to "
+            f"{result['logits_max_difference']:.3g} from what its codes stand for"
+        )
+    return result
+
+
+def comparable_probe(source: Source) -> Tensor:
+    """What both models are shown. Raises NotComparedError where transformers cannot read the checkpoint, or where there
+    is nothing to show."""
+    if source.quantization is not None and not is_own(source.quantization):
+        try:
+            import compressed_tensors  # noqa: F401
+        except ImportError:
+            raise NotComparedError(install("hf")) from None
+    ids = probe_of(source.config)
+    if ids is None:
+        raise NotComparedError("the configuration names neither vocab_size nor num_channels")
+    return ids
+
+
+def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, dense: bool) -> Sight:
+    """What our model makes of the probe, one block at a time; by torch's own products where it is `active` (rounds
+    inputs or caches). dense: with weights that are what codes stand for, and not with codes.
+
+    Raises CompressError for a layer whose kernel computes something else and for outputs that are not finite,
+    NotComparedError for a model that takes something else."""
+    worst: dict[str, float] = {}
+    model, openings = streamed(source, dtype, partial(watched, worst), dequantize=dense)
+    try:
+        products: AbstractContextManager[dict[str, float]] = compared(model) if active else nullcontext({})
+        with products as outside:
+            found = run_by_block(model, openings, lambda: outputs(model, ids))
+            with exact_caches(model):
+                again = stored_in(source).caches is not None
+                uncached = run_by_block(model, openings, lambda: outputs(model, ids)) if again else found
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        what = "images" if ids.is_floating_point() else "token ids"
+        raise NotComparedError(f"{type(model).__name__} takes no plain {what} ({first_line(error)})") from None
+    for name, difference in (worst | outside).items():
+        if difference > 1:
+            raise CompressError(
+                f"{name} of {source.path} computes something else than its codes stand for: off by {difference:.3g} "
+                "times what roundings explain"
+            )
+    if not bool(torch.isfinite(found).all()):
+        raise CompressError(
+            f"{source.path} computes logits that are not finite numbers, in {str(found.dtype).removeprefix('torch.')}; "
+            "nothing can be compared with them"
+        )
+    return Sight(found, uncached, _unknown_mix(source, model))
+
+
+def _loaded_by_transformers(source: Source, dtype: torch.dtype | None, ours: Sight) -> tuple[nn.Module, str]:
+    try:
+        return load_with_transformers(source, dtype)
+    except CheckpointError as error:
+        if not ours.unknown_mix:
+            raise
+        raise NotComparedError(f"it cannot load this mix of schemes ({error})") from None
+
+
+def verified(place: Directory, comm: Comm, reporter: Reporter, trust_remote_code: bool) -> dict[str, Any] | None:
+    """Verify a run's checkpoint before it gets its name, on rank 0, and enter what was found into its record."""
+    found, problem = None, None
+    if comm.rank == 0:
+        reporter.note("verifying the output in a fresh process")
+        try:
+            found = in_fresh_process(place, trust_remote_code)
+            rewrite(place.model, {"verification": found})
+        except CompressError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write {place.model / RECORD}: {error.strerror}"
+    comm.fail_together(problem)
+    return found
+
+
+def in_fresh_process(place: Directory, trust_remote_code: bool) -> dict[str, Any]:
+    """`compress verify` in a process of its own, outside any process group. Raises CompressError for an output that
+    does not verify, and where no process can be started."""
+    distributed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+    environment = {k: v for k, v in os.environ.items() if k not in distributed and not k.startswith("TORCHELASTIC")}
+    # Not from the current directory, unless that is where this package is: what lies there is anybody's.
+    home = Path(__file__).resolve().parents[2]
+    if home == Path.cwd():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environment.get("PYTHONPATH"))))
+    words = [sys.executable, "-P", "-m", "compress", "verify", str(place.model), "--json", "-", "--quiet"]
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    if modules := _modules(place.model):
+        words += [word for module in modules for word in ("--plugin", module)]
+        known = [*dict.fromkeys(map(folder_of, modules)), environment.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, known))
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    except OSError as error:  # an interpreter that this user may not run, say
+        raise CompressError(
+            f"{place.output} cannot be verified, so it stays {place.model}: {sys.executable!r} does not start as a "
+            f"process of its own ({error.strerror}); make it one that this user may run, or run again with --resume "
+            "--no-verify"
+        ) from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise CompressError(
+            f"{place.output} does not verify, so it stays {place.model}: {lines[-1] if lines else 'no message'}"
+        )
+    # What is recorded names the output as it will be called, wherever it lies.
+    found: dict[str, Any] = json.loads(done.stdout.replace(json.dumps(str(place.model))[1:-1], place.output.name))
+    return found
+
+
+def _modules(directory: Path) -> list[str]:
+    """The modules whose formats a checkpoint is stored in, beside ours."""
+    path = directory / "config.json"
+    config = read_json(path) if path.exists() else {}
+    return (config.get("quantization_config") or {}).get("modules", [])

@@ -1,0 +1,1 @@
+"""A checkpoint written another way."""

@@ -1,0 +1,1 @@
+"""Reading a model directory: configuration, headers, tensors."""

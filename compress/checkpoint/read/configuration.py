@@ -1,0 +1,109 @@
+"""What the JSON files of a checkpoint must hold to be read: config.json with its `quantization_config`, and the index.
+
+Keys that nobody here reads are let through. What one says about the other is for the readers (`source`, `scheme`).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, TypedDict
+
+from compress.errors import CheckpointError
+from compress.system.schema import fits
+from compress.weights import own_words
+
+METHOD = "compressed-tensors"
+# Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, depths, num_experts ...
+COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
+LABELS = "num_labels"  # transformers makes a name for each
+Header = tuple[tuple[int, ...], str]  # of a tensor: its shape, and safetensors' name of its dtype
+FEW = 1000  # modules that are made in seconds, whatever the files hold
+
+
+class Numbers(TypedDict, total=False):
+    """How weights, inputs, outputs or caches are rounded."""
+
+    num_bits: int | None
+    type: str | None
+    symmetric: bool
+    dynamic: bool | str | None
+    strategy: str | None
+    group_size: int | None
+    actorder: str | bool | None
+
+
+class Group(TypedDict, total=False):
+    targets: list[str] | None
+    format: str | None
+    weights: Numbers | None
+    input_activations: Numbers | None
+    output_activations: Numbers | None
+
+
+class Quantization(TypedDict, total=False):
+    format: str | None
+    ignore: list[str] | None
+    config_groups: dict[str, Group] | None
+    kv_cache_scheme: Numbers | None
+
+
+class AnyMethod(TypedDict, total=False):
+    """A `quantization_config` of whatever tool."""
+
+    quant_method: str | None
+
+
+class Config(TypedDict, total=False):
+    architectures: list[str] | None
+    quantization_config: AnyMethod | None
+
+
+class OwnConfig(TypedDict, total=False):
+    """Where the method is METHOD."""
+
+    quantization_config: Quantization
+
+
+class SumsConfig(TypedDict):
+    """Where the method is ours."""
+
+    quantization_config: own_words.Quantization
+
+
+class Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def check_config(config: Any, path: Path) -> None:
+    """Raises CheckpointError, naming the key, for a configuration that cannot be read."""
+    fits(config, Config, path)
+    kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method in kinds:
+        fits(config, kinds[method], path)
+
+
+def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:
+    """Raises CheckpointError for a configuration that asks for more layers, experts or labels than the files can fill,
+    before they are made: a million of them takes hours. A few too many are for the loader, which names the tensor that
+    is missing."""
+    values = sum(prod(shape) for shape, _ in headers.values())
+    for key, count in _counts(config):
+        what = key.rpartition(".")[2]
+        if what == LABELS and count > max(FEW, values):
+            raise CheckpointError(f"{path} asks for {count} labels ({key}) and the weight files hold {values} values")
+        if what != LABELS and count > max(FEW, len(headers)):
+            noun = "experts" if what.endswith("experts") else "layers"
+            raise CheckpointError(
+                f"{path} asks for {count} {noun} ({key}) and the weight files hold {len(headers)} tensors"
+            )
+
+
+def _counts(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _counts(value, f"{prefix}{key}.")
+        elif COUNTS.search(key) or key == LABELS:
+            listed = value if isinstance(value, list) else [value]
+            yield f"{prefix}{key}", sum(each for each in listed if isinstance(each, int))

@@ -1,0 +1,197 @@
+"""Models, configurations and tokenizers by way of transformers: what does not fit is one clear line."""
+
+import hashlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from compress.checkpoint.files import VARIANT, read_json
+from compress.checkpoint.read.configuration import check_counts
+from compress.checkpoint.read.room import check_room
+from compress.checkpoint.read.source import SAMPLE_BYTES, Source, check_dense, needs_code, own_code
+from compress.checkpoint.shown import shown
+from compress.errors import CheckpointError, CompressError, InputError, first_line
+
+
+def read_config(source: Source) -> PretrainedConfig:
+    """The configuration as transformers reads it. Raises CheckpointError where it cannot, or where it asks for more
+    layers than the files can fill; InputError for one that needs code which is not trusted."""
+    check_counts(source.config, source.headers, source.path / "config.json")
+    try:
+        return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        code = own_code(source.config).get("AutoConfig")
+        if code is not None and not source.trusted:
+            raise needs_code(source, "configuration", code) from None
+        raise CheckpointError(
+            f"{source.path / 'config.json'} is not a configuration that transformers knows: {first_line(error)}"
+        ) from None
+
+
+def _model_class(source: Source, notes: list[str] | None) -> Any:
+    """The class of the model: what comes with it where that is trusted, transformers' own otherwise. Raises InputError
+    for one that transformers does not have and that comes as code which is not trusted."""
+    names = source.config.get("architectures") or []
+    own = {task: code for task, code in own_code(source.config).items() if task.startswith("AutoModel")}
+    # Several tasks may have a class each; the weights are those of the architecture that is named.
+    task = next((task for task, code in own.items() if code.rpartition(".")[2] in names[:1]), None)
+    if source.trusted and own:
+        usual = AutoModelForCausalLM.__name__
+        task = task or (usual if usual in own else next(iter(own)))
+        kind = get_class_from_dynamic_module(own[task], str(source.path))
+        kind.register_for_auto_class(task)  # save_pretrained then writes the code, too
+        return kind
+    found = getattr(transformers, names[0], None) if names else None
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    if task is not None:
+        raise needs_code(source, "model", own[task])
+    if notes is not None:
+        notes.append(
+            f"config.json names no architecture that transformers has ({names}); loaded as a causal language model"
+        )
+    return AutoModelForCausalLM
+
+
+def main_input(source: Source | None, model: nn.Module | None) -> str | None:
+    """The name of a model's first input, like input_ids or pixel_values; None for one that is not transformers'."""
+    return getattr(model if source is None else _model_class(source, None), "main_input_name", None)
+
+
+def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
+    """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files.
+
+    notes: takes what the person should know about the checkpoint.
+    """
+    check_dense(source)
+    read_config(source)
+    return from_pretrained(source, str(source.path), notes, dtype="auto" if dtype is None else dtype)
+
+
+def from_pretrained(
+    source: Source, path: str | None, notes: list[str] | None = None, strict: bool = False, **arguments: Any
+) -> nn.Module:
+    """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out.
+
+    strict: tensors that the model has no place for are an error, too.
+    """
+    empty = None
+    with suppress(CheckpointError):  # where transformers makes no model, it says below why
+        empty = empty_model(source)
+    if empty is not None:
+        check_room(source, empty)
+    if path is not None and source.weights.of_variant:  # the very files that were found, whatever else lies there
+        arguments["variant"] = VARIANT
+    if source.trusted and own_code(source.config):  # such a class does not find its configuration by itself
+        arguments.setdefault("config", read_config(source))
+    try:
+        # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
+        model, info = _model_class(source, notes).from_pretrained(
+            path,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=source.trusted,
+            **arguments,
+        )
+    except CompressError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"transformers cannot load {source.path}: {first_line(error)}") from error
+    missing = sorted(info["missing_keys"])
+    if missing and source.quantization is not None:
+        # compressed-tensors turns what a module does not store into what it does.
+        missing = sorted(set(missing) - unstored(source))
+    if missing:
+        raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
+    mismatched = sorted((name, list(found), list(expected)) for name, found, expected in info["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise CheckpointError(
+            f"{source.path}: {name} has shape {found}, its config.json asks for {expected} ({len(mismatched)} tensors "
+            "differ in all)"
+        )
+    unused = sorted(info["unexpected_keys"])
+    if unused and strict:
+        raise CheckpointError(
+            f"{source.path} holds {unused[0]}, which is no part of {type(model).__name__} ({len(unused)} such tensors)"
+        )
+    if unused and notes is not None:
+        notes.append(
+            f"{len(unused)} tensors of {shown(source.name)} are no part of {type(model).__name__} and are not written, "
+            f"like {unused[0]}"
+        )
+    return model.eval()
+
+
+def empty_model(source: Source) -> nn.Module:
+    """The model that a checkpoint's configuration describes, without memory."""
+    config = read_config(source)
+    config.__dict__.pop("quantization_config", None)
+    kind = _model_class(source, None)
+    try:
+        with torch.device("meta"):
+            own = hasattr(kind, "_from_config")
+            model = kind._from_config(config) if own else kind.from_config(config, trust_remote_code=source.trusted)
+    except Exception as error:
+        raise CheckpointError(f"transformers makes no model of {source.path}: {first_line(error)}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def unstored(source: Source) -> set[str]:
+    """Names of the model's buffers that are no part of a checkpoint."""
+    modules = empty_model(source).named_modules()
+    return {f"{name}.{buffer}" for name, module in modules for buffer in module._non_persistent_buffers_set}
+
+
+def embeddings_of(source: Source) -> set[str]:
+    """Names of the model's embeddings."""
+    return {name for name, module in empty_model(source).named_modules() if isinstance(module, nn.Embedding)}
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights. Raises InputError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
+    except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
+        settings = source.path / "tokenizer_config.json"
+        own = own_code(source.config) | (own_code(read_json(settings)) if settings.exists() else {})
+        code = own.get("AutoTokenizer")
+        if code is not None and not source.trusted:
+            raise needs_code(source, "tokenizer", code) from None
+        raise InputError(
+            f"{source.path} has no usable tokenizer ({first_line(error)}); "
+            "give token ids ([samples, length], .pt or .npy) instead of text"
+        ) from None
+
+
+def tokenizer_of(source: Source | None) -> PreTrainedTokenizerBase:
+    """`load_tokenizer` of a model that was given by name. Raises InputError for one in memory (None), too."""
+    if source is None:
+        raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
+    return load_tokenizer(source)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and evenly spread values of a model in memory. A collective if sharded."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        data = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+        flat = data.detach().flatten()
+        picked = flat[:: max(1, len(flat) // SAMPLE_BYTES)].float().cpu()
+        digest.update(f"{name} {tuple(data.shape)} {data.dtype}".encode())
+        digest.update(picked.numpy().tobytes())
+    return digest.hexdigest()

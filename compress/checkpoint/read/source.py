@@ -1,0 +1,176 @@
+"""Where a model comes from: a directory, a hub id, or `demo`; checked before work starts."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from compress.checkpoint.files import read_json
+from compress.checkpoint.read.configuration import Header, check_config
+from compress.checkpoint.read.weight_files import WeightFiles, weight_files
+from compress.errors import CheckpointError, InputError, first_line
+from compress.system.reading import special
+
+DEMO = Path(__file__).parents[2] / "demo"
+SAMPLES_PER_FILE, SAMPLE_BYTES = 64, 4096
+T = TypeVar("T")
+PICKLE = (
+    "a file of PyTorch, which may run code when it is read; load it yourself and write the model with "
+    "save_pretrained(DIR), or give it to compress.quantize in memory (Python)"
+)
+# {ending: what such a file is, and what to give instead}.
+FOREIGN = {
+    ".gguf": "a GGUF file, most often of rounded weights; give the Hugging Face directory that it was made from",
+    ".onnx": "an ONNX graph; give the Hugging Face directory that it was exported from",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), PICKLE),
+}
+SHOWN = 60  # characters of a name in a message
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint directory that has a readable configuration and all of its weight files.
+
+    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input. known: what has
+    been made out about it so far, so that nothing is read twice (`once`).
+    """
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    weights: WeightFiles
+    trusted: bool = False
+    known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """{tensor name: (shape, safetensors' name of its dtype)}."""
+        return self.weights.headers
+
+    def once(self, what: str, find: Callable[[], T]) -> T:
+        """What `find` finds, found once."""
+        if what not in self.known:
+            self.known[what] = find()
+        return cast(T, self.known[what])
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        return self.config.get("quantization_config")
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for path in self.weights.paths:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for i in range(SAMPLES_PER_FILE):
+                    file.seek(size * i // SAMPLES_PER_FILE)
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def path_of(name: str, what: str) -> Path:
+    """A path that can be asked whether it exists. Raises InputError where the system refuses even that."""
+    path = Path(name)
+    try:
+        path.exists()
+    except OSError as error:
+        shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
+        raise InputError(f"{what} {shown!r} cannot be looked up: {error.strerror}") from None
+    return path
+
+
+def find_source(name: str, trust_remote_code: bool = False) -> Source:
+    """Resolve `demo`, a directory or a hub id. Raises InputError in one line where it is not a usable checkpoint.
+
+    trust_remote_code: run the model's own Python code where it has some.
+    """
+    if not name.strip():
+        raise InputError("the model is an empty name; give a directory, a hub id (owner/name) or 'demo'")
+    path = DEMO if name == "demo" else path_of(name, "model")
+    kind = special(path)
+    if kind is None and not path.exists():
+        path = _download(name)
+    if not path.is_dir():
+        raise InputError(f"model {name!r} is {kind or _file_kind(path)}")
+    _check_entries(path)
+    if not (path / "config.json").exists() and (path / "adapter_config.json").exists():
+        raise InputError(
+            f"{path} holds an adapter of peft alone; load it beside its model, merge_and_unload(), save_pretrained and "
+            "give that directory"
+        )
+    if not (path / "config.json").exists():
+        raise InputError(f"{path} holds no config.json; {_instead(path)}")
+    config = read_json(path / "config.json")
+    check_config(config, path / "config.json")
+    return Source(name, path, config, weight_files(path), trust_remote_code)
+
+
+def _file_kind(path: Path) -> str:
+    """The kind of a file that was given for a model, and what to give instead."""
+    return FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
+
+
+def _instead(path: Path) -> str:
+    """Advice for a directory that is no model, by the files of other tools in it."""
+    found = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
+    if found is None:
+        return "give a Hugging Face model directory, a hub id or 'demo'"
+    return f"its {found.name} is {FOREIGN[found.suffix.lower()]}"
+
+
+def _check_entries(path: Path) -> None:
+    """Refuse a model directory in which something waits to be read that is no file: transformers opens what it finds
+    by names of its own."""
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    for entry in entries:
+        kind = special(entry)
+        if kind is not None and not entry.is_dir():
+            raise CheckpointError(f"{entry} is {kind}; a model directory holds regular files: move it away")
+
+
+def _download(name: str) -> Path:
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name.strip():
+        raise InputError(f"model {name!r} does not exist; give a directory, a hub id (owner/name) or 'demo'")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*", "NOTICE*"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # noqa: BLE001 - every failure of the hub client means the same to the person
+        raise InputError(
+            f"model {name!r} is no local directory and cannot be had from the hub ({first_line(error)}); give a "
+            "directory, a hub id (owner/name) or 'demo'"
+        ) from None
+
+
+def needs_code(source: Source, what: str, code: str) -> InputError:
+    """The refusal of a model whose `what` is Python code of its own."""
+    return InputError(
+        f"the {what} of {source.name} is Python code of its own ({code}), which is not run; read it, and if you trust "
+        "it give --trust-remote-code (in Python trust_remote_code=True)"
+    )
+
+
+def own_code(config: Any) -> dict[str, str]:
+    """{Auto class of transformers: `module.Class` that comes with the model}, the `auto_map` of a configuration."""
+    auto_map = config.get("auto_map") if isinstance(config, Mapping) else None
+    found: dict[str, str] = {}
+    for kind, code in auto_map.items() if isinstance(auto_map, Mapping) else ():
+        names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+        found |= {kind: names[-1]} if names else {}  # of a tokenizer: a slow and a fast one
+    return found
+
+
+def check_dense(source: Source) -> None:
+    """Raises InputError for a checkpoint that is quantized already."""
+    if source.quantization is not None:
+        raise InputError(
+            f"{source.name} is quantized already ({source.quantization.get('quant_method')}); give the original model"
+        )

@@ -1,0 +1,231 @@
+"""The compressed layers and caches of a checkpoint: found and checked from headers, read when they are asked for."""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.weight_files import DTYPES
+from compress.errors import CheckpointError
+from compress.weights import fine_grained, own_words
+from compress.weights.caches import SCALES, CacheScheme
+from compress.weights.compressed_tensors import LAYOUTS, OWN_PARTS, read_cache_scheme, scheme_for
+from compress.weights.formats.codes import Int8Table
+from compress.weights.scheme import Scheme, check_parts, shape_of
+from compress.weights.terms import FLOATS, Weight
+
+NOT_PACKED = ("I8", "F8_E4M3")
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors and their dtypes by the names that
+    `Scheme.parts` uses.
+
+    shares: the layer whose int8 rows are this one's, too; it has scales of its own, which are the same.
+    """
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+    shares: str | None = None
+
+    def read(self, source: Source) -> dict[str, Tensor]:
+        """Its tensors."""
+        return {part: source.weights.tensor(name) for part, name in self.parts.items()}
+
+
+@dataclass(frozen=True)
+class StoredCaches:
+    """The key-value caches of a checkpoint: their scheme, and of each attention with scales of its own the names of
+    their tensors and the shape of each, by the names that the attention has for them."""
+
+    scheme: CacheScheme
+    scales: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint holds compressed."""
+
+    layers: Mapping[str, StoredLayer]
+    caches: StoredCaches | None
+
+
+def stored_in(source: Source) -> Stored:
+    """What a checkpoint holds compressed, every tensor's shape and dtype checked from headers alone, once.
+
+    Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
+    whose scheme cannot be read.
+    """
+    return source.once("stored", lambda: Stored(_layers(source), _caches(source)))
+
+
+def _layers(source: Source) -> dict[str, StoredLayer]:
+    schemes = _schemes(source)
+    held: dict[str, dict[str, str]] = {layer: {} for layer in schemes}
+    for name in source.headers:
+        layer, _, part = name.rpartition(".")
+        if layer in held:
+            held[layer][part] = name
+    layers: dict[str, StoredLayer] = {}
+    # Last, those without codes of their own.
+    for layer, parts in sorted(held.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
+        scheme = schemes[layer]
+        if isinstance(scheme.terms[0], Int8Table) and "weight" not in parts:
+            layers[layer] = _sharing(source, layer, scheme, parts, layers)
+        else:
+            shape = _shape(source, layer, scheme, parts)
+            own = {part: name for part, name in parts.items() if part != "bias"}
+            layers[layer] = StoredLayer(scheme, shape, own, _dtypes(source, own))
+    return layers
+
+
+def _dtypes(source: Source, parts: Mapping[str, str]) -> dict[str, torch.dtype]:
+    return {part: DTYPES[source.headers[name][1]] for part, name in parts.items()}
+
+
+def _schemes(source: Source) -> dict[str, Scheme]:
+    """{layer: scheme}, from the words of the configuration and the names of the tensors."""
+    found = source.headers
+    names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in OWN_PARTS}
+    names |= {
+        name.removesuffix(".weight")
+        for name, (_, dtype) in found.items()
+        if name.endswith(".weight") and dtype in NOT_PACKED
+    }
+    quantization = source.quantization
+    if quantization is None:
+        if names:
+            raise CheckpointError(
+                f"{source.path} holds compressed tensors of {min(names)} but config.json has no quantization_config"
+            )
+        return {}
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if own_words.is_own(quantization):
+        schemes = own_words.read_groups(quantization, source.path)
+        if unknown := sorted(names - schemes.keys()):
+            raise CheckpointError(f"no group of the quantization_config targets {unknown[0]}")
+        return schemes
+    if method == fine_grained.METHOD:
+        if not names:
+            raise CheckpointError(f"{source.path} says it is {method} but holds no compressed layer")
+        return dict.fromkeys(sorted(names), fine_grained.read_fine_grained(quantization, source.path))
+    if method != "compressed-tensors":
+        raise CheckpointError(
+            f"{source.path} is quantized as {method}; readable: compressed-tensors, {fine_grained.METHOD}"
+        )
+    cache = quantization.get("kv_cache_scheme")
+    if layout not in LAYOUTS and layout != "mixed-precision" and (names or not cache):
+        raise CheckpointError(
+            f"{source.path} is quantized as {method} {layout}; readable: compressed-tensors {', '.join(LAYOUTS)}"
+        )
+    if quantization.get("transform_config"):
+        raise CheckpointError(f"{source.path} transforms what its layers read (transform_config), which cannot be read")
+    if not names and not cache:
+        raise CheckpointError(f"{source.path} says it is {layout} but holds no compressed layer")
+    return {layer: scheme_for(layer, quantization) for layer in sorted(names)}
+
+
+def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
+    """(N, K) of a layer, all of whose tensors are as its scheme says."""
+    found = source.headers
+    strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
+    if strange is not None:
+        raise CheckpointError(f"{strange} has the dtype {found[strange][1]}; known: {', '.join(DTYPES)}")
+    held = {part: (found[name][0], DTYPES[found[name][1]]) for part, name in parts.items()}
+    whole = scheme.terms[0].whole
+    if whole is not None:
+        size = held[whole][0] if whole in held else (0, 0)
+        if len(size) != 2:
+            raise CheckpointError(f"{layer}.{whole} has shape {size}; it must have two dimensions")
+        if 0 in size:
+            raise CheckpointError(f"{layer}.{whole} has shape {size}; there is nothing in it")
+        shape = (size[0], size[1])
+    elif "weight_shape" not in parts:
+        raise CheckpointError(f"{layer}.weight_shape is missing from the checkpoint")
+    else:
+        shape = shape_of(layer, source.weights.tensor(parts["weight_shape"]))
+    check_parts(layer, held, scheme, shape)
+    return shape
+
+
+def _caches(source: Source) -> StoredCaches | None:
+    """How a checkpoint keeps keys and values; None where it says nothing. Raises CheckpointError that names the tensor
+    which is missing or of the wrong shape."""
+    entry = (source.quantization or {}).get("kv_cache_scheme")
+    if not entry:
+        return None
+    scheme, found = read_cache_scheme(entry), source.headers
+    holders = sorted({name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in SCALES})
+    if scheme.dynamic and holders:
+        raise CheckpointError(f"{holders[0]} has scales of a cache whose scales are fitted to every token")
+    if not scheme.dynamic and not holders:
+        raise CheckpointError(f"{source.path} has a key-value cache of fixed scales and holds none of them")
+    scales = {}
+    for holder in holders:
+        for key in SCALES:
+            if f"{holder}.{key}" not in found:
+                raise CheckpointError(f"{holder}.{key} is missing from the checkpoint")
+            shape, dtype = found[f"{holder}.{key}"]
+            fits = len(shape) == 3 and shape[1:] == (1, 1) if scheme.granularity == "head" else shape == (1,)
+            if not fits or DTYPES.get(dtype) not in FLOATS:
+                needed = "[heads, 1, 1]" if scheme.granularity == "head" else "[1]"
+                raise CheckpointError(f"{holder}.{key} is {dtype} {list(shape)}; it must be floats {needed}")
+        scales[holder] = {key: (f"{holder}.{key}", found[f"{holder}.{key}"][0]) for key in SCALES}
+    return StoredCaches(scheme, scales)
+
+
+def _sharing(
+    source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str], layers: Mapping[str, StoredLayer]
+) -> StoredLayer:
+    """A layer that has scales and no codes: those of the layer with the very same scales (a tied head)."""
+    own = {part: name for part, name in parts.items() if part != "bias"}
+    scales = source.weights.tensors(own.values())
+    for other, stored in layers.items():
+        if stored.scheme != scheme or set(stored.parts) != {*own, "weight"}:
+            continue
+        theirs = source.weights.tensors(stored.parts[part] for part in own)
+        if all(torch.equal(scales[name], theirs[stored.parts[part]]) for part, name in own.items()):
+            return StoredLayer(scheme, stored.shape, own, _dtypes(source, own), other)
+    raise CheckpointError(f"{layer}.weight is missing from the checkpoint")
+
+
+def weight_of(source: Source, layer: str, dtype: torch.dtype | None = None) -> Weight:
+    """The weight of a compressed layer, in a model of this dtype where one is given (`widened`). Raises CheckpointError
+    that names the tensor at fault."""
+    stored = stored_in(source).layers[layer]
+    return read_weight(layer, stored.scheme, widened(stored.read(source), dtype), stored.shape)
+
+
+def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a layer in a model of this dtype (None: of the stored one), wide enough for either: its values are
+    not rounded to the stored dtype before they have that of the model."""
+    if dtype is None:
+        return dict(parts)
+    floats = {name: torch.promote_types(part.dtype, dtype) for name, part in parts.items() if part.dtype in FLOATS}
+    return {name: part.to(floats[name]) if name in floats else part for name, part in parts.items()}
+
+
+def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight:
+    """The weight that a layer's tensors stand for. Raises CheckpointError that names the tensor at fault."""
+    try:
+        return scheme.read(parts, *shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{layer}.{error}") from None
+
+
+def read_tensors(
+    source: Source, without: Container[str] = (), dtype: torch.dtype | None = None
+) -> dict[str, Tensor | Weight]:
+    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight (`weight_of`), but some that are
+    left out."""
+    layers = stored_in(source).layers
+    compressed = {name for stored in layers.values() for name in stored.parts.values()}
+    result: dict[str, Tensor | Weight] = {}
+    result |= source.weights.tensors(name for name in source.weights if name not in compressed)
+    own = (layer for layer, stored in layers.items() if stored.shares is None and layer not in without)
+    return result | {f"{layer}.weight": weight_of(source, layer, dtype) for layer in own}

@@ -1,0 +1,124 @@
+"""The weight files of a directory, each opened once: which tensors they hold, and the tensors."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, WHOLE, read_json
+from compress.checkpoint.read.configuration import Header, Index
+from compress.errors import CheckpointError
+from compress.system.reading import special
+from compress.system.schema import fits
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class WeightFiles(Mapping[str, Path]):
+    """{tensor: file}, all of them complete. Files stay open, mapped, as long as this does, and are never opened again.
+
+    headers: {tensor: (shape, safetensors' name of its dtype)}.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.headers: dict[str, Header] = {}
+        self._holders: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for path in files:
+            try:
+                file = self._open[path] = safe_open(path, framework="pt")
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    piece = file.get_slice(name)
+                    self.headers[name] = (tuple(piece.get_shape()), piece.get_dtype())
+                    self._holders[name] = path
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is damaged or incomplete ({error}); fetch it again") from None
+
+    def __getitem__(self, name: str) -> Path:
+        return self._holders[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._holders)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def __deepcopy__(self, memo: Any) -> "WeightFiles":
+        return self  # what configurations of transformers carry is copied with them; open files are what they are
+
+    @property
+    def of_variant(self) -> bool:
+        """Whether these are weights in our own words (`files.VARIANT`)."""
+        return all(path.name.startswith(OWN_WHOLE.removesuffix(".safetensors")) for path in self._open)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files."""
+        return sorted(self._open)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor; its values are read when they are looked at."""
+        return self._open[self._holders[name]].get_tensor(name)
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by name."""
+        return {name: self.tensor(name) for name in names}
+
+
+def weight_files(path: Path) -> WeightFiles:
+    """The weight files of a directory: those that its index names, or else all. Raises CheckpointError that names what
+    is missing or damaged."""
+    weight_map: Mapping[str, str] = {}
+    # In the order of transformers, what a variant asks for last: `save_pretrained` writes the plain names beside it.
+    names = next((n for n in (INDEX, WHOLE, OWN_INDEX, OWN_WHOLE) if (path / n).exists()), None)
+    named_by = path / (names if names in (INDEX, OWN_INDEX) else INDEX)
+    if names in (INDEX, OWN_INDEX):
+        index = read_json(named_by)
+        fits(index, Index, named_by)
+        weight_map = index["weight_map"]
+        if not weight_map:
+            raise CheckpointError(f"{named_by} has an empty weight_map")
+        for name, holder in weight_map.items():
+            if Path(holder).is_absolute() or ".." in Path(holder).parts:
+                raise CheckpointError(
+                    f"{named_by} says that {name} is in {holder}, outside of the model; weights lie beside their index"
+                )
+        files = sorted({path / file for file in weight_map.values()})
+    else:
+        # What transformers reads; otherwise whatever there is.
+        files = sorted(path.glob("*.safetensors")) if names is None else [path / names]
+    if not files:
+        raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")
+    for file in files:
+        kind = special(file)
+        if kind is not None:
+            named = f"{named_by} names {file.name}, which" if weight_map else f"{file}"
+            raise CheckpointError(f"{named} is {kind}; weights are in regular files")
+        if not file.exists():
+            raise CheckpointError(f"{named_by} names {file.name}, which is missing; fetch the checkpoint again")
+    found = WeightFiles(files)
+    for name, holder in weight_map.items():
+        if name not in found:
+            raise CheckpointError(f"{named_by} names the tensor {name}, which {holder} does not hold")
+    if not found:
+        raise CheckpointError(f"{files[0]} holds no tensor")
+    return found

@@ -1,0 +1,112 @@
+"""What a checkpoint says of itself: its configuration, and the `quantization_config` in it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.shown import shown
+from compress.errors import CompressError
+from compress.model.layers import Table
+from compress.weights import own_words
+from compress.weights.compressed_tensors import group_entry, layout_of, why_not
+from compress.weights.formats.codes import Int8Table
+from compress.weights.scheme import Scheme
+
+
+def configuration(
+    model: Any, source: Source | None, changed: Mapping[str, Sequence[Any]] | None = None
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """A model's configuration (None for one that has none), and {file: content} of what goes beside it.
+
+    source: where the model was read, with its files beside it; None for one that was given in memory. changed: {key:
+    (before, after)} of what the run has changed in the configuration.
+    """
+    config: dict[str, Any] | None = None
+    companions: dict[str, str] = {}
+    if source is not None:
+        config = dict(source.config)
+    elif hasattr(model, "config"):
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            companions["generation_config.json"] = generation.to_json_string()
+    if config is not None and changed:
+        config = restated(config, model.config, changed)
+    if config is not None and isinstance(config.get("_name_or_path"), str):
+        config["_name_or_path"] = shown(config["_name_or_path"])
+    return config, companions
+
+
+def restated(
+    written: Mapping[str, Any], config: PretrainedConfig, changed: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """config.json with what has changed, so that it is read as this configuration: what a file left out, because it
+    followed from other numbers (the size of a head), is said where it follows no longer. Raises CompressError for a
+    class that reads it otherwise."""
+    found = dict(written)
+    wanted = json.loads(config.to_json_string(use_diff=False))
+    for key, (before, after) in changed.items():
+        inside = isinstance(found.get(key), dict) and isinstance(before, dict) and isinstance(after, dict)
+        found[key] = _merged(found[key], before, after) if inside else after
+    for other, own in getattr(config, "attribute_map", {}).items():
+        if own in changed:
+            found.pop(other, None)  # another name for it, which the file may have had
+    try:
+        read = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+    except Exception:  # noqa: BLE001 - it may lack a number that followed from those that have changed
+        read = {}
+    found |= {key: value for key, value in wanted.items() if key not in OF_WRITING and read.get(key) != value}
+    again = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
+    if odd := [key for key in changed if again.get(key) != wanted[key]]:
+        raise CompressError(f"{type(config).__name__} reads {odd[0]} {wanted[odd[0]]} as {again.get(odd[0])}")
+    return found
+
+
+OF_WRITING = ("transformers_version", "dtype", "_name_or_path", "architectures", "torch_dtype")  # not of the model
+
+
+def _merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration inside another one, with what has changed in it."""
+    return {**written, **{key: value for key, value in after.items() if before.get(key) != value}}
+
+
+def quantization_config(
+    layers: Mapping[str, Scheme],
+    model: nn.Module,
+    tables: Sequence[Table] = (),
+    cache: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The `quantization_config` for layers with their schemes, some of them `tables`, and the entry of the caches: in
+    the words of compressed-tensors, or in our own where it lacks one."""
+    # What shares int8 rows is targeted, too: its weight is decompressed under its own name.
+    shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
+    layers = {**layers, **shared}
+    ours = any(why_not(scheme) for scheme in layers.values())
+    config = own_words.groups_of(layers) if ours else _compressed_tensors(layers, model)
+    return config if cache is None else {**config, "kv_cache_scheme": cache}
+
+
+def _compressed_tensors(layers: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
+    by_entry: dict[str, list[str]] = {}
+    for name, scheme in layers.items():
+        by_entry.setdefault(json.dumps(group_entry(scheme), sort_keys=True), []).append(name)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    groups = {}
+    for i, (entry, names) in enumerate(sorted(by_entry.items())):
+        targets = sorted(names)
+        if len(by_entry) == 1 and set(names) & set(linears):
+            targets = ["Linear", *sorted(set(names) - set(linears))]
+        groups[f"group_{i}"] = {"targets": targets, **json.loads(entry)}
+    layouts = {layout_of(scheme) for scheme in layers.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if len(layouts) > 1 else next(iter(layouts), "dense"),
+        "quantization_status": "compressed",
+        "ignore": sorted(set(linears) - set(layers)),
+        "config_groups": groups,
+    }

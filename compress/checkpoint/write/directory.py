@@ -1,0 +1,327 @@
+"""The directory that a run is to fill, the one in which it works, and whose they are.
+
+    OUT             appears in one step when it is complete, and holds then what its record names and nothing else
+    OUT.partial/    of the run that works, or was stopped
+      lock            held by the live process; the kernel lets go of it when the process dies
+      progress.json   what is safely on disk (`compress.checkpoint.write.journal`)
+      blocks/         finished blocks, and what is needed to go on
+      training/       checkpoints of a run that trains
+      model/          the checkpoint as it will be; renamed to OUT at the end
+      replaced/       for a moment: the former OUT, which --overwrite replaces
+
+A directory is known as a run's own by the content of its record, never by its name, and only files that the record
+names are ever removed with it. Whenever a run is killed, OUT is absent, the former one, or complete: the next run puts
+back a former OUT that was set aside, and clears up after one that was finished.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from compress.checkpoint.files import INDEX, RECORD, read_json
+from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, MODEL, TRAINING, clear, strangers_in
+from compress.checkpoint.scratch import becomes
+from compress.checkpoint.shown import command
+from compress.checkpoint.write.journal import PROGRESS, Journal
+from compress.checkpoint.write.manifest import read_record
+from compress.errors import CheckpointError, InputError, RankLostError, WriteError
+from compress.system.comm import Comm
+from compress.system.reading import LOOP, special
+
+LOCK, REPLACED = "lock", "replaced"
+ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
+SHOWN = 200  # characters of a command
+
+
+class Directory:
+    """OUT and OUT.partial. One process works with it; the others of a sharded run only know its names."""
+
+    def __init__(self, output: Path) -> None:
+        # Absolute: a program may change its directory while it runs.
+        self.output = (output.resolve() if output.is_symlink() else output).absolute()
+        self.partial = self.output.with_name(self.output.name + ".partial")
+        self.blocks, self.model = self.partial / BLOCKS, self.partial / MODEL
+        self.replaced, self.progress = self.partial / REPLACED, self.partial / PROGRESS
+        self.training = self.partial / TRAINING
+        self._lock: IO[str] | None = None
+        self._made: list[Path] = []
+
+    def claim(self, *, resume: bool, overwrite: bool) -> None:
+        """Become the one run that works here, and drop what an earlier one left unless it is to be resumed.
+
+        Raises InputError, having changed nothing, where another run is at work, and for what is in the way.
+        """
+        self._refuse_strangers()
+        if not self.partial.exists():
+            self._refuse_output(overwrite)
+        try:
+            self._take_lock()
+            self._recover()
+            self._refuse_output(overwrite)
+            if not resume:
+                if (self.finished() or self.trained()) and not overwrite:
+                    raise InputError(
+                        f"{self.partial} holds an unfinished run; go on with --resume or drop it with --overwrite"
+                    )
+                self._clear()
+            self.blocks.mkdir(exist_ok=True)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let go of the directory. What a run leaves that finished no block is removed: there is nothing to go on
+        with. Does nothing where it is not held, and hides no error of the run behind one of its own."""
+        if self._lock is None:
+            return
+        try:
+            nothing = not self.replaced.exists() and self.finished() == 0 and not self.trained()
+            if nothing:
+                with suppress(OSError):
+                    self._clear()
+        finally:
+            self._unlock()
+        for path in [self.partial, *self._made] if nothing else ():
+            with suppress(OSError):  # the next run has come in already, or it is another's
+                path.rmdir()
+
+    def take_name(self, overwrite: bool) -> None:
+        """Make model/ the output, which may have come into being while the run worked. Raises InputError then."""
+        self._refuse_output(overwrite)
+        if self.output.exists():
+            self.output.rename(self.replaced)
+        try:
+            self.model.rename(self.output)
+        except BaseException:
+            self._recover()
+            raise
+        with suppress(OSError):  # the output is there: what is left is removed by the next run
+            self._recover()
+
+    def _recover(self) -> None:
+        """After a run that named its output, or was killed while it did: the former output or the new one, whole."""
+        if self.replaced.exists() and not self.output.exists():
+            self.replaced.rename(self.output)
+        elif self.replaced.exists() and self.model.exists():
+            raise InputError(
+                f"{self.output} came into being while the former one was set aside in {self.replaced}; move one of them"
+            )
+        elif self.replaced.exists():
+            shutil.rmtree(self.replaced)
+        if self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists():
+            self._clear()
+
+    def finished(self) -> int:
+        """How many finished blocks a run can go on from."""
+        try:
+            journal = Journal.read(self.progress) if self.progress.exists() else Journal()
+        except CheckpointError:  # whatever is in it, it is not dropped
+            return 1
+        return 0 if journal.complete and not self.model.exists() else len(journal.blocks)
+
+    def trained(self) -> bool:
+        """Whether there is a checkpoint of training that a run can go on from."""
+        done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
+        return not done and any(
+            self.training.glob("*/step-*[0-9]")
+        )  # not those that are unfinished (`train.loop.saved`)
+
+    def _clear(self) -> None:
+        """Remove what runs leave here, but the lock. First the journal: a part of what it names is no run."""
+        for path in self.partial.iterdir():
+            if path.name.startswith((PROGRESS, f".{PROGRESS}.")):
+                path.unlink()
+        clear(self.partial)
+
+    def _refuse_output(self, overwrite: bool) -> None:
+        if not self.output.exists():
+            return
+        if not overwrite:
+            raise InputError(f"{self.output} exists; choose another output or pass --overwrite")
+        if self.output.is_mount() or not os.access(self.output, os.W_OK):
+            raise InputError(
+                f"{self.output} cannot be renamed (it is a mount point, or not yours); choose an output inside it, or "
+                "another one"
+            )
+        if self.output.is_dir() and not any(self.output.iterdir()):
+            return
+        if not is_checkpoint(self.output):
+            raise InputError(
+                f"{self.output} is not a checkpoint of this tool; it is not overwritten: choose another output"
+            )
+        stranger = stranger_in(self.output)
+        if stranger is not None:
+            raise InputError(
+                f"{self.output} holds {stranger.name}, which no run wrote; move it elsewhere or choose another output"
+            )
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a directory in the way of OUT.partial that no run left, or into which somebody put something."""
+        if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
+            raise InputError(f"{self.partial} is in the way; move it or choose another output")
+        if not self.partial.exists():
+            return
+        if self.progress.exists():
+            Journal.read(self.progress)
+        strange = [path for path in sorted(self.partial.iterdir()) if not _is_own(path)]
+        for path in strange or strangers_in(self.partial):
+            raise InputError(
+                f"{self.partial} is in the way: it holds {path.relative_to(self.partial)}, which no run left; move it "
+                "or choose another output"
+            )
+        left = holder_of(self.partial / LOCK) is not None or self.progress.exists()
+        if not left and any(path.is_file() for path in self.partial.rglob("*")):
+            raise InputError(f"{self.partial} is in the way and no run left it; move it or choose another output")
+
+    def _take_lock(self) -> None:
+        path = self.partial / LOCK
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        for _ in range(ATTEMPTS):
+            self._made = [path for path in self.partial.parents if not path.exists()]
+            self.partial.mkdir(parents=True, exist_ok=True)
+            try:
+                file = os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8")
+            except FileNotFoundError:  # the former holder removed the directory just now
+                continue
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file.fileno()), path.stat(follow_symlinks=False)):
+                    break
+                file.close()
+            except FileNotFoundError:  # the former holder removed the file just now
+                file.close()
+            except BlockingIOError:
+                file.close()
+                raise InputError(
+                    f"{self.output} is being written by another run ({_described(holder_of(path))}); wait for it, stop "
+                    "it, or choose another output"
+                ) from None
+        else:
+            raise InputError(f"{self.output} is wanted by many runs at once; choose another output")
+        self._lock = file
+        holder = {
+            "compress": "lock",
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": (command() or "a Python program")[:SHOWN],
+        }
+        file.truncate(0)
+        json.dump(holder, file)
+        file.flush()
+
+    def _unlock(self) -> None:
+        assert self._lock is not None
+        (self.partial / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # what it says of the holder did not fit on the disk
+            self._lock.close()
+        self._lock = None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether something in OUT.partial has a name and a kind that runs give."""
+    kind = path.stat(follow_symlinks=False).st_mode
+    if path.name in (BLOCKS, MODEL, REPLACED, TRAINING):
+        return stat.S_ISDIR(kind)
+    return stat.S_ISREG(kind) and (path.name in (LOCK, PROGRESS) or path.name.startswith(f".{PROGRESS}."))
+
+
+def holder_of(lock: Path) -> dict[str, Any] | None:
+    """Who wrote a lock: {process, host, since, command}; {} where nobody has yet; None for what is no lock."""
+    try:
+        text = lock.read_text(encoding="utf-8")
+        found = json.loads(text) if text else {"compress": "lock"}
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.pop("compress", None) != "lock":
+        return None
+    return found
+
+
+def _described(holder: dict[str, Any] | None) -> str:
+    if not holder:
+        return "it has just begun"
+    return (
+        f"process {holder.get('process')} on {holder.get('host')} since {holder.get('since')}: {holder.get('command')}"
+    )
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory is the output of a run, by what its record says."""
+    try:
+        record = read_record(directory)
+    except CheckpointError:
+        return False
+    return isinstance(record.get("compress"), str) and isinstance(record.get("identity"), dict)
+
+
+def own_files(directory: Path) -> list[str]:
+    """The files of a run's output beside its record."""
+    names: list[str] | None = read_record(directory).get("files")
+    if names is not None:
+        return names
+    index = directory / INDEX  # records did not always name the files
+    weights = read_json(index)["weight_map"].values() if index.exists() else ()
+    known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
+    return [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
+
+
+def stranger_in(directory: Path) -> Path | None:
+    """Something in the output of a run that the run did not write; None where there is nothing."""
+    own = {RECORD, *own_files(directory)}
+    found = sorted(directory.iterdir())
+    # A process that was killed while it replaced one of our files has left a scratch file of that name.
+    ours = (p for p in found if (p.name in own or becomes(p.name) in own) and p.is_file() and not p.is_symlink())
+    return next(iter(sorted({*found} - {*ours})), None)
+
+
+@contextmanager
+def claimed(
+    output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool, model: Path | None = None
+) -> Iterator[Directory | None]:
+    """Within: this run, and no other, works on the output (None: there is none). model: what it reads. A collective."""
+    if output is None:
+        yield None
+        return
+    if not Path(output).name:
+        raise InputError(f"output {str(output)!r} is no directory that can be made; give a path with a name")
+    problem = directory = None
+    try:
+        if special(Path(output)) == LOOP:
+            raise InputError(f"output {str(output)!r} is {LOOP}; give another path")
+        directory = Directory(Path(output))
+        if model is not None and model.absolute().is_relative_to(directory.partial):
+            raise InputError(
+                f"model {str(model)!r} lies in {directory.partial}, where the run would work; move it first"
+            )
+        if comm.rank == 0:
+            directory.claim(resume=resume, overwrite=overwrite)
+    except InputError as error:
+        problem = str(error)
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+        where = output if directory is None else directory.partial
+        problem = f"cannot write to {where}: {getattr(error, 'strerror', None) or error}"
+    problem = comm.gather_objects(problem)[0]
+    if problem is not None:
+        raise InputError(problem)
+    assert directory is not None
+    try:
+        yield directory
+    except (KeyboardInterrupt, RankLostError, WriteError) as error:
+        again = "make room and run again" if isinstance(error, WriteError) else "run again"
+        if finished := directory.finished():
+            kept = "1 finished block is" if finished == 1 else f"{finished} finished blocks are"
+            error.add_note(f"{kept} kept in {directory.partial}: {again} with --resume")
+        elif directory.trained():
+            error.add_note(f"what was trained so far is kept in {directory.partial}: {again} with --resume")
+        raise
+    finally:
+        directory.release()

@@ -1,0 +1,134 @@
+"""From the blocks of a run to one checkpoint: weight files, copied byte by byte, and everything beside them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.files import (
+    INDEX,
+    OWN_INDEX,
+    OWN_WHOLE,
+    RECORD,
+    VARIANT,
+    WHOLE,
+    sync_directory,
+    write_json,
+    write_whole,
+)
+from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
+from compress.checkpoint.read.weight_files import WeightFiles
+from compress.checkpoint.saving import bytes_of
+from compress.checkpoint.seal import write_record
+from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.journal import PROGRESS, Journal
+from compress.checkpoint.write.shards import Piece, pieces_of, planned, write_shard
+from compress.checkpoint.write.together import Together
+from compress.errors import CheckpointError
+from compress.weights.own_words import is_own
+
+# For who finds the folder and asks transformers alone, which says that there is no model.safetensors in it.
+LOADING = f"""# Loading this model
+
+Its weights are in formats of compress (`{OWN_WHOLE}`), which transformers does not know by itself: without
+the second line below it looks for `{WHOLE}` and fails.
+
+```python
+import compress, transformers
+compress.register()
+model = transformers.AutoModelForCausalLM.from_pretrained("PATH", variant="{VARIANT}")
+```
+
+`compress.load("PATH")` loads it, too. For other programs `compress export PATH --dense --output DIR` writes a plain
+checkpoint, without the saving.
+"""
+
+
+class Assembly:
+    """Puts the tensors of all blocks together, each rank some of the files; what is copied is noted in the journal, so
+    that a run that is stopped meanwhile goes on behind it."""
+
+    def __init__(self, place: Directory, journal: Journal, together: Together) -> None:
+        self.place, self.journal, self.together = place, journal, together
+        self.comm = together.comm
+
+    def weight_files(self, whole: str) -> dict[str, str]:
+        """Write the weight files, or one called `whole`; returns {tensor: file}. A file of a block goes when all of it
+        is copied: it takes little more room than the checkpoint."""
+        sums = self.journal.checksums
+        held = {piece.name: piece for piece in self.together("blocks", lambda: list(self._pieces()))}
+        if lost := sorted(sums.keys() - held.keys()):
+            raise CheckpointError(f"{lost[0]} is no longer in {self.place.partial}; drop that run with --overwrite")
+        plan = planned([held[name] for name in sums], whole)
+        open_files = [file for file, pieces in plan.items() if any(p.name not in self.journal.moved for p in pieces)]
+        for first in range(0, len(open_files), self.comm.world):
+            turn = open_files[first : first + self.comm.world]
+            mine = {file: plan[file] for file in turn[self.comm.rank : self.comm.rank + 1]}
+            self.together("model", partial(self._write_shards, mine, sums))
+            self.journal.moved |= {piece.name: file for file in turn for piece in plan[file]}
+            self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
+            self.together.first("blocks", self._drop_copied)
+        return {piece.name: file for file, pieces in plan.items() for piece in pieces}
+
+    def bytes_in(self, weight_map: Mapping[str, str]) -> int:
+        """Bytes of the tensors of weight files that are written."""
+        files = sorted({self.place.model / file for file in weight_map.values()})
+        return self.together("model", lambda: bytes_of(WeightFiles(files).headers.items()))
+
+    def _write_shards(self, shards: Mapping[str, Sequence[Piece]], sums: Mapping[str, str]) -> None:
+        for file, pieces in shards.items():
+            write_shard(self.place.model / file, pieces, sums)
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Every tensor of the checkpoint where it lies now."""
+        paths = {self.path(file, name) for file, sums in self.journal.files.items() for name in sums}
+        wanted = self.journal.checksums
+        yield from (piece for path in sorted(paths) for piece in pieces_of(path) if piece.name in wanted)
+
+    def path(self, file: str, tensor: str) -> Path:
+        """Where a tensor lies that was written to `file` of a block."""
+        moved = self.journal.moved.get(tensor)
+        return self.place.blocks / file if moved is None else self.place.model / moved
+
+    def _drop_copied(self) -> None:
+        for file, sums in self.journal.files.items():
+            if all(name in self.journal.moved for name in sums):
+                (self.place.blocks / file).unlink(missing_ok=True)
+
+
+def write_beside(
+    model: Path,
+    weight_map: Mapping[str, str],
+    config: Mapping[str, Any] | None,
+    companions: Path | None,
+    extra_files: Mapping[str, str],
+    record: Mapping[str, Any],
+) -> None:
+    """Write everything beside the weights into `model`, and leave nothing else there. companions: the directory whose
+    tokenizer and the like belong to it."""
+    own = is_own((config or {}).get("quantization_config"))
+    extra_files = {**({"README.md": LOADING} if own else {}), **extra_files}
+    weights = sorted(set(weight_map.values()))
+    names = {*weights, *extra_files}
+    if len(weights) > 1:
+        total = sum((model / file).stat().st_size for file in weights)
+        index = OWN_INDEX if own else INDEX
+        write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        names.add(index)
+    if config is not None:
+        write_json(model / "config.json", config)
+        names.add("config.json")
+    beside = [] if companions is None else [p for c in COMPANIONS for p in sorted(companions.glob(c)) if p.is_file()]
+    for path in beside:
+        write_whole(model / path.name, path.read_bytes())
+        names.add(path.name)
+    for name, text in extra_files.items():
+        write_whole(model / name, text)
+    write_record(model, {**record, "files": sorted(names)})
+    for path in sorted(model.iterdir()):
+        if path.name in {RECORD, *names}:
+            continue
+        if not is_left(MODEL, path, path.name):
+            raise CheckpointError(f"{path} is in the way of the checkpoint, and no run left it; move it")
+        path.unlink()
+    sync_directory(model)

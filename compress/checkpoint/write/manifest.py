@@ -1,0 +1,79 @@
+"""What a run writes about itself, and reads back: `compress.json`."""
+
+import platform
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from compress.checkpoint.files import RECORD, read_json
+from compress.checkpoint.seal import Checksums
+from compress.checkpoint.shown import command
+from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
+from compress.system.schema import fits
+from compress.system.version import VERSION
+
+RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
+
+
+class Run(TypedDict):
+    """Of `compress.json`, what is read again."""
+
+    layers: list[LayerRecord]
+    left_alone: dict[str, str]
+    ranges: NotRequired[list[RangeRecord]]
+    tensors: NotRequired[dict[str, str]]
+    files: NotRequired[list[str]]
+    checksums: NotRequired[Checksums]
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """The record of a finished run. Raises CheckpointError, naming the key, for one that no run has written."""
+    found = read_json(directory / RECORD)
+    fits(found, Run, directory / RECORD)
+    for layer in found["layers"]:
+        layer.setdefault("figures", {})
+    return found
+
+
+def manifest(
+    record: RunRecord,
+    *,
+    model: str,
+    identity: Mapping[str, Any],
+    calibration: Mapping[str, Any] | None,
+    ranks: int,
+    training: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The record of a run that is done, but for what `Writer.complete` knows and what verifying it will say.
+
+    identity: what a resumed run must have in common with it. calibration: what the model was shown. training: a summary
+    of each training, of which `training.jsonl` has all lines.
+    """
+    return {
+        "compress": VERSION,
+        "model": model,
+        "identity": identity,
+        "command": command(),
+        "calibration": calibration,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in RECORDED_VERSIONS}},
+        "seeds": "none: a run draws no random numbers",
+        "world_size": ranks,
+        "seconds": round(record.seconds, 3),
+        "spent": {activity: round(seconds, 3) for activity, seconds in record.spent.items()},
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "block_forwards": record.block_forwards,
+        "structure": record.structure,
+        "coverage": None if record.coverage is None else asdict(record.coverage),
+        "layers": [asdict(layer) for layer in record.layers],
+        "caches": record.caches,
+        "ranges": [asdict(each) for each in record.ranges],
+        "folds": [asdict(fold) for fold in record.folds],
+        "not_folded": record.not_folded,
+        "training": list(training),
+        "left_alone": record.left_alone,
+        "notes": record.notes,
+        "verification": None,
+    }

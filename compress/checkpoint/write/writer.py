@@ -1,0 +1,308 @@
+"""A run's sink: block by block to disk while it goes on, then one checkpoint.
+
+Everything is in `OUT.partial` (`checkpoint.write.directory`): a file per block and rank, and a journal that names the
+tensors that are safely on disk with their SHA-256. `complete` puts the files of the blocks together to the weight files
+of the checkpoint, and writes the index, the configuration and the record beside them (`checkpoint.write.join`);
+`take_name` makes that the output. Whenever a run is killed, there is a complete OUT or a partial one to resume.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compress.checkpoint.files import OWN_WHOLE, WHOLE, checksum
+from compress.checkpoint.saving import Saving
+from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.join import Assembly, write_beside
+from compress.checkpoint.write.journal import PROGRESS, Files, Journal
+from compress.checkpoint.write.noted import edits_of, note, read_edits, restore
+from compress.checkpoint.write.record import Finished
+from compress.checkpoint.write.together import Together, readable
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.model.layers import Layer, Table
+from compress.model.opened import Opened
+from compress.system.comm import Comm
+from compress.weights.decision import Decision
+from compress.weights.formats.codes import Int8Table
+from compress.weights.formats.registry import check_importable
+from compress.weights.formats.sparse24 import sparse24
+from compress.weights.own_words import is_own
+from compress.weights.scheme import Scheme, read_entry
+from compress.weights.terms import added, summands
+
+
+class Writer:
+    """The pipeline's sink. Every method is called on every rank; a failure on one is an error on all."""
+
+    def __init__(
+        self,
+        place: Directory,
+        identity: str,
+        comm: Comm,
+        *,
+        resume: bool,
+        overwrite: bool,
+        halved: Collection[str] = (),
+        buffers: Collection[str] = (),
+    ) -> None:
+        """halved: layers, 2:4, to write without their zeros. buffers: tensors that may hold infinities, as masks do."""
+        self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
+        self.buffers = frozenset(buffers)
+        self.together = Together(comm, place.partial)
+        self.journal = Journal(identity)
+        before = Journal.read(place.progress) if resume and place.progress.exists() else None
+        if before is not None and (before.blocks or place.trained()):
+            if before.identity != identity:
+                raise InputError(
+                    f"{place.partial} is of another run (model, recipe, calibration data or version differ); resume "
+                    "with what it was started with, or drop it with --overwrite"
+                )
+            self.journal = before
+        self._note()
+
+    @property
+    def output(self) -> Path:
+        return self.place.output
+
+    @property
+    def blocks(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the journal says about every finished block."""
+        return self.journal.blocks
+
+    @property
+    def assembly(self) -> Assembly:
+        """What knows where the tensors of the journal lie, and puts them together."""
+        return Assembly(self.place, self.journal, self.together)
+
+    def forget(self) -> None:
+        """There is nothing to go on with: what was written so far is dropped with the run."""
+        self.journal = Journal(self.journal.identity)
+        self._note()
+
+    def schemes(self) -> dict[str, Scheme]:
+        """{layer: scheme} of the layers written as such so far."""
+        noted = {name: scheme for entry in self.blocks.values() for name, scheme in entry["layers"].items()}
+        return {name: read_entry(scheme, name) for name, scheme in noted.items() if scheme is not None}
+
+    def dense_layers(self) -> list[str]:
+        """Layers whose compressed values had to be written dense so far."""
+        return [n for entry in self.blocks.values() for n, scheme in entry["layers"].items() if scheme is None]
+
+    def finished(self, block: str) -> Finished | None:
+        """What an earlier run wrote for a block; None where it did not. Raises CheckpointError, naming the tensor,
+        where that is not on disk as it was written."""
+        entry = self.blocks.get(block)
+        if entry is None:
+            return None
+        tensors, noted = self._read(entry["files"]), entry["edits"]
+        with readable(f"the edits of the unfinished run in {self.place.blocks}"):
+            edits = [] if noted is None else read_edits(noted["edits"], self.place.blocks / noted["file"])
+        return restore(entry, tensors, edits)
+
+    def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
+        """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
+        decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
+        decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
+        stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
+        dense = {n: written_dense(layers[n], d.sum.dequantize(), opened) for n, d in decided.items() if n not in stored}
+        plain = self._plain(block, opened, {id(layers[name].parameter) for name in stored})
+        plain |= _by_parameter(block, opened, {id(layers[n].parameter): layers[n].stored(v) for n, v in dense.items()})
+        costs = {name: float(layers[name].shape[0] * layers[name].shape[1]) for name in stored}
+        owner = self.comm.assign(costs | {name: float(tensor.numel()) for name, tensor in plain.items()})
+        mine = {name: tensor for name, tensor in plain.items() if owner[name] == self.comm.rank}
+        schemes = {name: decision.scheme(isinstance(layers[name], Table)) for name, decision in stored.items()}
+        check_importable(term for scheme in schemes.values() for term in scheme.terms)
+        for name, decision in stored.items():
+            if owner[name] == self.comm.rank:
+                mine |= _tensors(layers[name], decision, schemes[name])
+        if self.comm.rank == 0:
+            mine |= {f"{name}.{key}": t for name, codes in finished.caches.items() for key, t in codes.parts().items()}
+        for record in finished.records:
+            name = record.name
+            record.figures["sha256"] = checksum(dense[name] if name in dense else decided[name].sum.dequantize())
+        files, edits = self._saved(f"block-{len(self.blocks):05d}", mine), None
+        if finished.edits:
+            file = f"edits-{len(self.blocks):05d}.safetensors"
+            tensors, noted = edits_of(finished.edits)
+            self.together.first(file, lambda: self._save(self.place.blocks / file, tensors))
+            edits = {"file": file, "edits": noted}
+        self.journal.blocks[block] = note(finished, schemes, files, edits)
+        self._note()
+
+    def complete(
+        self,
+        rest: Iterator[tuple[str, Tensor]],
+        config: dict[str, Any] | None,
+        source: Path | None,
+        extra_files: Mapping[str, str],
+        record: dict[str, Any],
+        given: int,
+    ) -> Saving:
+        """Write what lies outside the blocks, put the weight files together, and write what goes beside them.
+
+        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes). To the
+        record are added `tensors` (their SHA-256), `files` and `bytes`, `given` and now, which are returned, too.
+        """
+        if self.journal.rest is None:
+            self.journal.rest = self._saved("rest", self._share(rest))
+            self._note()
+        else:  # of a run that was stopped later than this, so it may have been copied already
+            before = self.journal.rest
+            self.together.first("rest", lambda: self._read(before))
+        self.together.first("model", lambda: self.place.model.mkdir(exist_ok=True))
+        own = is_own((config or {}).get("quantization_config"))
+        weight_map = self.assembly.weight_files(OWN_WHOLE if own else WHOLE)
+        saved = Saving(given, self.assembly.bytes_in(weight_map))
+        whole = {**record, "bytes": asdict(saved), "tensors": self.journal.checksums}
+
+        def finish() -> None:
+            write_beside(self.place.model, weight_map, config, source, extra_files, whole)
+            self.journal.complete = True
+            self.journal.write(self.place.progress)
+
+        self.together.first("model", finish)
+        return saved
+
+    def take_name(self) -> None:
+        """Make the checkpoint the output. Raises CompressError where something took that name meanwhile."""
+
+        def name() -> None:
+            try:
+                self.place.take_name(self.overwrite)
+            except InputError as error:
+                raise CompressError(f"{error}; the work is kept: --resume goes on with it") from None
+
+        self.together.first(str(self.output), name)
+
+    def _note(self) -> None:
+        """Bring the journal to disk."""
+        self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
+
+    def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
+        """The tensors of a block that are written as they are: not those that terms replace, nor what has an entry of
+        its own (embeddings, which are inside a model that is one block)."""
+        prefix = f"{block}." if block else ""
+        inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
+        without = {key for entry in inside for sums in entry["files"].values() for key in sums}
+        without |= {f"{name}.weight" for entry in inside for name in entry["layers"]}
+        without |= {prefix + name for name, p in opened.block.named_parameters() if id(p) in replaced}
+        inner = {name.removeprefix(prefix) for name in without if name.startswith(prefix)}
+        return {prefix + name: value for name, value in opened.stored(inner)}
+
+    def _share(self, rest: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """This rank's part of tensors: each goes to whoever has least."""
+        mine: dict[str, Tensor] = {}
+        load = [0] * self.comm.world
+        for name, tensor in rest:
+            owner = load.index(min(load))
+            load[owner] += tensor.numel()
+            if owner == self.comm.rank:
+                mine[name] = tensor
+        return mine
+
+    def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
+        """Save this rank's tensors; returns {file: {tensor: SHA-256}} of all ranks' (no file for none)."""
+        rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
+        path = self.place.blocks / f"{stem}{rank}.safetensors"
+        parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, tensors)))
+        return {file: sums for part in parts for file, sums in part.items()}
+
+    def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Files:
+        if not tensors:
+            return {}
+        clean = cleaned(tensors, self.buffers)
+        save_file(clean, path, metadata={"format": "pt"})
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        return {path.name: {k: checksum(t) for k, t in clean.items()}}
+
+    def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
+        """The tensors that were written as `files`, wherever they lie now, held to their checksums."""
+        where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
+        expected = {name: digest for sums in files.values() for name, digest in sums.items()}
+        tensors: dict[str, Tensor] = {}
+        for path in sorted(set(where.values())):
+            with readable(f"{path} of the unfinished run"), safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, at in where.items() if at == path}
+        for name, tensor in tensors.items():
+            if checksum(tensor) != expected[name]:
+                raise CheckpointError(
+                    f"{where[name]} of the unfinished run: {name} has changed since it was written; drop that run with "
+                    "--overwrite"
+                )
+        return tensors
+
+
+def halved(layer: Layer, decision: Decision) -> Decision:
+    """The decision about a layer with its weight as 2:4, but for a token embedding. Raises CompressError for another
+    layer that is not 2:4."""
+    if isinstance(layer, Table):
+        return decision
+    try:
+        if not layer.has_format:
+            raise InputError(f"a {type(layer.module).__name__} has no such form")
+        return replace(decision, weight=added(*map(sparse24, summands(decision.weight))))
+    except InputError as why:
+        raise CompressError(
+            f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store"
+        ) from None
+
+
+def cleaned(tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str, Tensor]:
+    """Tensors as a weight file takes them. Raises CompressError for numbers that are not finite; buffers may hold
+    infinities."""
+    clean = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    for name, tensor in clean.items():
+        check_finite(name, tensor, infinities=name in buffers)
+    return clean
+
+
+def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
+    """Raise CompressError for a tensor of numbers that are not finite. infinities: these are allowed."""
+    if not tensor.is_floating_point():
+        return
+    wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
+    if bool(wide.isnan().any()) or not (infinities or bool(wide.isfinite().all())):
+        raise CompressError(f"{name} is not made of finite numbers, so it is not written; the model is damaged")
+
+
+def written_dense(layer: Layer, values_NK: Tensor, opened: Opened) -> Tensor:
+    """[N, K] decided values in the dtype that the model stores, in which a checkpoint has a layer without a format: not
+    through the dtype that the model computes in."""
+    assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
+    return values_NK.to(opened.dtype_of(layer.parameter))
+
+
+def _by_parameter(block: str, opened: Opened, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Values of parameters of a block, given by the parameters' identities, under their full names."""
+    prefix = f"{block}." if block else ""
+    return {prefix + name: values[id(p)] for name, p in opened.block.named_parameters() if id(p) in values}
+
+
+def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:
+    """What a layer is stored as. Modules that share the weight of a table have, in `weight`, its codes, and need their
+    scales beside them, which are small; packed codes are the table's alone."""
+    parts = decision.parts(isinstance(layer, Table))
+    tensors = {f"{layer.name}.{name}": part for name, part in parts.items()}
+    if isinstance(layer, Table) and isinstance(scheme.codes, Int8Table):
+        small = {name: part for name, part in parts.items() if name != "weight"}
+        tensors |= {f"{other}.{name}": part.clone() for other in layer.shared for name, part in small.items()}
+    return tensors
+
+
+class Discard:
+    """The sink of a run that writes nothing."""
+
+    def finished(self, block: str) -> Finished | None:
+        """Nothing is."""
+        return None
+
+    def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
+        """Nothing."""

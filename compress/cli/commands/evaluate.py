@@ -1,0 +1,150 @@
+"""`compress evaluate`: how good a model is beside its original, and what it costs."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import compress
+from compress.cli.exits import GATE, exits_cleanly, fail
+from compress.cli.keeping import asked_of, asked_options
+from compress.cli.keeping import keep as keep_evaluation
+from compress.cli.options import (
+    begin,
+    device_option,
+    files_overwrite_option,
+    given,
+    json_option,
+    plugin_option,
+    quiet_option,
+    task_options,
+    trust_option,
+    write_report,
+)
+from compress.errors import InputError
+
+OF_TEXT = ("calibration", "length", "stride", "samples", "noise_floor", "no_cache")
+OF_TASKS = ("tasks", "questions")
+OF_GENERATION = ("speed", "memory", "continuations", "prompts")
+SAID = {"texts": "text", "tasks": "task"}
+FOR = {"pairs": "encoders", "labelled": "classifiers"}
+
+
+@click.command(short_help="Measure perplexity, KL divergence to the original, and size.")
+@click.argument("model")
+@click.option("--reference", metavar="MODEL", help="The original, to compare with: KL divergence, same-top share.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="Held-out text, or token ids (evaluated row by row). Repeatable. Needed but for --task and --pairs.",
+)
+@task_options
+@click.option(
+    "--pairs", metavar="FILE", help="For an encoder: JSONL of sentence1, sentence2, score (instead of --text)."
+)
+@click.option(
+    "--labelled",
+    metavar="FILE",
+    help="For a classifier: .safetensors or .npz of `labels` and inputs by name (instead of --text).",
+)
+@click.option("--calibration", metavar="TEXT", help="What the model was calibrated on: measured, too, and the gap.")
+@click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]")
+@click.option(
+    "--stride", type=int, help="Tokens between the beginnings of windows, which overlap then.  [default: --length]"
+)
+@click.option("--samples", type=int, help="At most so many windows of each text, spread over it.")
+@click.option("--noise-floor", is_flag=True, help="Measure the original against itself in its own 16 bits, too.")
+@click.option("--no-cache", is_flag=True, help="Keep nothing of what the original says, and read nothing.")
+@click.option(
+    "--fail-if",
+    "gates",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with 3 where it is true or cannot be told: 'kl_mean > 0.05', 'kl_mean > 10 * noise', "
+    "'tasks.piqa.difference < -0.02', 'tasks.*.interval_high < 0' (worse beyond chance). Repeatable.",
+)
+@trust_option
+@plugin_option
+@device_option
+@json_option
+@files_overwrite_option
+@quiet_option
+@asked_options
+@exits_cleanly
+def evaluate(
+    model: str,
+    reference: str | None,
+    texts: tuple[str, ...],
+    tasks: tuple[str, ...],
+    pairs: str | None,
+    labelled: str | None,
+    gates: tuple[str, ...],
+    json_file: str | None,
+    quiet: bool,
+    keep: bool,
+    **options: Any,
+) -> None:
+    """Measure perplexity, KL divergence to the original, answers to questions, and true size.
+
+    Non-overlapping windows; every token after a window's first is predicted (--stride: those that no earlier window has
+    had). KL is KL(original || MODEL) in nats per token, delta p the probability of the text's token less the
+    original's. Bytes are those of the weight files. Behind ± is the standard error over windows (--json: over tokens,
+    too). A directory that compress wrote keeps what was found (--no-keep: it does not).
+    """
+    _check(texts, tasks, {"pairs": pairs, "labelled": labelled})
+    begin()
+    from compress.cli.progress import reporting
+    from compress.evaluation.quality.gates import broken_gates, parse_gate
+
+    conditions = [parse_gate(gate) for gate in gates]
+    asked = asked_of(**{name: options.pop(name) for name in OF_GENERATION})
+    of_text = {name: options.pop(name) for name in (*OF_TEXT, "questions")}
+    cache = not of_text.pop("no_cache")
+    with reporting("evaluate", quiet) as reporter:
+        words = {"reference": reference, "reporter": reporter, **options}
+        if pairs is not None:
+            from compress.evaluation.quality.encoders import evaluate_encoder
+
+            found = evaluate_encoder(model, pairs, **words)
+        elif labelled is not None:
+            found = compress.evaluate_classifier(model, labelled, reference=reference, **options)
+        else:
+            from compress.evaluation.asked import with_asked
+
+            found = compress.evaluate(model, text=texts or None, tasks=tasks, cache=cache, **of_text, **words)
+            found = with_asked(found, model, asked=asked, text=texts[0] if texts else "demo", **words)
+    if keep:
+        keep_evaluation(model, found)
+    write_report(json_file, asdict(found))
+    if not quiet and json_file != "-":
+        from compress.cli import figures
+        from compress.cli import tables as show
+        from compress.cli.tasks import answered
+
+        show.evaluations([(model, found)], reference)
+        figures.details(found, model)
+        answered(found.tasks)
+    if broken := broken_gates(found, conditions):
+        fail("; ".join(broken), GATE)
+
+
+def _check(texts: tuple[str, ...], tasks: tuple[str, ...], others: dict[str, str | None]) -> None:
+    """Refuse options that have nothing to do with what is measured. others: files for models of other kinds."""
+    files = [name for name, file in others.items() if file is not None]
+    if len(files) > 1:
+        raise InputError("--pairs is for encoders, --labelled for classifiers; give one of them")
+    if not texts and not tasks and not files:
+        raise InputError(
+            "nothing to measure on; give --text TEXT, --task FILE, or both (an encoder: --pairs FILE, a classifier: "
+            "--labelled FILE)"
+        )
+    of_language = {"texts": "text", **dict.fromkeys(OF_TEXT, "text"), **dict.fromkeys(OF_TASKS, "tasks")}
+    of_language |= dict.fromkeys(OF_GENERATION, "models that generate text")
+    for name, about in of_language.items():
+        if files and given(name):
+            told = SAID.get(name, name).replace("_", "-")
+            raise InputError(f"--{files[0]} is for {FOR[files[0]]}; --{told} is for {about}: drop one of them")
+    if not texts and (unused := [name for name in OF_TEXT if given(name)]):
+        raise InputError(f"--{unused[0].replace('_', '-')} is for text; give --text TEXT, or drop it")

@@ -1,0 +1,91 @@
+"""`compress generate`: a prompt and what a model makes of it."""
+
+from typing import Any
+
+import click
+
+import compress
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import begin, device_option, plugin_option, trust_option
+from compress.errors import InputError
+from compress.system.terminal import visible
+
+
+@click.command(short_help="Continue a prompt with a model, compressed or not.")
+@click.argument("model")
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1), default=64, show_default=True, help="New tokens at most.")
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: always the likeliest token."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sampling.")
+@click.option("--dequantize", is_flag=True, help="Compute with dense weights instead of compressed ones.")
+@click.option(
+    "--int8-activations", is_flag=True, help="Also round what the layers multiply: faster on a CPU, less exact."
+)
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Compile the step from token to token first: a minute, then faster."
+)
+@trust_option
+@plugin_option
+@device_option
+@exits_cleanly
+def generate(
+    model: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    dequantize: bool,
+    int8_activations: bool,
+    compiled: bool,
+    trust_remote_code: bool,
+    device: str | None,
+) -> None:
+    """Continue a prompt with a model; a compressed one runs compressed."""
+    begin()
+    import torch
+
+    from compress.checkpoint.read.pretrained import load_tokenizer
+    from compress.checkpoint.read.source import find_source
+    from compress.system.device import find_device
+
+    target = find_device(device)
+    source = find_source(model, trust_remote_code)
+    tokenizer = load_tokenizer(source)
+    notes: list[str] = []
+    network: Any = compress.load(
+        model,
+        torch.float32 if target.type == "cpu" else None,
+        target,
+        dequantize=dequantize,
+        int8_activations=int8_activations,
+        trust_remote_code=trust_remote_code,
+        notes=notes,
+    )
+    for note in notes:
+        click.echo(f"compress: {visible(note)}", err=True)
+    if not hasattr(network, "generate"):
+        raise InputError(f"{type(network).__name__} does not generate text")
+    if compiled:
+        compress.compile_steps(network)
+    inputs = tokenized(tokenizer, prompt, network, tokens).to(target)
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    output = network.generate(**inputs, max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
+    click.echo(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def tokenized(tokenizer: Any, prompt: str, model: Any, more: int) -> Any:
+    """The prompt as a model's inputs. Refuses an empty one, and one after which `more` tokens do not fit."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    count = inputs["input_ids"].shape[1]
+    if count == 0:
+        raise InputError("the prompt is empty; give at least one token")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and count + more > context:
+        raise InputError(
+            f"the prompt has {count} tokens and {more} more are asked for; the model holds {context}: ask for fewer "
+            "--tokens or shorten the prompt"
+        )
+    return inputs

@@ -1,0 +1,147 @@
+"""`compress report`: what runs came to, as a page, as Markdown, as JSON, as a picture, or as a model card."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.exits import exits_cleanly
+from compress.cli.options import (
+    begin,
+    json_option,
+    overwrite_option,
+    plugin_option,
+    quiet_option,
+    writable,
+    write_file,
+    write_report,
+)
+from compress.errors import InputError
+from compress.system.terminal import visible
+
+if TYPE_CHECKING:
+    from compress.evaluation.report.content import Report
+    from compress.evaluation.report.runs import Run
+
+FORMS = (".html", ".htm", ".md", ".json", ".svg")
+
+
+@click.command(short_help="Write what runs came to as one page, Markdown, JSON, or a model card.")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--output",
+    metavar="FILE",
+    callback=writable,
+    help="A page (.html), text (.md), the data (.json), or quality against bytes as a picture (.svg).",
+)
+@click.option("--markdown", metavar="FILE", callback=writable, help="Write the same as Markdown, too.")
+@json_option
+@click.option("--diff", is_flag=True, help="Two runs side by side: differences, and the layers that moved most.")
+@click.option("--card", is_flag=True, help="Write a model card, README.md, into the directory of the run.")
+@overwrite_option("Replace files, with --card README.md, that compress did not write.")
+@plugin_option
+@quiet_option
+@exits_cleanly
+def report(
+    runs: tuple[str, ...],
+    output: str | None,
+    markdown: str | None,
+    json_file: str | None,
+    diff: bool,
+    card: bool,
+    overwrite: bool,
+    quiet: bool,
+) -> None:
+    """Write what runs came to. RUN is a directory that compress wrote (with what `evaluate` has kept in it), or a file
+    of `compress evaluate --json`.
+
+    The page needs no network and no script. Without --output (or --markdown, --json, --card) the Markdown goes to
+    standard output.
+    """
+    _check(runs, output, markdown, json_file, diff, card, overwrite)
+    begin()
+    from compress.checkpoint.ours import noted
+    from compress.evaluation.report.compose import compose
+    from compress.evaluation.report.difference import differences
+    from compress.evaluation.report.markdown import as_markdown
+    from compress.evaluation.report.runs import as_json, open_runs
+
+    found = open_runs(runs)
+    if card:
+        _card(found[0], overwrite)
+        if not quiet:
+            click.echo(visible(f"{found[0].path / 'README.md'} written"))
+    made = differences(*found) if diff else compose(found)
+    data: dict[str, Any] = {"verdict": made.verdict, "runs": as_json(found)}
+    if output is not None:
+        write_file(output, _formed(Path(output).suffix.lower(), made, found, data))
+    if markdown is not None:
+        write_file(markdown, noted(as_markdown(made)))
+    write_report(json_file, data)
+    if not quiet and (output, markdown, json_file, card) == (None, None, None, False):
+        for line in as_markdown(made).splitlines():
+            click.echo(visible(line))
+    elif not quiet and json_file != "-":
+        click.echo(visible(made.verdict))
+
+
+def _check(
+    runs: Sequence[str],
+    output: str | None,
+    markdown: str | None,
+    json_file: str | None,
+    diff: bool,
+    card: bool,
+    overwrite: bool,
+) -> None:
+    """What can be refused without the libraries."""
+    suffix = "" if output is None else Path(output).suffix.lower()
+    if output is not None and suffix not in FORMS:
+        raise InputError(f"--output {output!r}: the end of the name says what is written: {', '.join(FORMS)}")
+    if markdown == "-":
+        raise InputError("--markdown '-'; give a file (without any, Markdown goes to standard output)")
+    if diff and len(runs) != 2:
+        raise InputError(f"--diff is of two runs; {len(runs)} given")
+    if diff and card:
+        raise InputError("--card is about one run and --diff about two; ask for one")
+    if card and len(runs) != 1:
+        raise InputError(f"--card is about one run, whose directory it goes into; {len(runs)} given")
+    if overwrite and not card and {output, markdown, json_file} <= {None, "-"}:
+        raise InputError("--overwrite is for files, and none is to be written; drop it, or name one")
+    if suffix == ".svg" and (diff or len(runs) < 2):
+        raise InputError("the picture is of quality against bytes over several runs; give more, without --diff")
+
+
+def _formed(suffix: str, made: "Report", found: Sequence["Run"], data: dict[str, Any]) -> str:
+    """The report as the end of a name asks for it."""
+    from compress.checkpoint.ours import noted
+
+    if suffix == ".md":
+        from compress.evaluation.report.markdown import as_markdown
+
+        return noted(as_markdown(made))
+    if suffix == ".json":
+        return json.dumps(data, indent=2) + "\n"
+    if suffix == ".svg":
+        from compress.evaluation.report.compose import picture
+
+        return noted(picture(found))
+    from compress.evaluation.report.page import as_html
+
+    return as_html(made)
+
+
+def _card(run: "Run", overwrite: bool) -> None:
+    """README.md in the directory of a run."""
+    from compress.checkpoint.read.source import find_source
+    from compress.checkpoint.write.beside import put_beside
+    from compress.evaluation.report.card import as_card
+    from compress.evaluation.report.compose import article
+    from compress.weights.own_words import is_own
+
+    if run.directory is None:
+        raise InputError(f"{run.path} is an evaluation alone; --card goes into the directory of a run: give that")
+    own = is_own(find_source(str(run.directory)).quantization)
+    put_beside(run.directory, {"README.md": as_card(article(run), run.evaluation, own)}, overwrite)

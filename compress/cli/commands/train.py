@@ -1,0 +1,160 @@
+"""`compress qat` and `compress distill`: passes, then training of what they left."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.commands.quantize import (
+    OF_A_METHOD,
+    added_passes,
+    chosen_options,
+    embeddings_option,
+    kv_cache_option,
+    passes_of,
+)
+from compress.cli.exits import exits_cleanly
+from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
+from compress.errors import InputError
+
+if TYPE_CHECKING:
+    from compress.passes.protocol.base import Pass
+
+OF_TRAINING = ("steps", "rows", "learning_rate", "task")
+OPTIONS = (
+    click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
+    click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
+    click.option(
+        "--learning-rate", type=float, help="Of weights, at its highest.  [default: chosen by a range test of 31 steps]"
+    ),
+    click.option("--task", type=float, help="Weight of the next token beside the teacher.  [default: 0]"),
+    click.option(
+        "--train",
+        "training_settings",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Any option of the training, like --train schedule=linear: see `compress methods train`. Repeat for more.",
+    ),
+)
+
+
+def training_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of training, in the order in which help lists them."""
+    return reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
+
+
+def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: Any) -> "Pass":
+    """The pass that trains, of the options of a command; takes them out of `options`."""
+    from compress.passes.protocol.recipe import make_pass
+
+    chosen = {key: value for key in OF_TRAINING if (value := options.pop(key)) is not None}
+    return make_pass("train", split_settings(settings, {**chosen, **fixed}))
+
+
+@click.command(short_help="Quantize a model and train it so (quantization-aware training).")
+@click.argument("model")
+@click.option("--method", default="gptq", show_default=True, help="How training starts: see `compress methods`.")
+@click.option(
+    "--scheme", help="w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8: bits of weights and inputs.  [default: w4a16]"
+)
+@click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 2 is --scheme w2a16.")
+@click.option("--group-size", type=int, help="Inputs that share a scale; -1: one per output.  [default: as quantize]")
+@click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
+@click.option("--activations", help="Of rounded inputs: dynamic or static.  [default: dynamic]")
+@click.option("--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.")
+@click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
+@kv_cache_option
+@embeddings_option
+@training_options
+@setting_option
+@run_options
+@exits_cleanly
+def qat(
+    model: str,
+    method: str,
+    teacher: str | None,
+    kv_cache: str | None,
+    embeddings: str | None,
+    training_settings: tuple[str, ...],
+    settings: tuple[str, ...],
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Quantize MODEL, train it with its rounding, and write the checkpoint that training saw.
+
+    \b
+    compress qat demo --scheme w2a16 --group-size 32 --calibration demo --steps 200 --output out
+    compress qat MODEL --scheme w4a8 --calibration TEXT --training TEXT --learning-rate 1e-5 --output out
+    torchrun --nproc-per-node 8 -m compress qat MODEL --training TEXT --calibration TEXT --output out --fsdp
+    """
+    check_processes(fsdp, options["device"])
+    taught: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    if teacher == "none":
+        taught |= {"logits": 0.0}
+        options["task"] = 1.0 if options["task"] is None else options["task"]
+    training = training_pass(options, training_settings, **taught)
+    passes, notes = passes_of(method, chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings))
+    passes = (*passes, training, *added_passes(embeddings, kv_cache))
+    run("train", model, passes, f"method {method!r}", notes, fsdp=fsdp, **options)
+
+
+@click.command(short_help="Train a smaller model, or any other, to do what a teacher does.")
+@click.argument("teacher")
+@click.option("--student", metavar="MODEL", help="The model that learns.  [default: a part of the teacher]")
+@click.option("--student-layers", type=int, metavar="N", help="So many blocks of the teacher, those it needs most.")
+@click.option(
+    "--student-hidden",
+    type=int,
+    metavar="N",
+    help="So many channels of its hidden state, in all layers; also with --student-layers.",
+)
+@click.option(
+    "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
+)
+@click.option(
+    "--cache-logits", metavar="FILE", help="Ask the teacher alone, and keep what it says: --train teacher=FILE."
+)
+@click.option("--top-k", type=int, metavar="N", help="Tokens whose probabilities that file holds.  [default: 64]")
+@training_options
+@run_options
+@exits_cleanly
+def distill(
+    teacher: str,
+    student: str | None,
+    student_layers: int | None,
+    student_hidden: int | None,
+    structure: str | None,
+    cache_logits: str | None,
+    top_k: int | None,
+    training_settings: tuple[str, ...],
+    fsdp: bool,
+    **options: Any,
+) -> None:
+    """Train a student on what TEACHER says, and write it.
+
+    \b
+    compress distill demo --student-layers 2 --calibration demo --output out
+    compress distill TEACHER --student-layers 6 --student-hidden 384 --calibration TEXT --output out
+    compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
+    compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
+    compress distill ENCODER --structure layers:3 --calibration TEXT --train logits=0 --train features=1 --output out
+    compress distill TEACHER --cache-logits said.safetensors --training TEXT
+    compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
+    """
+    from compress.cli.commands.cache_logits import cache
+    from compress.cli.commands.students import students_of
+
+    if cache_logits is not None:
+        cache(teacher, cache_logits, top_k, training_settings, {"fsdp": fsdp, **options})
+        return
+    if top_k is not None:
+        raise InputError("--top-k is what --cache-logits keeps; give it with that")
+    check_processes(fsdp, options["device"])
+    trusted = options["trust_remote_code"]
+    calibrated = options["calibration"] is not None
+    model, passes = students_of(teacher, student, student_layers, student_hidden, structure, trusted, calibrated)
+    said = any(setting.startswith("teacher=") for setting in training_settings)
+    fixed = {} if student is None or said else {"teacher": teacher}
+    training = training_pass(options, training_settings, **fixed)
+    run("distill", model, (*passes, training), "distill", fsdp=fsdp, **options)

@@ -1,0 +1,187 @@
+"""The channels of the hidden state, which run through a whole model: where they are, and a model with fewer of them.
+
+Found by asking transformers: a model made from the same configuration with twice the hidden size (on the meta device)
+is twice as long where a tensor has these channels, and where it has others that a configuration counts with them: rows
+of queries that are hidden / heads each, an MLP of four times the hidden size. The latter are known beforehand; they
+hang together inside a block (`model.structure.couplings`).
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from compress.errors import InputError, first_line
+from compress.model.edits.changes import DATA, Applied, Change, change, changing
+from compress.model.edits.configured import Field, configs_of, facts_of
+from compress.model.edits.keep import Coupling, dimension_of, number_of
+from compress.model.layers import is_layer
+
+FIELD = "hidden_size"  # as transformers calls it in configurations, some of which have another name for it, too
+Place = tuple[str, int | str]  # (parameter, dimension), or (module, attribute)
+
+
+@dataclass(frozen=True)
+class Width:
+    """Where a model has the channels of its hidden state: dimensions of parameters by name, and attributes (module,
+    name) that count them. owner: of the field of the configuration, the path to it. also: other fields of the same
+    owner, which have to be the same number (OPT's word_embed_proj_dim)."""
+
+    size: int
+    axes: Mapping[str, tuple[int, ...]]
+    numbers: tuple[tuple[str, str], ...]
+    owner: tuple[str, ...] = ()
+    field: str = FIELD
+    also: tuple[str, ...] = ()
+
+    def configured(self, size: int) -> tuple[Field, ...]:
+        """What the configuration says of that many channels."""
+        return tuple(Field(self.owner, name, size) for name in (self.field, *self.also))
+
+    def inside(self, module: str) -> "Width":
+        """The same for a module of the model."""
+        start = f"{module}."
+        axes = {name.removeprefix(start): dims for name, dims in self.axes.items() if name.startswith(start)}
+        return Width(self.size, axes, tuple(("", name) for owner, name in self.numbers if owner == module))
+
+    def norms(self, model: nn.Module) -> dict[str, nn.Module]:
+        """What multiplies every channel by a weight, by name."""
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if self.axes.get(f"{name}.weight") == (0,) and module.get_parameter("weight").ndim == 1
+        }
+
+
+def taken_by(name: str, block: nn.Module, coupling: Coupling) -> Iterator[Place]:
+    """What a coupling of a block cuts. name: the block's, in the model."""
+
+    def full(inside: str) -> str:
+        return ".".join(filter(None, (name, inside)))
+
+    for role, member in coupling.members():
+        module = block.get_submodule(member.name)
+        if role == "between":
+            yield from ((f"{full(member.name)}.{tensor}", 0) for tensor, _ in module.named_parameters(recurse=False))
+            yield from (
+                (full(member.name), attribute) for attribute, value in vars(module).items() if type(value) is int
+            )
+            continue
+        yield f"{full(member.name)}.weight", dimension_of(module, role)
+        yield full(member.name), number_of(module, role)
+        if role == "producers":
+            yield f"{full(member.name)}.bias", 0
+    yield from ((full(number.module), number.attribute) for number in coupling.numbers)
+    yield from ((full(module), attribute) for module, attribute in coupling.unread)
+
+
+def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]) -> Width:
+    """Where the channels are. taken: what has others; blocks: names of the blocks, of which all others are known.
+
+    Raises InputError for a model that does not say its width, or of which it cannot be told what has these channels.
+    """
+    config = getattr(model, "config", None)
+    owner = config.get_text_config() if isinstance(config, PretrainedConfig) else None
+    size = getattr(owner, FIELD, None)
+    if not isinstance(config, PretrainedConfig) or owner is None or type(size) is not int:
+        raise InputError(f"{type(model).__name__} has no configuration that says its {FIELD}; leave hidden out")
+    path = next((path for path, each in configs_of(config) if each is owner), ())
+    field = getattr(owner, "attribute_map", {}).get(FIELD, FIELD)
+    ours, also = facts_of(model), _as_wide(model, owner, path, field)
+    wider = facts_of(_made(model, *(Field(path, name, 2 * size) for name in (field, *also))))
+    axes: dict[str, tuple[int, ...]] = {}
+    numbers: list[tuple[str, str]] = []
+    for (name, attribute), own in ours.items():
+        other = wider.get((name, attribute))
+        if attribute:
+            if (name, attribute) not in taken and _counts(own, other, size):
+                numbers.append((name, attribute))
+        elif dims := tuple(_dimensions(name, own, other, size, taken)):
+            axes[name] = dims
+    for name, dims in axes.items():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if len(dims) > 1 and is_layer(layer) and any(name.startswith(f"{block}.") for block in blocks):
+            raise InputError(
+                f"{name} is {list(ours[name, ''])}, and nothing tells which of it are channels of the hidden state "
+                "(its block has no heads or channels that can be cut); leave hidden out"
+            )
+    return Width(size, axes, tuple(numbers), path, field, also)
+
+
+def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], field: str) -> tuple[str, ...]:
+    """Other fields of the configuration that have to be as wide as the hidden state: where it alone is wider, the model
+    has parameters that it had not, like a projection between both."""
+    size, own = getattr(owner, field), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def same(*names: str) -> bool:
+        made = _made(model, *(Field(path, name, 2 * size) for name in names))
+        return {name for name, _ in made.named_parameters(remove_duplicate=False)} == own
+
+    if same(field):
+        return ()
+    alike = [n for n, value in vars(owner).items() if n != field and type(value) is int and value == size]
+    return next(((name,) for name in alike if same(field, name)), ())
+
+
+def _made(model: nn.Module, *fields: Field) -> nn.Module:
+    """The model of the configuration with other numbers in it, without weights."""
+    config = copy.deepcopy(model.config)
+    for field in fields:
+        setattr(field.owner(config), field.name, field.value)
+    try:
+        with torch.device("meta"):
+            return type(model)(config)
+    except Exception as error:  # noqa: BLE001 - what a class refuses, no width can be made of
+        raise InputError(
+            f"no {type(model).__name__} has another {fields[0].name} ({first_line(error)}); leave hidden out"
+        ) from None
+
+
+def _counts(own: Any, other: Any, size: int) -> bool:
+    """Whether an attribute counts the channels, in the model and in one of twice as many."""
+    if type(own) is int:
+        return bool(own == size and other == 2 * size)
+    return type(own) is tuple and type(other) is tuple and (size, 2 * size) in zip(own, other, strict=False)
+
+
+def _dimensions(name: str, own: Any, other: Any, size: int, taken: Collection[Place]) -> Iterator[int]:
+    """Which dimensions of a tensor have the channels. Raises InputError for one that is longer for another reason."""
+    if own == other:
+        return
+    if other is None or len(own) != len(other):
+        raise InputError(f"{name} is there, or has its dimensions, for one {FIELD} alone; leave hidden out")
+    for dimension, (length, longer) in enumerate(zip(own, other, strict=True)):
+        if length == longer or (name, dimension) in taken:
+            continue
+        if (length, longer) != (size, 2 * size):
+            raise InputError(
+                f"{name} is {list(own)}, and {list(other)} where the hidden state has {2 * size} channels instead of "
+                f"{size}, which does not say which of it are these; leave hidden out"
+            )
+        yield dimension
+
+
+def narrow(model: nn.Module, width: Width, kept_N: Tensor) -> Applied:
+    """Cut all that has the channels: those that are kept stay, in order. Parameters stay the same objects, and the
+    configuration as it is."""
+    parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
+    each = {id(parameters[name]): (parameters[name], dims) for name, dims in width.axes.items()}
+    with changing() as done:
+        for parameter, dims in each.values():
+            value = parameter.data
+            for dimension in dims:
+                value = value.index_select(dimension, kept_N.to(value.device))
+            done.append(change(parameter, DATA, value.contiguous()))
+        for name, attribute in width.numbers:
+            done.append(_renumbered(modules[name], attribute, width.size, len(kept_N)))
+    return Applied(tuple(done))
+
+
+def _renumbered(module: nn.Module, attribute: str, size: int, staying: int) -> Change:
+    value = getattr(module, attribute)
+    after = tuple(staying if n == size else n for n in value) if type(value) is tuple else staying
+    return change(module, attribute, after)

@@ -1,0 +1,1 @@
+"""How the parts of a block depend on each other, found by probing."""

@@ -1,0 +1,219 @@
+"""Which channels of a block live and die together: the parts into which it falls apart, seen in hollow forwards.
+
+A layer's input depends on a producer's channel where it changes at all when the channel does, in whatever way: a gate
+enters a product through an activation, a query through softmax. Draw an edge for each such pair, and what hangs
+together is one *component*: row j of gate and up with input j of down; the query, key and value rows of one
+key-value head with the inputs of o that belong to it. Removing a whole component leaves all others as they are.
+
+Two questions are asked of the hollow block. `reach`: which channels do these inputs depend on? One backward pass,
+whose gradients are zero or not. `changed`: which inputs change when these channels get other numbers? One forward.
+Inputs are halved again and again while the halves depend on different channels, all segments at the same time: 2 log K
+passes tell K channels apart. A segment whose halves share channels (a cut in the middle of a head, a norm that mixes
+all) is taken apart from a single input: the channels it depends on, the inputs that these reach, and so on.
+
+Gradients can be zero by chance, so the answer is an offer, to be checked by a cut (`model.structure.couplings`).
+
+Shapes: K inputs of a reader, C channels of all producers, one after the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.model.calls import Call
+from compress.model.structure.hollow import changed, given_output, hollow_forward
+from compress.model.structure.producers import Producer
+
+NONE = -1  # of an input: depends on no producer; of a channel: belongs to no component that could be removed
+MOST_ROUNDS = 512  # heads to be told apart one after the other; what is left then counts as one component
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """The component of each output channel of each layer, and of each input of each layer and watched module; NONE
+    where there is none, or where it reaches the block's output."""
+
+    produced: dict[str, Tensor]
+    read: dict[str, Tensor]
+
+
+class Wiring:
+    """A hollow block whose every given output can be differentiated by and exchanged."""
+
+    def __init__(
+        self, block: nn.Module, call: Call, producers: Mapping[str, Producer], watched: Mapping[str, Producer]
+    ) -> None:
+        self.block, self.call, self.producers, self.watched = block, call, producers, watched
+        self.leaves: list[tuple[str, Tensor]] = []
+        self.base = hollow_forward(block, call, producers, self._leaf, gradients=True, watched=watched)
+        sizes = [p.channels for p in producers.values()]
+        ends = torch.tensor(sizes).cumsum(0).tolist()
+        self.places = {name: slice(end - size, end) for name, size, end in zip(producers, sizes, ends, strict=True)}
+        self.channels = sum(sizes)
+        everyone = {**producers, **watched}
+        self.inputs: dict[str, list[Tensor]] = {}
+        for (name, _), x in self.base.inputs.items():
+            self.inputs.setdefault(name, []).append(everyone[name].rows(x))
+
+    def _leaf(self, name: str, output: Tensor) -> Tensor:
+        self.leaves.append((name, output.requires_grad_()))
+        return output.clone()  # a leaf must not be changed in place
+
+    def reach(self, reader: str, chosen_K: Tensor) -> Tensor:
+        """Which channels [C] the chosen inputs of a reader depend on."""
+        return self._behind([rows[:, chosen_K.to(rows.device)] for rows in self.inputs[reader]])
+
+    def reached_by_outputs(self) -> Tensor:
+        """Which channels [C] the block's output depends on without passing a layer."""
+        return self._behind([t for t in self.base.outputs if t.is_floating_point()])
+
+    def _behind(self, tensors: list[Tensor]) -> Tensor:
+        found_C = torch.zeros(self.channels, dtype=torch.bool)
+        live = [t for t in tensors if t.requires_grad and t.numel()]
+        if not live:
+            return found_C
+        # Not the plain sum, in which what a norm does cancels.
+        weights = [given_output("weights", t.shape[:1], t[:1].numel()).reshape(t.shape).to(t) for t in live]
+        total = torch.stack([(t * w).sum() for t, w in zip(live, weights, strict=True)]).sum()
+        leaves = [leaf for _, leaf in self.leaves]
+        slopes = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
+        for (name, _), slope in zip(self.leaves, slopes, strict=True):
+            if slope is not None and slope.numel():
+                found_C[self.places[name]] |= (slope != 0).reshape(-1, slope.shape[-1]).any(0).cpu()
+        return found_C
+
+    def changed(self, reader: str, chosen_C: Tensor) -> Tensor:
+        """Which inputs [K] of a reader change when the chosen channels get other numbers."""
+
+        def other(name: str, output: Tensor) -> Tensor:
+            chosen = chosen_C[self.places[name]].to(output.device)
+            instead = given_output(f"{name}, other", output.shape[:-1], output.shape[-1]).to(output)
+            return torch.where(chosen, instead, output)
+
+        seen = hollow_forward(self.block, self.call, self.producers, other, watched=self.watched)
+        return changed(self.base, seen, {**self.producers, **self.watched})[reader].cpu()
+
+    def parts_of(self, reader: str) -> tuple[Tensor, Tensor]:
+        """`taken_apart`, of a reader."""
+        width = self.inputs[reader][0].shape[1]
+        return taken_apart(width, lambda k: self.reach(reader, k), lambda c: self.changed(reader, c))
+
+
+def taken_apart(
+    inputs: int, reach: Callable[[Tensor], Tensor], changed: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(the part of each of a reader's inputs [K], the part of each channel [C] that it reads), NONE where there is
+    none: inputs of different parts depend on different channels."""
+    part_K = torch.zeros(inputs, dtype=torch.int64)
+    part_C = torch.where(reach(part_K == 0), 0, NONE)
+    count = 1
+    segments = [(0, 0, inputs)]
+    tangled_K = torch.zeros(inputs, dtype=torch.bool)
+    while segments := [(p, a, b) for p, a, b in segments if b - a > 1]:
+        right_K = torch.zeros(inputs, dtype=torch.bool)
+        whole_K = right_K.clone()
+        for _, a, b in segments:
+            right_K[(a + b) // 2 : b], whole_K[a:b] = True, True
+        left_C, right_C = reach(whole_K & ~right_K), reach(right_K)
+        mixed = set(part_C[left_C & right_C].tolist())
+        live = set(part_C.tolist())
+        renamed = torch.arange(count)
+        halves = []
+        for part, a, b in segments:
+            if part in mixed:
+                tangled_K[a:b] = True
+            elif part in live:
+                middle = (a + b) // 2
+                part_K[middle:b] = renamed[part] = count
+                halves += [(part, a, middle), (count, middle, b)]
+                count += 1
+        moved = right_C & (part_C != NONE)
+        part_C[moved] = renamed[part_C[moved]]
+        segments = halves
+    _untangle(part_K, part_C, tangled_K, count, reach, changed)
+    return torch.where(torch.isin(part_K, part_C), part_K, NONE), part_C
+
+
+def _untangle(
+    part_K: Tensor,
+    part_C: Tensor,
+    left_K: Tensor,
+    count: int,
+    reach: Callable[[Tensor], Tensor],
+    changed: Callable[[Tensor], Tensor],
+) -> None:
+    """Split parts (in place) of which `left_K` are the inputs, each from one input on, one component a round."""
+    for _ in range(MOST_ROUNDS):
+        if not bool(left_K.any()):
+            return
+        places = left_K.nonzero().flatten()
+        parts, inverse = part_K[places].unique(return_inverse=True)
+        seeds = torch.full((len(parts),), len(part_K)).scatter_reduce_(0, inverse, places, "amin")
+        grown_K = torch.zeros_like(left_K)
+        grown_K[seeds] = True
+        while True:
+            found_C = reach(grown_K)
+            more_K = grown_K | (changed(found_C) & left_K)
+            if torch.equal(more_K, grown_K):
+                break
+            grown_K = more_K
+        renamed = torch.arange(count)
+        renamed[parts] = count + torch.arange(len(parts))
+        count += len(parts)
+        found_C &= torch.isin(part_C, parts)
+        part_C[found_C] = renamed[part_C[found_C]]
+        part_K[grown_K] = renamed[part_K[grown_K]]
+        left_K &= ~grown_K
+
+
+def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
+    """The components of a whole block. fixed: layers whose channels cannot be removed, whoever reads them."""
+    held_C = wiring.reached_by_outputs()
+    for name in fixed & wiring.places.keys():
+        held_C[wiring.places[name]] = True
+    for name in fixed & wiring.inputs.keys():
+        held_C |= wiring.reach(name, torch.ones(wiring.inputs[name][0].shape[1], dtype=torch.bool))
+    parts: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, rows in wiring.inputs.items():
+        alike = (n for n in parts if _same(wiring.inputs[n], rows))
+        known = next(alike, None)
+        parts[name] = wiring.parts_of(name) if known is None else parts[known]
+    # A watched module sees components, it does not join them: a norm over the channels of one head, say, is used by
+    # all heads.
+    label_C = joined([part_C for name, (_, part_C) in parts.items() if name in wiring.producers], wiring.channels)
+    label_C = torch.where(torch.isin(label_C, label_C[held_C]), NONE, label_C)
+    read = {name: _labels(part_K, part_C, label_C) for name, (part_K, part_C) in parts.items()}
+    return Dependence({name: label_C[place] for name, place in wiring.places.items()}, read)
+
+
+def joined(parts: list[Tensor], channels: int) -> Tensor:
+    """The component [C] of each channel, as the number of its first one: channels that some reader has in one part
+    are of one component."""
+    label_C = torch.arange(channels)
+    while True:
+        before_C = label_C.clone()
+        for part_C in parts:
+            used = part_C != NONE
+            if bool(used.any()):
+                first = torch.full((int(part_C.max()) + 1,), channels)
+                first.scatter_reduce_(0, part_C[used], label_C[used], "amin")
+                label_C[used] = first[part_C[used]]
+        label_C = label_C[label_C]
+        if torch.equal(label_C, before_C):
+            return label_C
+
+
+def _labels(part_K: Tensor, part_C: Tensor, label_C: Tensor) -> Tensor:
+    """The component of each input: that of all channels of its part; NONE where they are of several."""
+    used = part_C != NONE
+    size = int(torch.cat([part_K, part_C]).max()) + 2  # the last one for NONE
+    lowest, highest = torch.full((size,), label_C.numel()), torch.full((size,), NONE)
+    lowest.scatter_reduce_(0, part_C[used], label_C[used], "amin")
+    highest.scatter_reduce_(0, part_C[used], label_C[used], "amax")
+    return torch.where(lowest == highest, highest, NONE)[part_K]
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,134 @@
+"""Which channels of a block may change places: with what their rows, and the inputs that read them, go along.
+
+Two kinds, found by numbers and tried out before they are used. The channels of a coupling whose groups are single
+channels (row j of gate and up, input j of down: `model.structure.couplings`), in any order. And the channels of one
+head between a producer and what reads it (v and o: where whole matrices pass, `model.structure.rotate`, so do
+permutations), in any order inside the head.
+
+Shapes: U channels that may change places among themselves, R copies of them among the inputs of a consumer
+(grouped-query attention: one per query head of a group).
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import first_line
+from compress.model.calls import Call, evaluating
+from compress.model.edits.changes import undo
+from compress.model.edits.folds import Fold, layer_at
+from compress.model.edits.keep import OUTSIDE, ROLES, Coupling, Role
+from compress.model.edits.permute import Order, Permute
+from compress.model.layers import is_linear
+from compress.model.structure.couplings import find_couplings
+from compress.model.structure.excerpt import in_float32, short_call
+from compress.model.structure.hollow import repeatable, tensors_of
+from compress.model.structure.producers import ROUNDING, distance
+from compress.model.structure.rotate import copies, unfit, widest
+
+
+@dataclass(frozen=True)
+class Places:
+    """Channels that may change places. of: {(role, module): [R, U] its channels, each copy in the order of the
+    others}; widths: how many channels each of them has."""
+
+    of: Mapping[tuple[Role, str], Tensor]
+    widths: Mapping[tuple[Role, str], int]
+
+    @property
+    def consumers(self) -> dict[str, Tensor]:
+        """The inputs of each layer that reads the channels, [R, U]."""
+        return {name: places for (role, name), places in self.of.items() if role == "consumers"}
+
+    def permuted(self, order_U: Tensor) -> Permute:
+        """The edit that brings channel order[u] to the place of channel u."""
+        found: dict[Role, list[Order]] = {role: [] for role in ROLES}
+        for (role, name), places_RU in self.of.items():
+            order = torch.arange(self.widths[role, name])
+            order[places_RU.flatten()] = places_RU[:, order_U].flatten()
+            found[role].append(Order(name, order))
+        return Permute(*(tuple(found[role]) for role in ROLES))
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What may change places in a block, and why the inputs of other layers may not, as far as that is known."""
+
+    found: tuple[Places, ...]
+    rejected: Mapping[str, str]
+
+
+def find_orders(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Orders:
+    """What may change places in an opened block, from the micro-batch of one call. The block is left as it was.
+
+    folds: those of the block; shared: identities of parameters that something outside the block also uses.
+    """
+    offers = [places for c in find_couplings(block, call, shared).found if (places := _of_coupling(block, c))]
+    taken = {name for places in offers for name in places.consumers}
+    for fold in folds:
+        readers = {consumer.name for consumer in fold.consumers}
+        if fold.kind == "linear" and not unfit(fold) and taken.isdisjoint(readers):
+            offers += _of_fold(block, call, fold)
+            taken |= readers
+    found: list[Places] = []
+    rejected: dict[str, str] = {}
+    for places in offers:
+        problem = why_not(block, call, places)
+        if problem is None:
+            found.append(places)
+        else:
+            rejected |= dict.fromkeys(places.consumers, problem)
+    return Orders(tuple(found), rejected)
+
+
+def why_not(block: nn.Module, call: Call, places: Places) -> str | None:
+    """Why channels must stay in their order; None where the block computes with another what it did."""
+    order = torch.arange(next(iter(places.of.values())).shape[1]).roll(1).flip(0)
+
+    def run(exact: Call) -> list[Tensor]:
+        with torch.no_grad(), repeatable(block):
+            return tensors_of(block(*exact.args, **exact.kwargs))
+
+    try:
+        with evaluating(block), in_float32(block, short_call(call)) as exact:
+            before = run(exact)
+            applied = places.permuted(order).apply(block)
+            try:
+                off = distance(run(exact), before)
+            finally:
+                undo(applied)
+    except Exception as error:  # noqa: BLE001 - an order is an offer: a block that does not run keeps its own
+        return f"permuted, the block does not run: {type(error).__name__}: {first_line(error)}"
+    return None if off <= ROUNDING else f"permuted, what the block computes is off by {off:.1e} of the largest"
+
+
+def _of_coupling(block: nn.Module, coupling: Coupling) -> Places | None:
+    """The channels of a coupling of linear layers, where each group is one channel wherever it is."""
+    of: dict[tuple[Role, str], Tensor] = {}
+    widths: dict[tuple[Role, str], int] = {}
+    for role, member in coupling.members():
+        if role != "between" and not is_linear(block.get_submodule(member.name)):
+            return None
+        places = (member.group_of != OUTSIDE).nonzero().flatten()
+        if len(places) != coupling.groups:
+            return None
+        of[role, member.name] = places[member.group_of[places].argsort()][None]
+        widths[role, member.name] = len(member.group_of)
+    return Places(of, widths)
+
+
+def _of_fold(block: nn.Module, call: Call, fold: Fold) -> Iterator[Places]:
+    """The channels of each head between a producer and its consumers."""
+    size = widest(block, call, fold)
+    if size is None:
+        return
+    used = fold.used().nonzero().flatten()
+    readers = {consumer.name: copies(consumer) for consumer in fold.consumers}
+    for head in range(len(used) // size):
+        part = slice(head * size, (head + 1) * size)
+        of: dict[tuple[Role, str], Tensor] = {("producers", fold.producer): used[None, part]}
+        of |= {("consumers", name): places[:, part] for name, places in readers.items()}
+        widths = {(role, name): layer_at(block, name).shape[role == "consumers"] for role, name in of}
+        yield Places(of, widths)

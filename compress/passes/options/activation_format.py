@@ -1,0 +1,93 @@
+"""The options of a number format of what layers multiply and return, beside that of their weights."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from compress.errors import InputError, one_of
+from compress.kernels.layouts.scale_blocks import INPUT_BLOCK
+from compress.passes.options.weight_format import FLOATS_ARE_SYMMETRIC, WeightFormat
+from compress.weights.grid import Granularity, Grid
+from compress.weights.scheme import BLOCKWISE, WHOLE, input_bits, is_float
+
+Activations = Literal["dynamic", "static"]
+ActivationGrid = Literal["symmetric", "asymmetric", "unsigned"]
+Outputs = Literal["none", "static"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationFormat(WeightFormat):
+    """A pass that may round the inputs and outputs of its layers, to 2 to 8 bits, as the scheme says."""
+
+    activations: Activations = "dynamic"
+    """Whether rounded inputs are fitted to every token as it comes (of a convolution: every sample), or by
+    calibration."""
+
+    activation_grid: ActivationGrid = "symmetric"
+    """Of static inputs and outputs; unsigned is for inputs that are never negative (after a ReLU), whose outputs are
+    asymmetric."""
+
+    outputs: Outputs = "none"
+    """Whether what a layer returns, bias included, is rounded to 8 bits, too, by a fixed range per tensor."""
+
+    per_channel_inputs: bool = False
+    """A fixed range for each input channel. For research: no format and no kernel holds it, the model stays in
+    memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, allowed in (
+            ("activations", Activations),
+            ("activation_grid", ActivationGrid),
+            ("outputs", Outputs),
+        ):
+            one_of(option, getattr(self, option), get_args(allowed))
+        if is_float(self.scheme) and self.activation_grid != "symmetric":
+            raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme == BLOCKWISE and self.activations != "dynamic":
+            raise InputError(f"{self.scheme} fits inputs to every token; leave activations out")
+        if not self.scheme.endswith("a16"):
+            self._check_dynamic()
+        elif (
+            self.activations != "dynamic"
+            or self.outputs != "none"
+            or self.per_channel_inputs
+            or self.activation_grid != "symmetric"
+        ):
+            raise InputError(
+                "activations, activation_grid, outputs and per_channel_inputs are of schemes that round inputs; "
+                f"{self.scheme}: its inputs are not rounded"
+            )
+        if self.outputs != "none" and self.scheme not in WHOLE:
+            raise InputError(f"outputs are for {' and '.join(WHOLE)}; {self.scheme}: give outputs=none")
+
+    def _check_dynamic(self) -> None:
+        if self.activations != "dynamic":
+            return
+        if self.activation_grid != "symmetric":
+            raise InputError(
+                f"activations fitted to every token are symmetric; give activations=static with {self.activation_grid}"
+            )
+        if self.per_channel_inputs:
+            raise InputError(
+                "per_channel_inputs are fixed ranges, and activations are fitted to every token; give "
+                "activations=static with it"
+            )
+
+    def input_grid(self) -> Grid | None:
+        """The grid of a layer's input; None where it stays as it is. Unsigned codes u are stored as u - 128: an
+        asymmetric grid whose zero point is -128."""
+        if self.scheme.endswith("a16"):
+            return None
+        if self.scheme == BLOCKWISE:
+            return replace(self.activation_grid_of("token"), granularity="block", block=INPUT_BLOCK)
+        granularity: Granularity = "channel" if self.per_channel_inputs else "tensor"
+        return self.activation_grid_of("token" if self.activations == "dynamic" else granularity)
+
+    def output_grid(self) -> Grid | None:
+        """The 8-bit grid of a layer's output; None where it stays as it is."""
+        return self.activation_grid_of("tensor") if self.outputs == "static" else None
+
+    def activation_grid_of(self, granularity: Granularity) -> Grid:
+        """The grid of what is no weight in this format, with so many scales."""
+        symmetric = self.activation_grid == "symmetric"
+        return Grid(bits=input_bits(self.scheme), symmetric=symmetric, granularity=granularity, type=self.number_type)

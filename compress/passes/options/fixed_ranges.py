@@ -1,0 +1,37 @@
+"""The options of ranges that calibration fixes: of activations, and of key-value caches."""
+
+from dataclasses import dataclass
+
+from compress.calibration.calibrators import OPTIONS as CALIBRATORS
+from compress.calibration.calibrators import calibrator
+from compress.calibration.stats import StatisticFactory
+from compress.errors import InputError, one_of
+from compress.passes.protocol.base import Pass
+from compress.weights.grid import Grid
+
+PERCENTILE = 99.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedRanges(Pass):
+    """A pass that may fix ranges by calibration (`compress.calibration.calibrators`)."""
+
+    calibrator: str = "minmax"
+    """minmax, moving-average, percentile, mse, kl: how a fixed range is chosen."""
+
+    percentile: float = PERCENTILE
+    """above 50, up to 100: percent of the values that the range of calibrator=percentile holds."""
+
+    histograms: bool = False
+    """Keep a histogram of what each fixed range was chosen from, for `compress inspect OUT --calibration`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("calibrator", self.calibrator, CALIBRATORS)
+        if self.calibrator != "percentile" and self.percentile != PERCENTILE:
+            raise InputError(f"percentile is of the calibrator 'percentile', not of {self.calibrator!r}; leave it out")
+
+    def fixed_range(self, grid: Grid) -> StatisticFactory:
+        """The statistic that finds a fixed range of values on a grid."""
+        options = {"percentile": self.percentile} if self.calibrator == "percentile" else {}
+        return calibrator(self.calibrator, grid, keep_histogram=self.histograms, **options)

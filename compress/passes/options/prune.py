@@ -1,0 +1,190 @@
+"""What the passes share that prune: a pattern or a share of zeros, and decisions out of scores or of survivors.
+
+Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel. Weights that an earlier pass has
+pruned are worth nothing and stay zero: a pass adds to a mask. `weights.masks` has the counting.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from compress.calibration.stats import ChannelNorm
+from compress.errors import InputError, one_of
+from compress.passes.protocol.base import Aspect, Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Reorder, Stage, Survey
+from compress.solvers.permutation import better_order, kept_of
+from compress.solvers.scores import relative_products
+from compress.weights.decision import Decision, Figures
+from compress.weights.formats.dense import dense
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+from compress.weights.masks import Choice, Pattern, parse_pattern
+from compress.weights.terms import Term
+
+Per = Literal["row", "layer"]
+HALF = 0.5
+
+
+@dataclass(frozen=True)
+class Survivors(Term):
+    """A weight between a mask and its decision: values [N, K] in the dtype that is stored, and which of them stay."""
+
+    values: Tensor
+    kept: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.values.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.values if dtype is None else self.values.to(dtype)
+
+    def rows(self, part: slice) -> Self:
+        return type(self)(self.values[part], self.kept[part])
+
+    @classmethod
+    def stacked(cls, terms: Sequence[Self]) -> Self:
+        return cls(torch.cat([t.values for t in terms]), torch.cat([t.kept for t in terms]))
+
+    def decision(self, figures: Figures) -> Decision:
+        """What is decided for the layer."""
+        return Decision(dense(self.values), figures, kept=self.kept)
+
+
+def survivors(weight_NK: Tensor, kept_NK: Tensor, dtype: torch.dtype) -> Survivors:
+    """A weight with exact zeros where it is not kept."""
+    return Survivors(torch.where(kept_NK, weight_NK, 0.0).to(dtype), kept_NK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(Pass):
+    """A pass that makes weights zero for good."""
+
+    writes: ClassVar[Aspect] = "mask"
+    keeps_zeros: ClassVar[bool] = True
+    # Where weights may compete, as `per` says it.
+    rankings: ClassVar[tuple[str, ...]] = get_args(Per)
+
+    pattern: str = ""
+    """N:M, like 2:4, or nothing: N of every M inputs in a row stay, or a share of all (`sparsity`)."""
+
+    sparsity: float | None = None
+    """above 0, below 1: share of weights that become zero; none: what `pattern` says, or half."""
+
+    permute: int = 0
+    """0 or more: rounds in which input channels change groups of N:M, to keep more of their scores, wherever the rows
+    that make them can change places with them; 0: they stay in their order."""
+
+    per: Per = "row"
+    """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
+
+    sparsities: tuple[tuple[str, float], ...] = ()
+    """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
+
+    store: str = ""
+    """2:4 or nothing: whether a checkpoint holds these layers, pruned to 2:4, without their zeros, for `compress.load`
+    alone; by default zeros are stored as other numbers are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.store not in ("", TWO_OF_FOUR):
+            raise InputError(f"store {self.store!r}; allowed: {TWO_OF_FOUR}, or nothing")
+        if self.store and self.pattern != TWO_OF_FOUR:
+            raise InputError(f"store {self.store} is of layers that are pruned so; give pattern {TWO_OF_FOUR} with it")
+        if self.sparsity is not None and not 0 < self.sparsity < 1:
+            raise InputError(
+                f"sparsity {self.sparsity}; allowed: above 0, below 1 (0.5 makes half of the weights zero)"
+            )
+        one_of("per", self.per, self.rankings)
+        object.__setattr__(self, "sparsities", tuple(_pairs(self.sparsities)))
+        if len(dict(self.sparsities)) < len(self.sparsities):
+            raise InputError("sparsities name a layer twice; give each once")
+        said = HALF if self.of_each is None else self.of_each.sparsity
+        if self.of_each is not None:
+            if self.sparsity not in (None, said):
+                raise InputError(
+                    f"pattern {self.pattern} makes {said:.4g} of weights zero, not sparsity {self.sparsity}; give one"
+                )
+            if self.per != "row":
+                raise InputError(f"per {self.per} has no say in pattern {self.pattern}; leave one out")
+            if self.sparsities:
+                raise InputError(f"sparsities have no say in pattern {self.pattern}; leave one out")
+        if self.permute < 0:
+            raise InputError(f"permute {self.permute}; allowed: 0 or more rounds")
+        if self.permute and self.of_each is None:
+            raise InputError("permute moves inputs between the groups of a pattern, and there is none; give N:M")
+        object.__setattr__(self, "sparsity", said if self.sparsity is None else self.sparsity)
+
+    @property
+    def zeros(self) -> float:
+        """The share of weights that become zero."""
+        assert self.sparsity is not None  # settled when the pass is made
+        return self.sparsity
+
+    @property
+    def of_each(self) -> Pattern | None:
+        """The pattern, if there is one."""
+        return parse_pattern(self.pattern) if self.pattern else None
+
+    @property
+    def survey(self) -> tuple[Survey, ...]:
+        """The stage that finds out how many weights each layer has to lose; none where all lose the same share."""
+        return ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return *self.survey, *self.reorder, self.decide_stage
+
+    @property
+    def reorder(self) -> tuple[Reorder, ...]:
+        """The stage that finds inputs other groups of the pattern; none where they stay. Its data shows which rows make
+        them, too."""
+        if not self.permute or self.of_each is None:
+            return ()
+        order = partial(better_order, pattern=self.of_each, rounds=self.permute)
+        kept = partial(kept_of, pattern=self.of_each)
+        return (Reorder({"norm": ChannelNorm}, self.worth, order, kept, self.of_each.length),)
+
+    def worth(self, site: Site, name: str) -> Tensor:
+        """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
+        return relative_products(site.weights[name], site.stats["norm"])
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        if strange := next((name for name, _ in self.sparsities if name not in shapes), None):
+            raise InputError(
+                f"sparsities of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}"
+            )
+        for name, (_, columns) in shapes.items():
+            if self.of_each is not None and columns % self.of_each.length:
+                raise InputError(
+                    f"pattern {self.pattern} needs inputs in multiples of {self.of_each.length}; {name} has {columns}: "
+                    "ignore it, leave it to another pass (`but`) or prune a share (sparsity)"
+                )
+
+    def choice(self, layer: str) -> Choice:
+        """What is to stay of a layer."""
+        share = dict(self.sparsities).get(layer, self.zeros)
+        return Choice(self.of_each, share, together=self.per != "row")
+
+    def by_score(self, site: Site, name: str, score_NK: Tensor) -> Survivors:
+        """A layer's weight as it is now, of which the best stay, unchanged."""
+        kept = self.choice(name).kept(score_NK, site.kept(name))
+        return survivors(site.weights[name], kept, site.scale_dtypes[name])
+
+
+def _pairs(given: Any) -> Iterator[tuple[str, float]]:
+    """Pairs of a layer and its share of zeros, as tuples. Raises InputError for anything else."""
+    for each in given if isinstance(given, tuple | list) else [given]:
+        match each:
+            case [str(layer), int(share) | float(share)] if 0 <= share <= 1 and not isinstance(share, bool):
+                yield layer, float(share)
+            case _:
+                raise InputError(
+                    f"sparsities {each!r}; allowed: [layer, share] pairs, like [model.layers.0.mlp.up_proj, 0.6]"
+                )

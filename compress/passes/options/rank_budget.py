@@ -1,0 +1,152 @@
+"""The options of what adds a matrix of low rank to a layer: its rank, how its factors are stored, and who gets more.
+
+Shapes: N outputs, K inputs. A rank of a layer is N + K numbers; the layer as it is has N K, of 16 bits.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from glob import escape
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
+from compress.errors import InputError, one_of
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Finding, Settled, Survey
+from compress.passes.protocol.where import but
+from compress.solvers.allocation import Curve, allocate
+from compress.solvers.whitened import spectrum
+from compress.weights.formats.lowrank import WHOLE_BITS, check_bits
+
+FactorBits = Literal[16, 8]
+Allocation = Literal["uniform", "layer-loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBudget(Pass):
+    """A pass that gives layers a matrix of low rank."""
+
+    # A layer's least rank, and whether one that would take more as a low rank than as it is stays as it is.
+    least: ClassVar[int] = 0
+    or_whole: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
+
+    rank: int | None = None
+    """1 or more: rank of every layer, or with `allocate` what all of them have to share; none: what `share`
+    says."""
+
+    allocate: Allocation = "uniform"
+    """Who gets how much: all layers the same part, or each rank goes where it takes most for its size off the loss that
+    a layer has of its output, found in a walk over the original model. That counts all layers' losses alike, and often
+    costs more than uniform ranks: compare both by the KL."""
+
+    factor_bits: FactorBits = 16
+    """How factors are stored: as numbers in the model's dtype, or as int8 codes with one scale per rank."""
+
+    ranks: tuple[tuple[str, int], ...] = ()
+    """[layer, rank] pairs: ranks of single layers by their full names, in place of what the other options say."""
+
+    statistics: Precision = "float32"
+    """The dtype in which H is summed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is not None and self.rank < self.least:
+            raise InputError(f"rank {self.rank}; allowed: {self.least} or more")
+        one_of("allocate", self.allocate, get_args(Allocation))
+        check_bits("factor_bits", self.factor_bits)
+        object.__setattr__(self, "ranks", tuple(_pairs(self.ranks)))
+        if len(dict(self.ranks)) < len(self.ranks):
+            raise InputError("ranks name a layer twice; give each once")
+        if self.ranks and self.allocate != "uniform":
+            raise InputError(f"ranks are given, and allocate={self.allocate} would find others; give one of them")
+        precision(self.statistics)
+
+    def uniform_rank(self, shape: tuple[int, int]) -> int:
+        """The rank of a layer that has the same part as the others."""
+        return self.rank or 0
+
+    def budget(self, shapes: Mapping[str, tuple[int, int]]) -> float:
+        """What all of these layers' factors may take, in bits."""
+        return sum(self.uniform_rank(shape) * self.cost(shape) for shape in shapes.values())
+
+    def rank_of(self, layer: str, shape: tuple[int, int]) -> int:
+        """The rank of a layer, as far as it has so many."""
+        found = dict(self.ranks).get(layer)
+        return min(self.uniform_rank(shape) if found is None else found, *shape)
+
+    def cost(self, shape: tuple[int, int]) -> int:
+        """Bits of a rank of a layer."""
+        return sum(shape) * self.factor_bits
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        super().check(shapes)
+        if strange := next((name for name, _ in self.ranks if name not in shapes), None):
+            raise InputError(f"ranks of {strange!r}, which is no layer of this pass; a layer is called {min(shapes)!r}")
+        for name, shape in shapes.items():
+            given = dict(self.ranks).get(name, self.rank or 0)
+            if given > min(shape):
+                raise InputError(
+                    f"rank {given} of {name}, which is {shape[0]} x {shape[1]}; allowed: up to {min(shape)}, or leave "
+                    "the layer to another pass (`but`)"
+                )
+
+    @property
+    def survey(self) -> tuple[Survey, ...]:
+        """The stage that finds out how much each rank is worth; none where all layers have the same part."""
+        if self.allocate == "uniform":
+            return ()
+        return (Survey({"hessian": partial(Hessian, dtype=self.summed_in)}, self.look, self.settle),)
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The dtype of the statistics."""
+        return precision(self.statistics)
+
+    def look(self, site: Site) -> dict[str, Tensor]:
+        """{layer: what each rank takes off its loss, as a part of what its output has in squares}. Each rank of the run
+        finds its share of the layers."""
+        statistics: HessianResult = site.stats["hessian"]
+        hessian = statistics.shrunk().hessian.double()
+        owners, found = site.comm.assign(dict.fromkeys(site.weights, 1.0)), {}
+        for name, weight in site.weights.items():
+            values = weight.new_zeros(min(weight.shape), dtype=torch.float64)
+            if site.comm.rank == owners[name]:
+                energy = ((weight.double() @ hessian) * weight).sum().clamp(min=torch.finfo(torch.float64).tiny)
+                values = spectrum(self.approximated(site, name), hessian).values / energy
+            found[name] = site.comm.all_reduce(values).cpu()
+        return found
+
+    def approximated(self, site: Site, name: str) -> Tensor:
+        """[N, K] what a low rank is to approximate, as far as is known beforehand."""
+        return site.weights[name]
+
+    def settle(self, found: Mapping[str, Finding]) -> Settled:
+        """The pass with a rank for each layer, and the layers that it leaves as they are."""
+        shapes = {name: finding.shape for name, finding in found.items()}
+        curves = {
+            name: Curve(
+                found[name].parts[0], self.cost(shape), *([math.prod(shape) * WHOLE_BITS] if self.or_whole else [])
+            )
+            for name, shape in shapes.items()
+        }
+        given = allocate(curves, self.budget(shapes), self.least)
+        whole = {name: "its share of the budget holds it as it is" for name in given if given[name] is None}
+        ranks = tuple((name, rank) for name, rank in given.items() if rank is not None)
+        settled = replace(self, ranks=ranks, allocate="uniform")
+        return Settled(but(settled, *map(escape, whole)) if whole else settled, whole)
+
+
+def _pairs(given: Any) -> Iterator[tuple[str, int]]:
+    """Pairs of a layer and its rank, as tuples. Raises InputError for anything else."""
+    for each in given if isinstance(given, tuple | list) else [given]:
+        match each:
+            case [str(layer), int(rank)] if rank >= 0 and not isinstance(rank, bool):
+                yield layer, rank
+            case _:
+                raise InputError(f"ranks {each!r}; allowed: [layer, rank] pairs, like [model.layers.0.mlp.up_proj, 8]")

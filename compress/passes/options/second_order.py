@@ -1,0 +1,192 @@
+"""What the passes share that look for the least error of what a layer returns: statistics, how far they can be relied
+on, what is aimed at, and what very few tokens bear out. `passes.gptq` says why, with the equations."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from compress.calibration.hessian import Hessian, HessianResult, Precision, precision
+from compress.calibration.stats import StatisticFactory
+from compress.errors import InputError, one_of
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.halves import borne_out
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.solve import Solve, solve_stacked
+from compress.passes.protocol.stages import Decide
+from compress.solvers.drift import Correction, aimed, check_drift, drift_correction
+from compress.solvers.gptq import POLISH_DAMP, ActOrder, Ordered, ordered
+from compress.solvers.loss import quadratic
+from compress.solvers.outliers import has_outliers, share_of_outliers
+from compress.weights.decision import Figures
+from compress.weights.terms import Summand, Weight
+
+# What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
+Solution = Literal["rounding", "gptq without drift", "gptq"]
+SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
+
+
+@dataclass(frozen=True)
+class Relied:
+    """Statistics as they are relied on, and what follows from them for all layers of a site: H as it is visited, the
+    drift correction (None: there is nothing to correct) and the damping of refit and descent."""
+
+    statistics: HessianResult
+    ordered: Ordered
+    correction: Correction | None
+    polish_damp: float
+
+    @property
+    def hessian(self) -> Tensor:
+        return self.statistics.hessian
+
+
+@dataclass(frozen=True)
+class Aimed:
+    """The weight of a layer, the values [N, K] that it aims at, and the share of the drift correction in those."""
+
+    weight: Summand | Weight
+    target: Tensor
+    drift: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondOrder(Pass):
+    """A pass that solves column by column for the least error of a layer's output."""
+
+    # What the record calls the loss of `nearest`, and the solutions of a layer.
+    nearest_loss: ClassVar[str] = "rtn_loss"
+    called: ClassVar[Mapping[Solution, str]] = {solution: solution for solution in SOLUTIONS}
+
+    damp: float = 0.01
+    """above 0, up to 1: added to the diagonal of H, as a share of its mean; raised where that is not enough."""
+
+    drift: float = 1.0
+    """0 to 1: how much of the change of a layer's input is made up for, of what `shrink` leaves; 0 is the paper."""
+
+    act_order: ActOrder = "none"
+    """Visit columns by falling diag(H): with scales fixed beforehand (static), or inside groups and the groups."""
+
+    shrink: bool = True
+    """Rely on statistics only as far as the calibration tokens carry."""
+
+    statistics: Precision = "float32"
+    """The dtype in which H is summed, and codes are solved."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.damp <= 1:
+            raise InputError(f"damp {self.damp}; allowed: above 0, at most 1 (0.01 is usual)")
+        check_drift(self.drift)
+        one_of("act_order", self.act_order, get_args(ActOrder))
+        precision(self.statistics)
+
+    @property
+    @abstractmethod
+    def group_length(self) -> int | None:
+        """Inputs that share a scale; None: all of them."""
+
+    @abstractmethod
+    def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Summand | Weight:
+        """A layer's weight, as it is now, rounded to nearest: what it gets where nothing better is borne out."""
+
+    @abstractmethod
+    def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
+        """The arguments of `solver` that have a row for each output of a layer."""
+
+    @abstractmethod
+    def solver(self, relied: Relied) -> Solve:
+        """What solves rows of a site: solve(scale_dtype=, **rows)."""
+
+    @property
+    def together(self) -> int:
+        """So many rows in a row depend on each other."""
+        return 1
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        made = partial(Hessian, dtype=precision(self.statistics), reference=self.drift > 0)
+        return {**super().needs(), "hessian": made}
+
+    @property
+    def decide_stage(self) -> Decide:
+        return replace(super().decide_stage, reference=self.drift > 0)
+
+    def solved(self, site: Site) -> dict[str, tuple[Summand | Weight, Figures]]:
+        """{layer: (its weight, figures)}."""
+        statistics: HessianResult = site.stats["hessian"]
+        relied = self.relied(statistics)
+        chosen: dict[str, Solution] = dict.fromkeys(site.weights, "gptq")
+        if self.shrink and statistics.few:
+            chosen = dict.fromkeys(site.weights, "rounding")
+            if statistics.halves:
+                chosen = borne_out(site, statistics.halves, self._by_every_solution)
+        found: dict[str, tuple[Summand | Weight, Figures]] = {}
+        for solution in sorted(set(chosen.values())):
+            part = site.rows({n: slice(None) for n in site.weights if chosen[n] == solution})
+            for name, one in self._solve(part, relied, solution).items():
+                figures = self.figures(site, name, one, relied)
+                found[name] = one.weight, {**figures, "solution": self.called[solution]}
+        return {name: found[name] for name in site.weights}
+
+    def relied(self, statistics: HessianResult) -> Relied:
+        """What is computed once from the statistics of a site."""
+        if self.shrink:
+            statistics = statistics.shrunk()
+        hessian = statistics.hessian
+        noise = statistics.noise
+        # Of the part that is relied on.
+        share = 1 - statistics.shrinkage if self.shrink else 1.0
+        seen = ordered(hessian, self.damp, self.act_order, self.group_length)
+        correction = drift_correction(statistics, seen.factor.damp + noise * self.shrink) if self.drift else None
+        return Relied(statistics, seen, correction, POLISH_DAMP + share * noise)
+
+    def _by_every_solution(
+        self, site: Site, statistics: HessianResult
+    ) -> Iterator[tuple[Solution, dict[str, Summand | Weight]]]:
+        relied = self.relied(statistics)
+        for solution in SOLUTIONS:
+            if relied.correction is not None or solution != "gptq without drift":
+                yield solution, {n: one.weight for n, one in self._solve(site, relied, solution).items()}
+
+    def _solve(self, site: Site, relied: Relied, solution: Solution) -> dict[str, Aimed]:
+        """The site's layers by one solution."""
+        hessian = relied.hessian
+        weights = {n: site.wanted(n).to(hessian.dtype) for n in site.weights}
+        if solution == "rounding":
+            return {n: Aimed(self.nearest(site, n, hessian.dtype), w, 0.0) for n, w in weights.items()}
+        aims = {n: (w, 0.0) for n, w in weights.items()}
+        if relied.correction is not None and solution == "gptq":
+            how = (relied.correction, hessian, self.drift, self.shrink)
+            aims = {n: aimed(site.comm, w, *how) for n, w in weights.items()}
+        rows = {n: self.rows(site, n, target, relied) for n, (target, _) in aims.items()}
+        found = self.solve(site, rows, relied)
+        return {n: Aimed(found[n], target, share) for n, (target, share) in aims.items()}
+
+    def solve(
+        self, site: Site, rows: Mapping[str, Mapping[str, Tensor]], relied: Relied
+    ) -> dict[str, Summand | Weight]:
+        """`solver` over the rows of all layers, each rank its share."""
+        return solve_stacked(site, rows, self.solver(relied), self.together)
+
+    def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
+        """What the record says of a layer."""
+        hessian, target = relied.hessian, solved.target
+        energy = quadratic(site.comm, target, hessian) or 1.0
+        loss, nearest_loss = (
+            quadratic(site.comm, target - w.dequantize(hessian.dtype), hessian) / energy
+            for w in (solved.weight, self.nearest(site, name, hessian.dtype))
+        )
+        return {
+            "loss": loss,
+            self.nearest_loss: nearest_loss,
+            "damp": relied.ordered.factor.damp,
+            "dead_channels": int((hessian.diagonal() <= 0).sum()),
+            "tokens": relied.statistics.tokens,
+            "shrinkage": relied.statistics.shrinkage if self.shrink else 0.0,
+            "drift": solved.drift,
+            **({"outliers": share_of_outliers(solved.weight)} if has_outliers(solved.weight) else {}),
+        }

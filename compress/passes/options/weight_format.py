@@ -1,0 +1,160 @@
+"""The options of a number format of weights: bits, groups, grid and the range of the codes."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+from compress.errors import InputError, one_of
+from compress.kernels.layouts.scale_blocks import BLOCK, WEIGHT_BLOCK
+from compress.passes.protocol.base import Aspect, Pass
+from compress.weights.grid import (
+    DEFAULT_GROUP,
+    KERNEL_GROUPS,
+    Granularity,
+    Grid,
+    NumberType,
+    RangeChoice,
+    suggest_groups,
+    usual_group,
+)
+from compress.weights.scheme import BLOCKWISE, SCHEMES, WHOLE, WITHOUT_GROUPS, check_scheme, is_float
+
+GridName = Literal["signed-scale", "symmetric", "narrow", "asymmetric"]
+FLOATS_ARE_SYMMETRIC = "fp8 is symmetric: a float has no zero point; leave grid and activation_grid out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat(Pass):
+    """A pass that writes quantized weights. Scales are stored in the model's own dtype."""
+
+    reads: ClassVar[Aspect] = "dense weight"
+    writes: ClassVar[Aspect] = "quantized weight"
+
+    in_blocks: ClassVar[bool] = False  # whether the method knows scales that several rows share
+
+    scheme: str = "w4a16"
+    """w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8, fp8, fp8-block: bits of a weight beside 16-bit inputs; a8 ... a2
+    round inputs, too, to integers of so many bits, as do fp8 (both e4m3) and fp8-block (of rtn alone: one scale per 128
+    x 128 weights, and per 128 inputs of a token)."""
+
+    group_size: int = 0
+    """-1, 0 or a size: inputs that share a scale. -1: all of an output channel's. 0: the usual, 128, or where that
+    does not divide all layers 64 or 32, which have kernels, too; where none does, each layer has its own of these, or
+    -1."""
+
+    group_up_to: int = 128
+    """128, 64 or 32: the usual size, where group_size leaves it open."""
+
+    grid: GridName = "signed-scale"
+    """What codes stand for. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
+    asymmetric: has a zero point."""
+
+    per_tensor: bool = False
+    """One scale for the whole matrix."""
+
+    clip: bool = False
+    """Shrink each range to the one of least error (fp8: widen it)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_scheme(self.scheme, SCHEMES)
+        one_of("grid", self.grid, get_args(GridName))
+        if self.group_size < -1:
+            raise InputError(f"group size {self.group_size}; allowed: a positive number, or -1 for one per channel")
+        if self.per_tensor and self.group_size > 0:
+            raise InputError(
+                f"per_tensor is one scale in all; group size {self.group_size} has no say: give -1 with it"
+            )
+        if self.group_size == 0 and (self.per_tensor or self.scheme in WITHOUT_GROUPS):
+            object.__setattr__(self, "group_size", -1)
+        self._check_usual()
+        if is_float(self.scheme) and self.grid == "signed-scale":
+            # The default of integers; a float's largest code is the same on both sides, so there is nothing to choose.
+            object.__setattr__(self, "grid", "symmetric")
+        if is_float(self.scheme) and self.grid in ("asymmetric", "narrow"):
+            raise InputError(FLOATS_ARE_SYMMETRIC)
+        if self.scheme == BLOCKWISE:
+            self._check_blocks()
+        if self.scheme in WHOLE and (self.group_size != -1 or self.grid == "asymmetric"):
+            raise InputError(
+                f"{self.scheme} has symmetric weights and one scale per output channel: 8-bit products know no "
+                "groups; leave group_size and grid out"
+            )
+        self.weight_grid()
+
+    def _check_usual(self) -> None:
+        if self.group_up_to not in KERNEL_GROUPS:
+            allowed = ", ".join(map(str, KERNEL_GROUPS))
+            raise InputError(f"group_up_to {self.group_up_to}; allowed: {allowed}; other sizes are had by group_size")
+        if self.group_size and self.group_up_to != DEFAULT_GROUP:
+            raise InputError(
+                f"group_up_to {self.group_up_to} is for a size that is left open, and here it is {self.group_size}; "
+                "leave one of them out"
+            )
+
+    def _check_blocks(self) -> None:
+        if not self.in_blocks:
+            raise InputError(f"{self.name} knows no scales that several rows share; give {self.scheme} to rtn")
+        if self.per_tensor or self.group_size != -1:
+            raise InputError(f"{self.scheme} has one scale per {BLOCK} x {BLOCK}; leave per_tensor and group_size out")
+
+    @property
+    def number_type(self) -> NumberType:
+        return "float" if is_float(self.scheme) else "int"
+
+    @property
+    def wording(self) -> tuple[str, str]:
+        """(scheme, grid) as the record of a run has them."""
+        return self.scheme, self.grid
+
+    def weight_grid(self) -> Grid:
+        """The grid that these options describe; of the usual groups while the size is left open (see `fitted`)."""
+        granularity: Granularity = "channel" if self.group_size == -1 else "group"
+        if self.per_tensor:
+            granularity = "tensor"
+        if self.scheme == BLOCKWISE:
+            granularity = "block"
+        chosen: RangeChoice = "mse" if self.clip else "minmax"
+        return Grid(
+            bits=SCHEMES[self.scheme],
+            symmetric=self.grid != "asymmetric",
+            narrow=self.grid == "narrow",
+            signed_scale=self.grid == "signed-scale",
+            granularity=granularity,
+            group_size=(self.group_size or self.group_up_to) if granularity == "group" else None,
+            range_choice=chosen,
+            type=self.number_type,
+            block=WEIGHT_BLOCK if granularity == "block" else None,
+        )
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        narrow = [name for name, (_, columns) in shapes.items() if columns % BLOCK]
+        if self.scheme == BLOCKWISE and narrow:
+            raise InputError(
+                f"{self.scheme} has blocks of {BLOCK} inputs, which compressed-tensors does not cut short: {narrow[0]} "
+                f"has {shapes[narrow[0]][1]} ({len(narrow)} layers in all); leave those out or give fp8"
+            )
+        if self.per_tensor or self.group_size <= 0:
+            return
+        bad = [name for name, (_, columns) in shapes.items() if columns % self.group_size]
+        if bad:
+            widths = {columns for _, columns in shapes.values()}
+            raise InputError(
+                f"group size {self.group_size} does not divide the {shapes[bad[0]][1]} inputs of "
+                f"{bad[0]} ({len(bad)} layers in all); {suggest_groups(widths)}"
+            )
+
+    @property
+    def usual_size(self) -> int | None:
+        return None if self.group_size else self.group_up_to
+
+    def regrouped(self, size: int) -> Pass | None:
+        return self._of_groups(size) if self.weight_grid().granularity == "group" else None
+
+    def fitted(self, widths: Collection[int]) -> Pass:
+        """One size for all layers, because not every reader takes several. Where none that has a kernel divides the
+        inputs of them all (a CNN whose first layer has 27), it is one scale per output channel."""
+        return self if self.group_size else self._of_groups(usual_group(widths, self.group_up_to))
+
+    def _of_groups(self, size: int) -> Pass:
+        return replace(self, group_size=size, group_up_to=DEFAULT_GROUP)

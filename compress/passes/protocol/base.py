@@ -1,0 +1,121 @@
+"""What a pass is: frozen configuration, the layers it is for, and the stages of what it does.
+
+`apply` turns a *site* into decisions: the layers that read one and the same tensor (q, k and v of an attention, say),
+which share their statistics. How to add a pass: CONTRIBUTING.md.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal, TypeVar
+
+from compress.calibration.stats import StatisticFactory
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import (
+    Decide,
+    Fix,
+    Gradients,
+    Learn,
+    Reconstruction,
+    Reorder,
+    Rewrite,
+    Stage,
+    Survey,
+)
+from compress.weights.decision import Decision
+
+S = TypeVar("S", Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
+# A weight with a mask is dense, and some of it is zero for good.
+Aspect = Literal["dense weight", "mask", "quantized weight"]
+# What a pass is about: the layers inside the blocks, the token embedding and the output head, key-value caches, or
+# which layers there are and how wide.
+Treats = Literal["layers", "embeddings", "caches", "structure"]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Shell-style patterns, of which a layer's full name has to match one (`only`) or none (`but`)."""
+
+    kind: Literal["only", "but"]
+    patterns: tuple[str, ...]
+
+    def lets_through(self, layer: str) -> bool:
+        return any(fnmatchcase(layer, pattern) for pattern in self.patterns) == (self.kind == "only")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {', '.join(self.patterns)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Base of every pass. Subclasses are frozen dataclasses, whose fields but `where` are the pass's options.
+
+    where: filters that a layer has to get through, all of them (`compress.only`, `compress.but`).
+    """
+
+    name: ClassVar[str]
+    treats: ClassVar[Treats] = "layers"
+    reads: ClassVar[Aspect] = "dense weight"
+    writes: ClassVar[Aspect] = "dense weight"
+    # Whether weights that an earlier pass has pruned (`Site.kept`) stay exactly zero.
+    keeps_zeros: ClassVar[bool] = False
+    # Whether a layer can be decided about in parts, each some of its rows: the groups of a convolution.
+    by_rows: ClassVar[bool] = True
+
+    where: tuple[Filter, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse options that are out of range or do not go together: each group of options its own, after `super`."""
+
+    def wants(self, layer: str) -> bool:
+        """Whether this pass treats the layer of this (full) name."""
+        return all(each.lets_through(layer) for each in self.where)
+
+    def needs(self) -> Mapping[str, StatisticFactory]:
+        """The statistics of a layer's input that `apply` works with, by name. None: no calibration data is needed."""
+        return {}
+
+    def apply(self, site: Site) -> dict[str, Decision]:
+        """Decide for every layer of the site. The same decisions on every rank."""
+        raise NotImplementedError
+
+    @property
+    def decide_stage(self) -> Decide:
+        """How the pass decides."""
+        return Decide(self.needs(), self.apply)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """What the pass does, in order: unless it says more, it decides."""
+        return (self.decide_stage,)
+
+    def stage(self, kind: type[S]) -> S | None:
+        """The stage of a kind, if the pass has one."""
+        return next((stage for stage in self.stages if isinstance(stage, kind)), None)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the pass needs calibration data."""
+        return any(isinstance(s, Reconstruction) or (not isinstance(s, Learn) and s.needs) for s in self.stages)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether decisions say how a layer's input is rounded, too."""
+        decide = self.stage(Decide)
+        return decide is not None and decide.rounds_inputs
+
+    def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
+
+    @property
+    def usual_size(self) -> int | None:
+        """The group size that this pass prefers, where its options leave that open; None where they do not."""
+        return None
+
+    def regrouped(self, size: int) -> "Pass | None":
+        """This pass with groups of another size; None where it has no groups."""
+        return None
+
+    def fitted(self, widths: Collection[int]) -> "Pass":
+        """This pass for layers of so many inputs: with what its options leave open settled."""
+        return self

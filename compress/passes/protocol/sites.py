@@ -1,0 +1,88 @@
+"""What a pass is shown: the layers that read one tensor, or those that read one producer.
+
+A pass sees plain tensors; whether the block lives in RAM, on disk or in FSDP shards, and how many ranks there are, it
+cannot tell.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.model.edits.folds import Merge, reduce_scales
+from compress.system.comm import Comm
+from compress.weights.decision import Decision
+
+
+@dataclass(frozen=True)
+class Site:
+    """Layers that read one tensor: name -> weight [N, K] in the working dtype, and the finished statistics by name.
+
+    scale_dtypes gives the dtype in which each layer's scales are stored. decided: what earlier passes of the run have
+    decided about layers; before: what the weights of those that were pruned had been, [N, K].
+    """
+
+    weights: Mapping[str, Tensor]
+    stats: Mapping[str, Any]
+    scale_dtypes: Mapping[str, torch.dtype]
+    comm: Comm
+    decided: Mapping[str, Decision] = field(default_factory=dict)
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def kept(self, layer: str) -> Tensor | None:
+        """Bool [N, K], which weights of a layer no earlier pass has pruned; None: all."""
+        return self.decided[layer].kept if layer in self.decided else None
+
+    def wanted(self, layer: str) -> Tensor:
+        """The weight whose outputs a layer should have still: of a pruned one what it was before."""
+        return self.before.get(layer, self.weights[layer])
+
+    def rows(self, parts: Mapping[str, slice]) -> "Site":
+        """The site with some rows of some layers; those that `parts` does not name are left out."""
+        decided = {n: d for n, d in self.decided.items() if n in parts}
+        return replace(
+            self,
+            weights={n: self.weights[n][rows] for n, rows in parts.items()},
+            scale_dtypes={n: self.scale_dtypes[n] for n in parts},
+            decided={
+                n: replace(d, weight=d.weight.rows(parts[n]), kept=None if d.kept is None else d.kept[parts[n]])
+                for n, d in decided.items()
+            },
+            before={n: self.before[n][rows] for n, rows in parts.items() if n in self.before},
+        )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A layer that reads a producer: its weight [N, K], the statistics of its input, and the producer's channel behind
+    each of its inputs, channel_of_K (`compress.model.edits.folds`)."""
+
+    weight: Tensor
+    stats: Mapping[str, Any]
+    channel_of_K: Tensor
+    scale_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class FoldSite:
+    """A producer of `channels` channels and the layers of this pass that read it."""
+
+    readers: Mapping[str, Reader]
+    channels: int
+    comm: Comm
+
+    def merged(self, value: Callable[[Reader], Tensor], how: Merge) -> Tensor:
+        """[C] from a value [K] of each reader, over all inputs that come from a channel; 0 where none does."""
+        values = torch.cat([value(reader) for reader in self.readers.values()])
+        maps = torch.cat([reader.channel_of_K for reader in self.readers.values()])
+        return reduce_scales(values, maps, self.channels, how, empty=0.0)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By how much each channel of a producer is divided, [C], positive and finite, and figures for the report."""
+
+    scale_C: Tensor
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)

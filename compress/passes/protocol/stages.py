@@ -1,0 +1,144 @@
+"""What a pass does, stage by stage: values, each of which says what it needs to know and what it does with that.
+
+    Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
+    Gradients how the loss of the model changes with each weight, before the first layer is decided
+    Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
+    Learn     training of the whole model as the passes before have left it
+    Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
+    Decide    what becomes of the layers of a site                   every method that rounds or prunes
+    Reconstruction  training of a block, towards what the original block returns
+    Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
+
+A pass is a tuple of them (`Pass.stages`). The loop asks for no more: what is new is a stage, not another question.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from compress.calibration.stats import StatisticFactory
+from compress.passes.protocol.sites import FoldSite, Scaling, Site
+from compress.system.comm import RowShard
+from compress.train.options import TrainingOptions
+from compress.train.rounding.sparsity_options import SparsityOptions
+from compress.weights.decision import Decision
+
+Needs = Mapping[str, StatisticFactory]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found out about a layer: the block that it is in, its shape (N, K), and what `look` said, once for each
+    of its groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
+    (`run.alone`); 0 where nothing was changed."""
+
+    block: str
+    shape: tuple[int, int]
+    parts: tuple[Any, ...]
+    damage: float = 0.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The pass that knows what was found about all layers; which of these it leaves alone then, and why; and what the
+    report says about that."""
+
+    made: Any
+    alone: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """needs: statistics of layers' inputs, by name, in the uncompressed model; none where no calibration data is
+    needed. look: what is found out about each layer of a site, the same on every rank; of a grouped convolution group
+    by group. settle: what comes of that. changed: [N, K] what each layer of a site becomes by itself, the same on every
+    rank, to measure the damage; none where that is not asked."""
+
+    needs: Needs
+    look: Callable[[Site], Mapping[str, Any]]
+    settle: Callable[[Mapping[str, Finding]], Settled]
+    changed: Callable[[Site], Mapping[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """score: [N, K] of a layer's weight and the gradient of the loss of one micro-batch by it, [N, K] both, summed in
+    float64 over micro-batches and ranks. settle: what comes of the sums, of which each rank has its rows. A layer that
+    no gradient reached is not among them, and left alone."""
+
+    needs: ClassVar[tuple[str, ...]] = ("gradient",)
+
+    score: Callable[[Tensor, Tensor], Tensor]
+    settle: Callable[[Mapping[str, RowShard]], Settled]
+
+
+@dataclass(frozen=True)
+class Learn:
+    """options: how the whole model is trained, once all earlier passes have decided about all layers. sparsity: what
+    becomes zero meanwhile."""
+
+    options: TrainingOptions
+    sparsity: SparsityOptions
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """How a block is trained once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps
+    of a layer's grid (0: codes stay), and scale_rate: Adam's, at the beginning. rows: samples per step. checks: how
+    often all calibration data is gone through, to keep the best."""
+
+    steps: int
+    rows: int
+    rate: float
+    scale_rate: float
+    checks: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """needs: statistics of layers' inputs, by name. scaling: by how much to divide what the layers of a fold read, the
+    same on every rank."""
+
+    needs: Needs
+    scaling: Callable[[FoldSite], Scaling]
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """needs: statistics of layers' inputs, by name. order: [U] which of the channels comes to each place, of scores
+    [R, U] of all rows that read them. score: [N, K] of a layer of a site. group: so many inputs in a row belong
+    together, and a place counts by its group alone. kept: what is kept of scores [R, U]."""
+
+    needs: Needs
+    score: Callable[[Site, str], Tensor]
+    order: Callable[[Tensor], Tensor]
+    kept: Callable[[Tensor], float]
+    group: int
+
+
+@dataclass(frozen=True)
+class Decide:
+    """needs: statistics of a layer's input, by name; none where no calibration data is needed. apply: a decision for
+    every layer of a site, the same on every rank. rounds_inputs: whether decisions say how inputs are rounded, too.
+    reference: whether statistics compare with the inputs of the uncompressed model, which a second stream computes."""
+
+    needs: Needs
+    apply: Callable[[Site], dict[str, Decision]]
+    rounds_inputs: bool = False
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Fix:
+    """needs: statistics, by name, of what a layer returns once it is decided about, bias included, or of what a cache
+    is given. codes: how that is rounded, from the finished statistics and the dtype of scales."""
+
+    needs: Needs
+    codes: Callable[..., Any]
+
+
+Stage = Survey | Gradients | Learn | Reorder | Reconstruction | Rewrite | Decide | Fix

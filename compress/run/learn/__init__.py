@@ -1,0 +1,1 @@
+"""Training between two walks over the blocks."""

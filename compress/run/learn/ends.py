@@ -1,0 +1,83 @@
+"""Both ends of a training: the weights that layers begin with, and what is decided of those that it leaves."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from compress.model.layers import Layer
+from compress.model.opened import Opened
+from compress.passes.protocol.base import Pass
+from compress.passes.train import Trained
+from compress.run.plan.plan import Plan
+from compress.run.residency import Residency
+from compress.train.rounding.latents import begun
+from compress.train.rounding.layers import PARTS, finished
+from compress.weights.decision import Decision
+from compress.weights.formats.dense import dense
+
+
+def begin(
+    model: nn.Module, plan: Plan, residency: Residency, decided: Mapping[str, Decision], places: dict[str, Tensor]
+) -> None:
+    """Give layers that round the weights that are closest to the original of all that have the codes that were decided.
+    places: taken out of here, as they are used."""
+
+    def closest(layer: Layer) -> None:
+        latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
+        layer.parameter.data.copy_(layer.stored(latent_NK))
+
+    wide = _exact(residency)
+    wide.stores = {}
+    if any(table.name in places for table in plan.tables):
+        with wide.open(model, plan.blocks - {model}, keep=True):
+            for table in plan.tables:
+                closest(table)
+    for stack in plan.stacks:
+        for name, block in stack.blocks:
+            layers = [layer for layer in plan.layers[name] if layer.name in places]
+            if not layers:
+                continue
+            with wide.open(block, keep=True):
+                for layer in layers:
+                    closest(layer)
+
+
+def left_of(
+    model: nn.Module, plan: Plan, residency: Residency, before: Mapping[str, Decision], rest: tuple[Pass, ...] = ()
+) -> Plan:
+    """The plan that is left behind a training: to decide what it has made of layers and tables, then the `rest`."""
+    passes = (Trained(decisions=_decisions(plan, residency, before)), *rest)
+    if not plan.tables:
+        return replace(plan, passes=passes)
+    with _exact(residency).open(model, plan.blocks - {model}, keep=False) as opened:
+        tables = {t.name: _decision(t, opened.inside(t.module), before.get(t.name)) for t in plan.tables}
+    return replace(plan, passes=passes, embeddings=Trained(decisions=tables))
+
+
+def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
+    """What training has made of layers, block by block."""
+    names = plan.treated
+    found: dict[str, Decision] = {}
+    for stack in plan.stacks:
+        for name, block in stack.blocks:
+            with _exact(residency).open(block, keep=False) as opened:
+                for layer in plan.layers[name]:
+                    if layer.name in names:
+                        found[layer.name] = _decision(layer, opened, before.get(layer.name))
+    return found
+
+
+def _exact(residency: Residency) -> Residency:
+    """The same place, with parameters as they are trained, whatever dtype products have."""
+    exact = copy.copy(residency)
+    exact.dtype = None
+    return exact
+
+
+def _decision(layer: Layer, opened: Opened, before: Decision | None) -> Decision:
+    weight_NK: Tensor = layer.weight
+    if before is None or not hasattr(layer.module, PARTS[0]):
+        return Decision(dense(weight_NK.to(opened.dtype_of(layer.parameter))))
+    return finished(layer, weight_NK, before, opened.dtype_of(layer.parameter))

@@ -1,0 +1,53 @@
+"""Key-value caches while a model is trained: keys and values are what the cache will hold, gradients pass unchanged.
+
+The hook is that of inference (`runtime.load.caches`), behind the rotation of keys, with the scales that were found
+before.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from compress.model.attention import hold_scales
+from compress.runtime.load.caches import round_cache
+from compress.weights.caches import SCALES, CacheCodes
+
+
+@dataclass
+class TrainedCaches:
+    """Of the attentions of a model, by name: how they keep keys and values."""
+
+    model: nn.Module
+    decided: Mapping[str, CacheCodes]
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def on(self) -> None:
+        """From now on keys and values are rounded. The scales are no part of the model's state_dict."""
+        for name, codes in self.decided.items():
+            attention = self.model.get_submodule(name)
+            if codes.scales is not None:
+                device = next(attention.parameters()).device
+                hold_scales(attention, [scale.to(device) for scale in codes.scales], persistent=False)
+            self.handles.append(round_cache(attention, codes.scheme)[1])
+
+    def off(self) -> None:
+        """Attentions are again what they were."""
+        while self.handles:
+            self.handles.pop().remove()
+        for name in self.decided:
+            attention = self.model.get_submodule(name)
+            for scale in SCALES:
+                attention._buffers.pop(scale, None)
+                attention._non_persistent_buffers_set.discard(scale)
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Within: `on`."""
+        try:
+            self.on()
+            yield
+        finally:
+            self.off()

@@ -1,0 +1,1 @@
+"""Which pass treats which layer, checked before work."""

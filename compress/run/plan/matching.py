@@ -1,0 +1,125 @@
+"""Which layers of a model a run may treat, and why it leaves the others alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from torch import nn
+
+from compress.errors import InputError
+from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head
+from compress.passes.protocol.base import Pass
+from compress.run.installed import RoundInput, RoundOutput
+from compress.runtime.load.caches import rounded_cache
+from compress.train.rounding.layers import Quantizing
+
+
+@dataclass
+class Ignored:
+    """The layers that are left alone, and why. patterns: what the person wants ignored; matched: those that named
+    something."""
+
+    patterns: Sequence[str]
+    reasons: dict[str, str] = field(default_factory=dict)
+    matched: set[str] = field(default_factory=set)
+
+    def asked_for(self, *names: str) -> bool:
+        """Whether a pattern names something known by these names, which is then entered under all of them."""
+        hits = [pattern for pattern in self.patterns for name in names if fnmatchcase(name, pattern)]
+        self.matched.update(hits)
+        if hits:
+            self.reasons |= dict.fromkeys(names, f"ignored by {hits[0]!r}")
+        return bool(hits)
+
+    def check_matched(self, example: str) -> None:
+        """Raises InputError for a pattern that named nothing. example: a layer's name."""
+        for pattern in self.patterns:
+            if pattern not in self.matched:
+                raise InputError(f"ignore pattern {pattern!r} matches no layer; a layer is called {example!r}")
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Which layers of a model may be treated by `passes`. tied: names of tables, which are treated elsewhere."""
+
+    model: nn.Module
+    passes: Sequence[Pass]
+    convolutions: bool
+    tied: set[str]
+    ignored: Ignored
+
+    @cached_property
+    def _shared(self) -> set[int]:
+        return shared_weights(self.model)
+
+    @cached_property
+    def _head(self) -> nn.Module | None:
+        return output_head(self.model)
+
+    def layers_of(self, block: nn.Module, block_name: str) -> tuple[Layer, ...]:
+        """The layers of a block that nothing speaks against; the others are entered into `ignored`.
+
+        Raises InputError for a layer that a pass wants and cannot treat.
+        """
+        kept = []
+        for layer in layers_of(block, block_name, self.convolutions):
+            if layer.name in self.tied or self.ignored.asked_for(layer.name):
+                continue
+            if id(layer.module._parameters.get("weight")) in self._shared:
+                self.ignored.reasons[layer.name] = "shares its weight with another module"
+            elif layer.module is not self._head and self._may_be_treated(layer):
+                kept.append(layer)
+        return tuple(kept)
+
+    def _may_be_treated(self, layer: Layer) -> bool:
+        wanting = [p for p in self.passes if p.wants(layer.name)]
+        if is_read_uncalled(layer.module) and any(p.calibrated or p.rounds_inputs for p in wanting):
+            self.ignored.reasons[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
+            return False
+        if not any(p.treats == "layers" for p in wanting):
+            self.ignored.reasons[layer.name] = "no pass asks for it"
+        elif problem := obstacle(layer.module):
+            raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
+        return True
+
+
+def adapter_in(model: nn.Module) -> str | None:
+    """The name of the first module of peft's in a model ("": the model itself); None where there is none."""
+    return next((n for n, m in model.named_modules() if type(m).__module__.split(".")[0] == "peft"), None)
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Raises InputError for a model that rounds already, by an earlier run or for training, or that carries adapters,
+    which would be rounded as if they were its weights."""
+    if (name := adapter_in(model)) is not None:
+        raise InputError(
+            f"{name or 'the model'} is an adapter of peft, which would be compressed beside the weight that it adds "
+            "to; give the model after merge_and_unload() (the adapter becomes part of its weights) or unload()"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, Quantizing):
+            raise InputError(
+                f"{name or 'the model'} rounds for training already (prepare_qat); train and convert() what was "
+                "prepared, or load the model again"
+            )
+        if rounded_cache(module) is not None:
+            raise InputError(f"{name} keeps an 8-bit cache already; give all passes to one run on the original model")
+        sides = {"input": module._forward_pre_hooks, "output": module._forward_hooks}
+        for side, hooks in sides.items():
+            if any(isinstance(hook, RoundInput | RoundOutput) for hook in hooks.values()):
+                raise InputError(
+                    f"{name} rounds its {side} already, from an earlier run on this model; give all passes to one "
+                    "run, or load the model again"
+                )
+
+
+def shared_weights(model: nn.Module) -> set[int]:
+    """Identities of the weights that several modules use."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            (shared if id(weight) in seen else seen).add(id(weight))
+    return shared

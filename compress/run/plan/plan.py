@@ -1,0 +1,360 @@
+"""Which pass treats which layer, found and checked before any weight is touched."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from compress.checkpoint.write.coverage import Coverage, achieved
+from compress.errors import InputError
+from compress.model.attention import attentions
+from compress.model.layers import (
+    Layer,
+    Stack,
+    Table,
+    check_tensors,
+    find_stacks,
+    left_alone,
+    obstacle,
+    token_tables,
+    treats_convolutions,
+    whole_model,
+)
+from compress.passes.embeddings import Embeddings
+from compress.passes.kv_cache import KVCache
+from compress.passes.options.prune import Prune
+from compress.passes.options.weight_format import WeightFormat
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reorder
+from compress.passes.spqr import SpQR
+from compress.run.plan.matching import Ignored, Matching, check_untouched
+from compress.weights.grid import KERNEL_GROUPS, largest_group, usual_group
+from compress.weights.masks import Earlier
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
+
+    passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
+    the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
+    notes: what the person should know about that. earlier: the pruning that the model comes with. A plan without
+    anything to decide is of a recipe that removes structure and does no more: the model is written as it is.
+    """
+
+    stacks: tuple[Stack, ...]
+    layers: Mapping[str, tuple[Layer, ...]]
+    passes: tuple[Pass, ...]
+    ignored: Mapping[str, str]
+    convolutions: bool = False
+    embeddings: Pass | None = None
+    tables: tuple[Table, ...] = ()
+    kv: KVCache | None = None
+    recipe: tuple[Pass, ...] = ()
+    notes: tuple[str, ...] = ()
+    earlier: Earlier = field(default_factory=Earlier)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.needing is not None
+
+    @property
+    def decides(self) -> bool:
+        """Whether anything is decided about layers, tables or caches."""
+        return bool(self.passes or self.tables) or self.kv is not None
+
+    @property
+    def only_trains(self) -> bool:
+        """True where nothing is to be rounded or pruned."""
+        return self.decides and all(trains_dense(p) for p in self.passes) and not self.tables and self.kv is None
+
+    @property
+    def needing(self) -> Pass | None:
+        """The first pass that needs calibration data."""
+        everyone = (*self.passes, *([] if self.kv is None else [self.kv]))
+        return next((p for p in everyone if p.calibrated), None)
+
+    @property
+    def blocks(self) -> set[nn.Module]:
+        """What is not in one of them is the root's."""
+        return {block for stack in self.stacks for _, block in stack.blocks}
+
+    @property
+    def treated(self) -> set[str]:
+        return {
+            layer.name
+            for layers in self.layers.values()
+            for layer in layers
+            if any(p.wants(layer.name) for p in self.passes)
+        }
+
+    @property
+    def halved(self) -> frozenset[str]:
+        """Layers that a pass prunes, to be stored without their zeros."""
+        storing = [p for p in self.passes if isinstance(p, Prune) and p.store]
+        names = [layer.name for layers in self.layers.values() for layer in layers]
+        return frozenset(name for name in names if any(p.wants(name) for p in storing))
+
+
+def plan(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    ignore: Sequence[str] = (),
+    one_block: bool = False,
+    convolutions: bool | None = None,
+    valued: bool = True,
+) -> Plan:
+    """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
+
+    one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
+    convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
+    whether tensors have values, which are then checked; a plan needs no more than their shapes.
+    """
+    if valued:
+        check_tensors(model)
+        check_untouched(model)
+    structural, passes = structural_of(passes)
+    kv = _cache_pass(model, passes)
+    if convolutions is None:
+        convolutions = treats_convolutions(model)
+    stacks = find_stacks(model, convolutions)
+    if one_block or (len(stacks) > 1 and any(p.calibrated for p in passes)):
+        stacks = [whole_model(model)]
+    if not passes:
+        nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
+        return Plan(tuple(stacks), nothing, (), {}, convolutions, recipe=structural)
+    ignored = Ignored(ignore)
+    tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
+    tied = {name for table in tables for name in (table.name, *table.shared)}
+    matching = Matching(model, passes, convolutions, tied, ignored)
+    layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
+    everything = [layer for of_block in layers.values() for layer in of_block]
+    ignored.check_matched(example=everything[0].name if everything else "")
+    notes: list[str] = []
+    treated = {"layers": everything, "embeddings": tables, "caches": ()}
+    recipe = tuple(_fitted(p, [layer for layer in treated[p.treats] if p.wants(layer.name)], notes) for p in passes)
+    result = Plan(
+        tuple(stacks),
+        layers,
+        tuple(p for p in recipe if p.treats == "layers"),
+        ignored.reasons,
+        convolutions,
+        next((p for p in recipe if p.treats == "embeddings"), None),
+        tables,
+        kv,
+        (*structural, *recipe),
+        tuple(notes),
+    )
+    _check(result)
+    return result
+
+
+def structural_of(passes: Sequence[Pass]) -> tuple[tuple[Pass, ...], tuple[Pass, ...]]:
+    """(The pass that removes structure, if there is one; the others.) Raises InputError where it is not the first of
+    them, or not the only one, or for some layers only."""
+    structural = tuple(p for p in passes if p.treats == "structure")
+    rest = tuple(p for p in passes if p.treats != "structure")
+    if len(structural) > 1:
+        raise InputError("one structure pass removes heads, channels and layers together; give one")
+    for p in structural:
+        p.check({})
+    if structural and passes[0] is not structural[0]:
+        raise InputError("structure changes the shapes of the layers that other passes decide about; put it first")
+    if structural and structural[0].where:
+        raise InputError(
+            "structure takes as much from every block, which is all that a configuration can say; leave `only` and "
+            "`but` out"
+        )
+    return structural, rest
+
+
+def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
+    """The pass with one group size for all its layers, where it left that open. Where no size suits them all it stays
+    open, and each layer has its own (`Pass.fitted`). A size that is not the usual one is entered into `notes`."""
+    widths = {layer.shape[1] for layer in layers}
+    found, usual = p.fitted(widths) if widths else p, p.usual_size
+    odd = next((layer for layer in layers if usual is not None and layer.shape[1] % usual), None)
+    if usual is None or odd is None:
+        return found
+    example = f"{odd.name} has {odd.shape[1]} inputs"
+    if isinstance(p, SpQR):
+        notes.append(_tiles_note(found, usual, example))
+        return found
+    if not isinstance(found, WeightFormat):
+        return found
+    size = found.group_size
+    slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
+    if size == -1 and any(usual_group([width], usual) != -1 for width in widths):
+        sizes = ", ".join(str(size) for size in KERNEL_GROUPS if size <= usual)
+        notes.append(
+            f"no group size of {sizes} divides the inputs of all layers ({example}): each has the largest of these for "
+            f"its own, or one scale per output channel; {slow}; --group-size gives one for all"
+        )
+        return p
+    other = largest_group(widths, usual) if size == -1 else None
+    if other is None:
+        what = "one scale per output channel" if size == -1 else f"groups of {size}"
+        notes.append(f"{what} instead of groups of {usual}: {example}; --group-size gives another")
+    else:
+        notes.append(
+            f"one scale per output channel instead of groups of {usual}: {example}; {slow}: --group-size {other} is "
+            "nearer to the original at that price"
+        )
+    return found
+
+
+def _tiles_note(found: Pass, usual: int, example: str) -> str:
+    """A note about groups of SpQR of another size than the usual, `found` or left open for each layer."""
+    assert isinstance(found, SpQR)
+    slow = "torch multiplies by them many times slower for few tokens, kernels have multiples of 16"
+    if found.group_size == 0:
+        each = (
+            f"no group size near {usual} divides the inputs of all layers ({example}): each has the nearest of its own"
+        )
+        return f"{each}; {slow}; --group-size gives one for all"
+    price = "" if found.group_size % usual == 0 else f"; {slow}"
+    return f"groups of {found.group_size} instead of groups of {usual}: {example}{price}; --group-size gives another"
+
+
+def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
+    """The pass for key-value caches. Raises InputError where there is none to round, or it is not the last pass."""
+    found = [p for p in passes if p.treats == "caches"]
+    if not found:
+        return None
+    if len(found) > 1 or found[0].where:
+        raise InputError("one kv-cache pass rounds the caches of all attentions; give one, without `only` or `but`")
+    if passes[-1] is not found[0]:
+        raise InputError("kv-cache rounds what the compressed layers compute; put it last")
+    generates = getattr(model, "can_generate", None)
+    if generates is None or not generates() or getattr(model.config, "is_encoder_decoder", False):
+        raise InputError(
+            f"{type(model).__name__} has no key-value cache that kv-cache could round; it is for decoders that generate"
+        )
+    if not attentions(model):
+        raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
+    assert isinstance(found[0], KVCache)
+    return found[0]
+
+
+def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple[Table, ...]:
+    """What the pass about embeddings treats; enters what it does not into `ignored`.
+
+    A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
+    """
+    if not passes:
+        return ()
+    if len(passes) > 1:
+        raise InputError(f"{len(passes)} passes are about the embeddings; give one")
+    (p,) = passes
+    found = token_tables(model)
+    if not found:
+        raise InputError(f"{type(model).__name__} has no token embedding; leave the embeddings pass out")
+    kept = []
+    for table in found:
+        if ignored.asked_for(table.name, *table.shared):
+            continue
+        if (table is found[0] or not isinstance(p, Embeddings) or p.head) and p.wants(table.name):
+            kept.append(table)
+    if not kept:
+        raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")
+    for table in kept:
+        if problem := obstacle(table.module):
+            raise InputError(f"{table.name} {problem}; or leave the embeddings pass out")
+    p.check({table.name: table.shape for table in kept})
+    return tuple(kept)
+
+
+def _check(plan: Plan) -> None:
+    everything = [layer for layers in plan.layers.values() for layer in layers]
+    if not everything:
+        raise InputError("no layer is left to compress; ignore less")
+    quantized_by: dict[str, Pass] = {}
+    pruned_by: dict[str, Pass] = {}
+    _check_order_of_gradients(plan)
+    rounded_by: dict[str, Pass] = {}  # whose decision says how a layer's input or output is rounded
+    for p in plan.passes:
+        wanted = [layer for layer in everything if p.wants(layer.name)]
+        if not wanted:
+            named = f"pass {p.name!r}"
+            if p.where:
+                named += f" ({p.where[-1]})"
+            raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
+        p.check({layer.name: layer.shape for layer in wanted})
+        _check_grouped(p, wanted)
+        for layer in wanted:
+            earlier = quantized_by.get(layer.name)
+            if earlier is not None and p.reads == "dense weight":
+                names = [q.name for q in (p, earlier)]
+                advice = "give them different layers (`only`, `but`)"
+                if p.writes != "quantized weight":
+                    advice = f"put {names[0]!r} first or {advice}"
+                raise InputError(
+                    f"{names[0]!r} needs the dense weight of {layer.name}, which {names[1]!r} has "
+                    f"quantized before it; {advice}"
+                )
+            pruning = pruned_by.get(layer.name)
+            if pruning is not None and not p.keeps_zeros:
+                first = "" if p.name == pruning.name else f"put {p.name!r} first or "
+                raise InputError(
+                    f"{p.name!r} does not keep the zeros of {layer.name}, which {pruning.name!r} has pruned before it; "
+                    f"{first}give them different layers (`only`, `but`)"
+                )
+            rounding = rounded_by.get(layer.name)
+            if rounding is not None and p.stage(Decide) and not p.stage(Learn):
+                raise InputError(
+                    f"{rounding.name!r} rounds the input or output of {layer.name}, about which {p.name!r} decides "
+                    "after it; leave that to the last pass on a layer"
+                )
+            if p.rounds_inputs or p.stage(Fix):
+                rounded_by[layer.name] = p
+            if p.writes == "mask":
+                pruned_by[layer.name] = p
+            if p.writes == "quantized weight":
+                quantized_by[layer.name] = p
+
+
+def _check_order_of_gradients(plan: Plan) -> None:
+    """Refuse a pass that has seen gradients in their places behind one that moves weights."""
+    moving: Pass | None = None
+    for p in plan.passes:
+        if moving is not None and p.stage(Gradients):
+            raise InputError(
+                f"{moving.name!r} permutes weights whose gradients {p.name!r} sees in their places before; put "
+                f"{p.name!r} first, or leave permute out"
+            )
+        moving = p if p.stage(Reorder) else moving
+
+
+def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
+    """Refuse a grouped convolution, whose groups are decided about one by one, where they would have to share."""
+    per_tensor = isinstance(p, WeightFormat) and p.per_tensor and set(p.needs()) - {"range"}
+    for layer in layers:
+        groups = 1 if layer.geometry is None else layer.geometry.groups
+        if groups > 1 and not p.by_rows:
+            raise InputError(
+                f"{p.name} decides about a layer as a whole, and {layer.name} is a convolution of {groups} groups; "
+                "ignore it or use another method for it"
+            )
+        if groups > 1 and per_tensor:
+            raise InputError(
+                f"{p.name} decides about the {groups} groups of {layer.name} one by one, so "
+                "they cannot share the one scale of per_tensor; leave it out, ignore the layer or use rtn"
+            )
+
+
+def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str]) -> Coverage:
+    """What a plan will compress; what is `stored` needs a format, which dense layers have where they are `halved`."""
+    treated = plan.treated
+    layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
+    quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
+    formed = quantized.union(halved)
+    dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
+    reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
+    trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
+    return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained)
+
+
+def trains_dense(p: Pass) -> bool:
+    """True for a pass that trains what it finds and prunes nothing."""
+    learn = p.stage(Learn)
+    return learn is not None and not learn.sparsity.prunes

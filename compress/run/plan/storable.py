@@ -1,0 +1,149 @@
+"""What compressed-tensors cannot express is refused before the work; what readers should know is said after it."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from compress.checkpoint.files import VARIANT
+from compress.errors import InputError
+from compress.model.attention import attentions, has_cache_format, head_sizes
+from compress.model.layers import Layer
+from compress.passes.options.activation_format import ActivationFormat
+from compress.passes.options.prune import Prune
+from compress.passes.options.weight_format import WeightFormat
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
+from compress.run.plan.plan import Plan
+from compress.weights.compressed_tensors import cache_entry, group_entry, needs_dequantizing, why_not
+from compress.weights.formats.sparse24 import PackedSparse24, is_halved
+from compress.weights.scheme import Scheme
+
+
+def check_storable(plan: Plan) -> None:
+    """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
+    that are stored dense, where the checkpoint would not say so."""
+    for p in plan.passes:
+        if isinstance(p, ActivationFormat) and p.rounds_inputs and p.per_channel_inputs:
+            raise InputError(
+                f"per_channel_inputs of {p.name} cannot be written: no format holds a scale per input "
+                "channel; leave the output out and keep the model in memory, or leave per_channel_inputs out"
+            )
+    for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.has_format):
+        for p in plan.passes:
+            if p.rounds_inputs and p.wants(layer.name):
+                raise InputError(
+                    f"{layer.name} is a {type(layer.module).__name__}, which compressed-tensors cannot hold with a "
+                    f"rounded input ({p.name}); ignore it, give it weights only, or leave the output out"
+                )
+
+
+def check_halved(plan: Plan, halved: Collection[str]) -> None:
+    """Refuse layers to be stored as 2:4 that will not be, as far as their passes tell."""
+    for layer in (layer for layers in plan.layers.values() for layer in layers if layer.name in halved):
+        why = _why_not_halved(layer, [p for p in plan.passes if p.wants(layer.name)])
+        if why is not None:
+            raise InputError(f"{layer.name} cannot be stored as 2:4: {why}; prune it so, ignore it, or leave out store")
+
+
+def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
+    """The reason why a layer has no 2:4 form after these passes; None where it has one, or only the work will tell."""
+    if not layer.has_format:
+        return f"a {type(layer.module).__name__} has no such form"
+    for p in (p.fitted({layer.shape[1]}) for p in passes):
+        if isinstance(p, WeightFormat) and p.writes == "quantized weight":
+            if getattr(p, "outliers", 0):
+                return f"{p.name} keeps outliers beside its codes"
+            try:
+                problem = PackedSparse24(grid=p.weight_grid()).problem(*layer.shape)
+            except InputError as error:
+                return f"{p.name}: {error}"
+            if problem is not None:
+                return f"{p.name} {problem}"
+    pruning = [p for p in passes if p.writes == "mask" or ((learn := p.stage(Learn)) and learn.sparsity.prunes)]
+    if not pruning and not is_halved(layer.weight):
+        return "no step prunes it"
+    if pruning and all(isinstance(p, Prune) and not p.pattern for p in pruning):
+        return f"{pruning[-1].name} prunes a share of its weights, wherever they are"
+    return None
+
+
+def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
+    """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
+    not round, or not so."""
+    if plan.kv is None:
+        return None
+    strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
+    if strange is not None:
+        raise InputError(
+            f"{strange} is a {type(model.get_submodule(strange)).__name__}, whose key-value cache the readers of "
+            "compressed-tensors do not round; leave kv-cache or the output out"
+        )
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    if not isinstance(getattr(text, "num_key_value_heads", None), int):
+        raise InputError(
+            f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
+            "compressed-tensors do not round a cache; leave kv-cache or the output out"
+        )
+    sizes = head_sizes(model) if plan.kv.scheme.dynamic else set()
+    if len(sizes) > 1:
+        raise InputError(
+            f"{type(model).__name__} has keys and values of {' and '.join(map(str, sorted(sizes)))} elements per head; "
+            "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
+        )
+    size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return cache_entry(plan.kv.scheme, size)
+
+
+def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
+    """The reasons why compressed layers are stored dense."""
+    formless = {layer.name for layers in plan.layers.values() for layer in layers if not layer.has_format}
+    without = sorted(formless.intersection(names))
+    if without:
+        kinds = sorted({type(model.get_submodule(name)).__name__ for name in without})
+        yield (
+            f"{len(without)} layers are stored dense, with their compressed values: "
+            f"compressed-tensors has no {', '.join(kinds)}, so these take no less space on disk"
+        )
+    if pruned := len(names) - len(without):
+        yield (
+            f"{pruned} layers are stored dense: a zero takes as much space as another number; those that are 2:4 take "
+            "9 bits a weight in what `compress export --sparse24` makes of them"
+        )
+
+
+def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
+    """How transformers and vLLM read a checkpoint of layers with these schemes, where it takes more than loading."""
+    foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
+    if foreign:
+        first = next(iter(foreign))
+        yield (
+            f"compressed-tensors cannot express {len(foreign)} layers, like {first} ({foreign[first]}): run the "
+            "checkpoint with compress.load, or with transformers after compress.register(), by "
+            f"from_pretrained(..., variant={VARIANT!r}); other readers refuse it, and "
+            "read what `compress export --dense` makes of it"
+        )
+        return
+    odd = None
+    if any(needs_dequantizing(scheme) for scheme in schemes.values()):
+        odd = "asymmetric weights"
+    if any(needs_dequantizing(schemes[table.name], table=True) for table in plan.tables):
+        odd = "a packed embedding"
+    if odd is not None and len({json.dumps(group_entry(s), sort_keys=True) for s in schemes.values()}) == 1:
+        rest = ", and this one leaves the key-value cache as it is" if plan.kv is not None else ""
+        yield (
+            f"{odd}: load in transformers with quantization_config=CompressedTensorsConfig(dequantize=True); the "
+            f"default load fails{rest}"
+        )
+    elif odd is not None:
+        yield (
+            f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
+            "dequantize=True reads all layers by one scheme); run it with compress.load"
+        )
+    if plan.kv is not None and (plan.kv.type == "int8" or plan.kv.granularity == "token"):
+        yield (
+            f"key-value cache {plan.kv.type} per {plan.kv.granularity}: compress and transformers round it so; vLLM "
+            "reads fp8 per tensor (or head) from checkpoints"
+        )

@@ -1,0 +1,1 @@
+"""Structure that is removed before the loop."""

@@ -1,0 +1,173 @@
+"""What every block of a model is called with, at the cost of the embedding.
+
+The blocks are swapped for recorders that note their arguments and hand the hidden state on; the model runs once per
+micro-batch. Each block keeps its own arguments (masks and rotary tables differ between sliding and full attention). A
+model that changes the hidden state between two blocks, or passes another tensor from block to block, is detected: it is
+then run as one block.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from compress.model.calls import Batch, Call, token_mask, without_data
+from compress.model.layers import Stack
+from compress.run.plan.batches import ChainBrokenError, StopError, named_failure
+from compress.run.residency import Residency
+
+
+class Recorder(nn.Module):
+    """Stands in for a block during capture. Attributes that the model reads come from the block itself."""
+
+    def __init__(self, block: nn.Module, record: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.stands_for = block
+        self.record = record
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("stands_for"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.record(args, kwargs)
+
+
+@contextmanager
+def swapped(container: nn.ModuleList, stand_ins: Sequence[nn.Module]) -> Iterator[None]:
+    originals = list(container)
+    for i, module in enumerate(stand_ins):
+        container[i] = module
+    try:
+        yield
+    finally:
+        for i, module in enumerate(originals):
+            container[i] = module
+
+
+def _hidden_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | str:
+    if args and isinstance(args[0], Tensor):
+        return 0
+    for name in ("hidden_states", "x", *kwargs):
+        if isinstance(kwargs.get(name), Tensor):
+            return name
+    raise ChainBrokenError("a block is called without a tensor")
+
+
+def _moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+    # A tensor of torch.inference_mode cannot be used outside of it; a copy can.
+    own = {k: v.clone() if isinstance(v, Tensor) and v.is_inference() else v for k, v in batch.items()}
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in own.items()}
+
+
+class _Capture:
+    """Notes the arguments of every block while the model runs on recorders that only hand the hidden state on."""
+
+    def __init__(self, count: int, output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        self.calls: list[list[Call]] = [[] for _ in range(count)]
+        self.output_of_first = output_of_first
+        self.shape: Any = None
+        self.tokens: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.extras: list[Tensor] = []
+
+    def record(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for block i: keep its call, check the chain, return the hidden state as the block would."""
+        call = Call(args, kwargs, _hidden_key(args, kwargs), self.tokens)
+        if i > 0:
+            if call.hidden is not self.hidden:
+                raise ChainBrokenError("the hidden state changes between two blocks")
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            if any(t is extra for t in tensors for extra in self.extras):
+                raise ChainBrokenError("a block's second output feeds the next block")
+        self.calls[i].append(call)
+        if i == len(self.calls) - 1:
+            raise StopError
+        if self.shape is None:
+            self.shape = self.output_of_first(args, kwargs)
+        self.hidden = call.hidden
+        return self.handed_on(call.hidden)
+
+    def handed_on(self, hidden: Tensor) -> Any:
+        """The hidden state in the structure that a block returns; other tensors are empty and recognisable."""
+        self.extras = []
+        if isinstance(self.shape, Tensor):
+            return hidden
+        rest = [torch.empty(0, device=hidden.device) if isinstance(o, Tensor) else o for o in self.shape[1:]]
+        self.extras = [r for r in rest if isinstance(r, Tensor)]
+        return (hidden, *rest)
+
+
+def capture(
+    model: nn.Module,
+    stack: Stack,
+    batches: Sequence[Batch],
+    residency: Residency,
+    output_of_first: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+) -> list[list[Call]]:
+    """calls[block][micro-batch] of a stack. Raises ChainBrokenError where the blocks cannot be run one by one.
+
+    `output_of_first(args, kwargs)` gives what the first block returns, on tensors without data.
+    """
+    if stack.container is None:
+        return [[Call((), b, None, token_mask(b)) for b in (_moved(b, residency.device) for b in batches)]]
+    noted = _Capture(len(stack.blocks), output_of_first)
+    blocks = [block for _, block in stack.blocks]
+    stand_ins = [Recorder(block, partial(noted.record, i)) for i, block in enumerate(blocks)]
+    with torch.no_grad(), residency.open(model, set(blocks)):
+        with swapped(stack.container, stand_ins):
+            for i, batch in enumerate(batches):
+                moved = _moved(batch, residency.device)
+                noted.tokens = token_mask(moved)
+                try:
+                    with named_failure(batch, i):
+                        model(**moved)
+                except StopError:
+                    pass
+                else:
+                    raise ChainBrokenError("the last block of the list is never called")
+        if noted.shape is None:  # a stack of one block
+            noted.shape = output_of_first(noted.calls[0][0].args, noted.calls[0][0].kwargs)
+        _check_called_once(model, stack, noted, _moved(batches[0], residency.device))
+    return noted.calls
+
+
+def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: Batch) -> None:
+    """Raise ChainBrokenError for a model that runs through its blocks more than once (ALBERT shares one block).
+
+    Recording stops at the last block; this goes on to the end, on tensors without data, at no cost.
+    """
+    assert stack.container is not None
+    counts = [0] * len(stack.blocks)
+
+    def count(i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counts[i] += 1
+        key = _hidden_key(args, kwargs)
+        return noted.handed_on(args[key] if isinstance(key, int) else kwargs[key])
+
+    stand_ins = [Recorder(block, partial(count, i)) for i, (_, block) in enumerate(stack.blocks)]
+    with swapped(stack.container, stand_ins):
+        try:
+            with without_data() as mode:
+                model(**tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, dict(batch)))
+        except Exception:  # noqa: BLE001 - a head that cannot be traced says nothing about the blocks before it
+            pass
+    if any(n > 1 for n in counts):
+        raise ChainBrokenError("a block is called several times in one forward pass")
+
+
+def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the block would return, on tensors without data (a plain tensor where that cannot be told)."""
+    try:
+        with without_data() as mode:
+            fake = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))
+            return block(*fake[0], **fake[1])
+    except Exception:  # noqa: BLE001 - whatever tracing cannot do, running can
+        with torch.no_grad():
+            return block(*args, **kwargs)

@@ -1,0 +1,88 @@
+"""Asking a pass about the layers of a site."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import CompressError
+from compress.model.layers import Layer
+from compress.model.opened import Opened
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.sites import Site
+from compress.passes.protocol.stages import Decide
+from compress.system.comm import Comm
+from compress.weights.decision import Decision, joined
+from compress.weights.formats.dense import dense
+from compress.weights.masks import CAME, Earlier
+
+
+@dataclass
+class Decided:
+    """Decisions of earlier passes, the original weights of layers that these pruned, and the pruning that the model
+    came with."""
+
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    came: Earlier = field(default_factory=Earlier)
+
+
+def decide(
+    p: Pass,
+    site: Sequence[Layer],
+    opened: Opened,
+    comm: Comm,
+    statistics: Sequence[Mapping[str, Any]] = ({},),
+    earlier: Decided | None = None,
+) -> dict[str, Decision]:
+    """What the pass decides about the layers of a site; with several sets of statistics, it is asked about as many
+    parts of each layer. Raises CompressError for weights that are not finite."""
+    whole = seen(site, opened, comm)
+    weights = whole.weights
+    before = Decided() if earlier is None else earlier
+    decisions = {name: before.decisions[name] for name in weights if name in before.decisions}
+    came = _came_pruned(p, {n: weight for n, weight in weights.items() if n not in decisions}, before.came)
+    decisions |= came
+    was = {name: before.before[name] for name in weights if name in before.before}
+    whole = replace(whole, decided=decisions, before=was)
+    decides = p.fitted({weight.shape[1] for weight in weights.values()}).stage(Decide)
+    assert decides is not None
+    parts = [decides.apply(part) for part in in_parts(whole, statistics)]
+    made = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    # A mask stays with the layer, whatever is decided about it afterwards.
+    made = {
+        name: replace(d, figures={**d.figures, **came[name].figures}) if name in came else d for name, d in made.items()
+    }
+    return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+
+
+def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:
+    """Decisions of an earlier command about layers: those that came with a mask. Raises CompressError for a pass that
+    would not keep it."""
+    if p.reads != "dense weight":
+        return {}  # what training has made, say
+    masks = {name: mask for name, weight in weights.items() if (mask := earlier.mask(name, weight)) is not None}
+    shares = {name: 1 - float(mask.double().mean()) for name, mask in masks.items()}
+    if masks and not p.keeps_zeros:
+        name = next(iter(masks))
+        raise CompressError(earlier.problem(name, shares[name], p.name))
+    return {n: Decision(dense(weights[n]), {CAME: shares[n]}, kept=mask) for n, mask in masks.items()}
+
+
+def seen(site: Sequence[Layer], opened: Opened, comm: Comm) -> Site:
+    """The layers of a site, nothing decided about them yet. Raises CompressError for weights that are not finite."""
+    weights = {layer.name: layer.weight for layer in site}
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise CompressError(f"{name} has non-finite weights; the model is damaged")
+    return Site(weights, {}, {layer.name: opened.dtype_of(layer.parameter) for layer in site}, comm)
+
+
+def in_parts(site: Site, statistics: Sequence[Mapping[str, Any]]) -> Iterator[Site]:
+    """The site as it is for each set of statistics, which are about as many parts of each layer's rows."""
+    heights = {name: len(weight) // len(statistics) for name, weight in site.weights.items()}
+    for i, of_part in enumerate(statistics):
+        rows = site.rows({name: slice(i * height, (i + 1) * height) for name, height in heights.items()})
+        yield replace(rows, stats=of_part)

@@ -1,0 +1,117 @@
+"""Forwards that pause where a site begins.
+
+Each micro-batch's forward of a block runs in its own greenlet and parks in a pre-hook of the first layer of each site.
+When all are parked, the site's statistics are complete; it is solved, its new weights are installed and the forwards
+resume. One forward per block and micro-batch, and every later site sees the compressed prefix of its own block.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import greenlet
+import torch
+from torch import Tensor, nn
+
+from compress.errors import CompressError
+from compress.model.calls import Arrival, Arrivals, Call, arrived
+from compress.model.layers import Layer
+from compress.run.installed import Versions
+from compress.run.plan.batches import running
+
+
+class _Runner:
+    """One micro-batch's forward of the block, in a greenlet that parks at the sites."""
+
+    def __init__(
+        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int], index: int
+    ) -> None:
+        self.call, self.index = call, index
+        self.inputs: dict[int, ReferenceType[Tensor]] = {}
+        self.site_of, self.done = site_of, done
+        self.parked: tuple[int, Tensor] | None = None
+        self.output: Any = None
+        self.finished = False
+        # One block in all: what it returns are the model's logits, which nobody needs.
+        keep = (lambda output: output) if call.key is not None else (lambda output: None)
+        self.task = greenlet.greenlet(lambda: keep(block(*call.args, **call.kwargs)))
+
+    def reach(self, module: nn.Module, x: Tensor) -> None:
+        """Called inside the forward, before a layer runs."""
+        site = self.site_of[module]
+        if site in self.inputs:
+            if self.inputs[site]() is not x:
+                raise CompressError("layers that shared an input while the block was traced do not share it now")
+        else:
+            self.inputs[site] = ref(x)
+            if site not in self.done:
+                self.task.parent.switch((site, x))
+
+    def advance(self, site: int) -> Tensor | None:
+        """Run on until the forward parks at `site` (its input), parks at a later one or ends (None)."""
+        while not self.finished and (self.parked is None or self.parked[0] < site):
+            result = self.task.switch()
+            if self.task.dead:
+                self.output, self.finished, self.parked = result, True, None
+            else:
+                self.parked = result
+        if self.parked is None or self.parked[0] != site:
+            return None
+        return self.parked[1]
+
+
+def suspended_forward(
+    block: nn.Module,
+    calls: Sequence[Call],
+    sites: Sequence[Sequence[Layer]],
+    visit: Callable[[Sequence[Layer], Arrivals], None],
+    reference: Sequence[Call],
+    versions: Versions,
+) -> tuple[list[Any], list[Any]]:
+    """Run the block once per micro-batch, calling `visit(site, arrivals)` when a site is due.
+
+    `visit` walks the arrivals (None for a micro-batch that does not come by), installs in `versions` what the layers of
+    the site become, and may walk them again. `reference` are the same calls on the original model's hidden states (none
+    where nothing compares with it); they run on what `versions` knows to have been there before.
+    Returns the block's outputs for calls and for reference.
+    """
+    site_of = {layer.module: i for i, site in enumerate(sites) for layer in site}
+    done: set[int] = set()
+    runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
+    shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference)]
+    current: list[_Runner] = []
+
+    def advance(runner: _Runner, site: int) -> Tensor | None:
+        current[:] = [runner]
+        with running(runner.call, runner.index):
+            return runner.advance(site)
+
+    def arrivals(site: int) -> Iterator[Arrival | None]:
+        for i, runner in enumerate(runners):
+            other = None
+            if shadows:
+                with versions.original():
+                    other = advance(shadows[i], site)
+            x = advance(runner, site)
+            yield None if x is None else arrived(sites[site][0], calls[i], x, other)
+
+    def park(module: nn.Module, args: tuple[Any, ...]) -> None:
+        current[0].reach(module, args[0])
+
+    parking = [module.register_forward_pre_hook(park) for module in site_of]
+    try:
+        # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
+        with torch.no_grad(), versions.ready(layer for site in sites for layer in site):
+            for i, site in enumerate(sites):
+                visit(site, Arrivals(partial(arrivals, i)))
+                done.add(i)
+            with versions.original():
+                for shadow in shadows:
+                    advance(shadow, len(sites))
+            for runner in runners:
+                advance(runner, len(sites))
+    finally:
+        for hook in parking:
+            hook.remove()
+    return [r.output for r in runners], [s.output for s in shadows]

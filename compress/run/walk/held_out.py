@@ -1,0 +1,137 @@
+"""Rows that no statistic has seen, on their way through the blocks: what becomes of a model's predictions where some
+layers have other weights.
+
+The hidden states of the original before each block are kept, so that a swap runs its own block and those behind it. Of
+each row a chunk of logits is in memory at a time.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compress.errors import InputError
+from compress.model.calls import Batch, Call, hidden_of
+from compress.model.layers import Layer, Stack
+from compress.run.walk.capture import Recorder, swapped
+
+Values = Mapping[Layer, Tensor]
+
+
+class HeldOut:
+    """Micro-batches of one length in front of a block, in the original and in each of several uniform models.
+
+    calls[block][micro-batch]: how each block is called (`run.walk.capture`). names: of the uniform models.
+    """
+
+    def __init__(
+        self, model: nn.Module, stack: Stack, batches: Sequence[Batch], calls: list[list[Call]], names: Sequence[str]
+    ) -> None:
+        self.model, self.stack, self.batches, self.calls = model, stack, batches, calls
+        self.blocks = [block for _, block in stack.blocks]
+        self.own = list(calls[0])
+        self.uniform = {name: list(calls[0]) for name in names}
+        with torch.no_grad():
+            self.ends = [self._onwards(0, i, call) for i, call in enumerate(self.own)]
+
+    @torch.no_grad()
+    def swaps(self, index: int, ways: Mapping[Any, Values]) -> dict[Any, float]:
+        """{key: KL(original || original with these values in block `index`)}, nats per predicted token."""
+        totals, tokens = dict.fromkeys(ways, 0.0), 0
+        for i, call in enumerate(self.own):
+            expected = self._log_probs(i, self.ends[i])
+            tokens += expected[..., 0].numel()
+            for key, values in ways.items():
+                with holding(values):
+                    totals[key] += divergence(expected, self._log_probs(i, self._onwards(index, i, call)))
+        return {key: total / tokens for key, total in totals.items()}
+
+    @torch.no_grad()
+    def advance(self, index: int, values: Mapping[str, Values]) -> None:
+        """Go on to the next block: the original as it is, each uniform model with its values."""
+        self.own = self._after(index, self.own)
+        for name, calls in self.uniform.items():
+            with holding(values[name]):
+                self.uniform[name] = self._after(index, calls)
+
+    @torch.no_grad()
+    def uniform_kl(self) -> dict[str, float]:
+        """{name: KL(original || uniform model)}, once all blocks are behind."""
+        totals, tokens = dict.fromkeys(self.uniform, 0.0), 0
+        for i, end in enumerate(self.ends):
+            expected = self._log_probs(i, end)
+            tokens += expected[..., 0].numel()
+            for name, ends in self.uniform.items():
+                totals[name] += divergence(expected, self._log_probs(i, ends[i]))
+        return {name: total / tokens for name, total in totals.items()}
+
+    def _after(self, index: int, calls: Sequence[Any]) -> list[Any]:
+        """The calls of the next block; behind the last one what it returns."""
+        outputs = [self.blocks[index](*call.args, **call.kwargs) for call in calls]
+        if index + 1 == len(self.blocks):
+            return outputs
+        return [c.with_hidden(hidden_of(o)) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
+
+    def _onwards(self, index: int, i: int, call: Call) -> Any:
+        """What the last block returns of a call of block `index`."""
+        output: Any = self.blocks[index](*call.args, **call.kwargs)
+        for block, calls in zip(self.blocks[index + 1 :], self.calls[index + 1 :], strict=True):
+            own = calls[i].with_hidden(hidden_of(output))
+            output = block(*own.args, **own.kwargs)
+        return output
+
+    def _log_probs(self, i: int, output: Any) -> Tensor:
+        """[B, T-1, V] float32 of the next token, from what the last block returned of a micro-batch."""
+        if self.stack.container is not None:
+            stand_ins = [Recorder(block, partial(instead, output)) for block in self.blocks]
+            with swapped(self.stack.container, stand_ins):
+                output = self.model(**self.batches[i])
+        logits = getattr(output, "logits", None)
+        if logits is None:
+            raise InputError(
+                f"{type(self.model).__name__} predicts no next token, so that there is no KL; measure the loss alone"
+            )
+        return functional.log_softmax(logits[:, :-1].float(), -1)
+
+
+def instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a block is said to return, whatever it is called with."""
+    return output
+
+
+def divergence(expected: Tensor, found: Tensor) -> float:
+    """The sum over tokens of KL(expected || found), log-probabilities [..., V]."""
+    return float((expected.exp() * (expected - found)).sum(-1).double().clamp(min=0).sum())
+
+
+@torch.no_grad()
+def divergence_between(expected: nn.Module, found: nn.Module, batches: Sequence[Batch]) -> float:
+    """KL(expected || found) of two models, nats per predicted token. Both are in evaluation mode."""
+    total, tokens = 0.0, 0
+    for batch in batches:
+        ours, theirs = (_of_whole(model, batch) for model in (expected, found))
+        total, tokens = total + divergence(ours, theirs.to(ours.device)), tokens + ours[..., 0].numel()
+    return total / tokens
+
+
+def _of_whole(model: nn.Module, batch: Batch) -> Tensor:
+    device = next(model.parameters()).device
+    logits = model(**{key: value.to(device) for key, value in batch.items()}).logits
+    return functional.log_softmax(logits[:, :-1].float(), -1)
+
+
+@contextmanager
+def holding(values: Values) -> Iterator[None]:
+    """Within: layers have other values, as they are stored."""
+    before = [(layer.parameter, layer.parameter.data) for layer in values]
+    try:
+        for layer, tensor in values.items():
+            layer.parameter.data = tensor
+        yield
+    finally:
+        for parameter, tensor in reversed(before):
+            parameter.data = tensor

@@ -1,0 +1,121 @@
+"""What a run works with, and what flows through it: the calls of the next block."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from compress.checkpoint.write.record import Finished, RunRecord, Sink
+from compress.model.calls import Batch, Call, hidden_of
+from compress.passes.protocol.stages import Decide, Reconstruction
+from compress.run.plan.plan import Plan
+from compress.run.residency import Residency
+from compress.run.walk.rewrite import FoldFinder
+from compress.run.walk.spending import Spending
+from compress.system.comm import Comm
+from compress.system.progress import Reporter
+from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.rows import Rows
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What a run needs that trains. rows: all samples, the same on every rank. micro: how many go through at once.
+    teacher: the model of that name, ready to be called, or what a file of that name holds of one. place: where
+    checkpoints are (None: nowhere)."""
+
+    rows: Rows
+    micro: int
+    teacher: Callable[[str], nn.Module | TopKRows]
+    place: Path | None
+    resume: bool
+
+
+class Steps:
+    """Counts tables and blocks for the person who waits."""
+
+    def __init__(self, reporter: Reporter, total: int, phase: str = "") -> None:
+        self.reporter, self.total, self.phase, self.done = reporter, total, phase, 0
+
+    @classmethod
+    def of(cls, reporter: Reporter, plan: Plan, phase: str = "") -> "Steps":
+        """Reports a walk through the tables and blocks of a plan. phase: what it is for, where a run has several."""
+        return cls(reporter, sum(len(stack.blocks) for stack in plan.stacks) + len(plan.tables), phase)
+
+    def begin(self) -> None:
+        """The next begins now."""
+        self.reporter.step(self.done, self.total, "")
+
+    def finish(self, name: str, usual: bool) -> None:
+        """One more is done. usual: it took the time that the others will take, too."""
+        self.done += 1
+        if not usual:
+            self.reporter.step(self.done, self.total, "")
+        self.reporter.step(self.done, self.total, f"{self.phase}{name}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration). lessons: what
+    it trains with, if it does. earlier: what was found out about each block in a walk before this one. places: where
+    to keep how weights lie within their codes, by layer, for a training that begins there (None: nowhere).
+    """
+
+    model: nn.Module
+    plan: Plan
+    batches: Sequence[Batch]
+    residency: Residency
+    sink: Sink
+    comm: Comm
+    record: RunRecord
+    reporter: Reporter
+    folds: FoldFinder
+    steps: Steps
+    lessons: Lessons | None = None
+    earlier: Mapping[str, Finished] = field(default_factory=dict)
+    places: dict[str, Tensor] | None = None
+
+    @cached_property
+    def spending(self) -> Spending:
+        """Counts what the seconds of this walk go to."""
+        return Spending(self.record, self.residency.device)
+
+    @property
+    def compares(self) -> bool:
+        """Whether a pass compares with the original model."""
+        decides = (p.stage(Decide) for p in self.plan.passes)
+        reference = any(stage.reference for stage in decides if stage is not None)
+        return reference or any(p.stage(Reconstruction) for p in self.plan.passes)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The calls of a block on the compressed model's hidden states, and on those of the original model (`reference`;
+    empty where no pass compares with it)."""
+
+    calls: list[Call]
+    reference: list[Call]
+
+    @property
+    def end(self) -> bool:
+        """Whether the block is the whole model, which hands nothing on."""
+        return bool(self.calls) and self.calls[0].key is None
+
+    def called_as(self, own: Sequence[Call]) -> "Streams":
+        """These hidden states in a block's own calls: masks and rotary tables differ between blocks."""
+        if self.end:
+            return self
+        calls = [to.with_hidden(call.hidden) for to, call in zip(own, self.calls, strict=True)]
+        # Not strict: there may be no reference.
+        return Streams(calls, [to.with_hidden(c.hidden) for to, c in zip(own, self.reference, strict=False)])
+
+    def after(self, outputs: Sequence[Any], others: Sequence[Any]) -> "Streams":
+        """The same calls on what the block returned for each of them."""
+        return self if self.end else Streams(_onto(self.calls, outputs), _onto(self.reference, others))
+
+
+def _onto(calls: Sequence[Call], outputs: Sequence[Any]) -> list[Call]:
+    return [call.with_hidden(hidden_of(output)) for call, output in zip(calls, outputs, strict=True)]

@@ -1,0 +1,1 @@
+"""A loaded model held against torch and transformers."""

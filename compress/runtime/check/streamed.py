@@ -1,0 +1,39 @@
+"""The model of a checkpoint whose layers have values only while the block around them runs.
+
+A look at the whole model then takes the memory of one block, of what lies outside the blocks, and of what is mapped
+from files.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from compress.checkpoint.read.source import Source
+from compress.runtime.layers.linear import QuantLinear
+from compress.runtime.load.assembly import Unread, made_ready
+from compress.runtime.load.by_block import Opening
+from compress.runtime.load.dequantized import dequantized_by_block
+from compress.runtime.load.loading import load_source
+
+Watch = Callable[[str, QuantLinear], AbstractContextManager[None]]
+
+
+def streamed(
+    source: Source, dtype: torch.dtype | None, watch: Watch, *, dequantize: bool = False
+) -> tuple[nn.Module, dict[str, Opening]]:
+    """The model that `load_source` gives, and the openings of its layers for `run_by_block`. watch: what is entered
+    around the use of a layer on codes. dequantize: dense weights instead, which nothing watches."""
+    if source.quantization is not None and dequantize:
+        return dequantized_by_block(source, dtype)
+    model = load_source(source, dtype, unready=True)
+    unread = [name for name, module in model.named_modules() if isinstance(module, Unread)]
+    return model, {name: partial(_watched, model, name, watch) for name in unread}
+
+
+@contextmanager
+def _watched(model: nn.Module, name: str, watch: Watch) -> Iterator[None]:
+    with made_ready(model, name) as layer, watch(name, layer):
+        yield

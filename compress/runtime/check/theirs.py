@@ -1,0 +1,84 @@
+"""A checkpoint as transformers loads it by itself, decompressed by compressed-tensors: a block at a time where it would
+do that in the first forward."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.read.pretrained import from_pretrained
+from compress.checkpoint.read.source import Source
+from compress.errors import CheckpointError
+from compress.runtime.load.by_block import Opening
+from compress.runtime.load.loading import transformers_alone
+from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
+
+# Where compressed-tensors keeps the hook that decompresses a whole model when it first runs.
+WHOLE = "ct_decompress_hook"
+
+
+def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
+    """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
+
+    Needs compressed-tensors for a quantized one. The default load has no packed asymmetric weights and no packed
+    embeddings, and breaks for architectures whose initialization touches the weights (T5). Dequantizing while loading
+    works for all that have one scheme; it would read several as if they were the first. Raises CheckpointError for what
+    neither can load.
+    """
+    with transformers_alone():
+        return _load(source, dtype or "auto")
+
+
+def _load(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
+    quantization = source.quantization or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    schemes = [read_scheme(group, quantization.get("format"), f"a layer of {source.path}") for group in groups]
+    if not any(needs_dequantizing(scheme) for scheme in schemes):
+        try:
+            return from_pretrained(source, str(source.path), dtype=dtype), "default"
+        except CheckpointError:
+            if len(groups) != 1:
+                raise
+    elif len(groups) > 1:
+        raise CheckpointError("packed asymmetric weights beside layers of another scheme")
+    from transformers import CompressedTensorsConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers remarks that it was given a second configuration
+        config = CompressedTensorsConfig(dequantize=True)
+        return from_pretrained(source, str(source.path), dtype=dtype, quantization_config=config), "dequantize=True"
+
+
+def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:
+    """The openings of the layers of a model that transformers loaded as it is stored, for `run_by_block`, instead of
+    the hook that decompresses all of them; none of a model without that hook."""
+    hook: Any = model.__dict__.get(WHOLE)
+    if hook is None:
+        return {}
+    from compressed_tensors.quantization.utils import is_module_quantized
+
+    hook.remove()
+    delattr(model, WHOLE)
+    return {n: partial(_decompressed, m) for n, m in model.named_modules() if is_module_quantized(m)}
+
+
+@contextmanager
+def _decompressed(module: nn.Module) -> Iterator[None]:
+    """Within: a module as compressed-tensors decompresses it."""
+    from compressed_tensors.compressors.base import decompress_module
+
+    own: Any = module
+    parameters, buffers, status = dict(module._parameters), dict(module._buffers), own.quantization_status
+    decompress_module(module)
+    try:
+        yield
+    finally:
+        module._parameters.clear()
+        module._buffers.clear()
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+        own.quantization_status = status

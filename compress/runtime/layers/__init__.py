@@ -1,0 +1,1 @@
+"""Layers that compute on what is stored."""

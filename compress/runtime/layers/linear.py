@@ -1,0 +1,49 @@
+"""The layers that compute on compressed weights, by the format of their term.
+
+A new format with a kernel is a line here; one without is multiplied as the format knows (`SumLinear`).
+"""
+
+from compress.runtime.layers.base import RUNS, QuantLinear, run_of
+from compress.runtime.layers.few_levels import FewLevelsLinear
+from compress.runtime.layers.packed import PackedLinear
+from compress.runtime.layers.rows import Fp8BlockLinear, Fp8Linear, Int8Linear, RowLinear
+from compress.runtime.layers.sparse import SparseLinear
+from compress.runtime.layers.sparse24 import PackedSparse24Linear, Sparse24Linear
+from compress.runtime.layers.sums import SumLinear
+from compress.runtime.layers.tiles import TilesLinear
+from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats.sparse import SparseRows
+from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
+from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.tiles import Tiles
+
+__all__ = [
+    "Fp8BlockLinear",
+    "Fp8Linear",
+    "Int8Linear",
+    "PackedLinear",
+    "PackedSparse24Linear",
+    "QuantLinear",
+    "RowLinear",
+    "Sparse24Linear",
+    "SparseLinear",
+    "SumLinear",
+    "TilesLinear",
+    "run_of",
+]
+
+RUNS |= {
+    Packed: PackedLinear,
+    Int8Table: PackedLinear,
+    Ternary: FewLevelsLinear,
+    Binary: FewLevelsLinear,
+    Int8Rows: Int8Linear,
+    Float8Rows: Fp8Linear,
+    Float8Blocks: Fp8BlockLinear,
+    FineGrained: Fp8BlockLinear,
+    Tiles: TilesLinear,
+    SparseRows: SparseLinear,
+    Sparse24: Sparse24Linear,
+    PackedSparse24: PackedSparse24Linear,
+    None: SumLinear,
+}

@@ -1,0 +1,208 @@
+"""Layers whose weight is a sum of terms, or a term of a format that has no kernel.
+
+Codes and sparse rows are one call (`with_entries`): the first term whose kernels add entries, and the first that is
+entries. Every other term is a product of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.kernels import reference
+from compress.kernels.routes import Route, with_entries
+from compress.runtime.layers.base import QuantLinear, kernel_of
+from compress.runtime.layers.sparse import SparseLinear
+from compress.weights.grid import FLOAT8, straight_through
+from compress.weights.scheme import Scheme
+from compress.weights.terms import FLOATS, Format, named, own, summed
+
+# {part of a checkpoint: the buffer that holds it}, of fixed ranges.
+FIXED = {
+    "input_scale": "input_scale",
+    "input_zero_point": "input_zero",
+    "output_scale": "output_scale",
+    "output_zero_point": "output_zero",
+}
+
+
+class Held(nn.Module):
+    """A term of a format that has no kernel: its tensors, and the product that the format knows."""
+
+    def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.format, self.in_features, self.out_features = format_, in_features, out_features
+        self.floats8: set[str] = set()
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        """Take over a checkpoint's tensors, all of them; where there are some already, their values."""
+        if self._buffers:
+            for name, part in parts.items():
+                self.get_buffer(name).copy_(part.view(torch.uint8) if name in self.floats8 else part)
+            return
+        self.floats8 = {name for name, part in parts.items() if part.dtype == FLOAT8}
+        for name, part in parts.items():
+            # As bytes: `model.to(dtype)` converts floats.
+            self.register_buffer(name, part.view(torch.uint8) if name in self.floats8 else part)
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        """Inverse of `fill`."""
+        return self.held
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """The tensors."""
+        named = self.named_buffers(recurse=False)
+        return {name: part.view(FLOAT8) if name in self.floats8 else part for name, part in named}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), torch.get_default_dtype())
+
+    def dequantize(self) -> Tensor:
+        """[N, K] what the tensors stand for."""
+        return self.format.read(self.held, self.out_features, self.in_features).dequantize()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.format.product(x, self.held)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """The layer speaks for it."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The layer speaks for it."""
+
+
+class SumLinear(QuantLinear):
+    """y = sum over the terms of x W_i^T, + b: every term multiplies what the layer is given, rounded where that is so,
+    by its own kernel where its format has one."""
+
+    stackable: ClassVar[bool] = False
+    input_scale: Tensor | None
+    input_zero: Tensor | None
+    output_scale: Tensor | None
+    output_zero: Tensor | None
+
+    def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__(scheme, in_features, out_features, bias)
+        self.summands = nn.ModuleList(_summand(term, in_features, out_features) for term in scheme.terms)
+        self._together = _together(scheme.terms)
+        for name in FIXED.values():
+            self.register_buffer(name, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        first: Any = self.summands[0]
+        return first.dtype
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        assert rows == self.whole(), "sums are not filled by rows"
+        for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
+            held = own(i, parts, term, self.out_features, self.in_features)
+            summand.fill(held, rows)  # type: ignore[operator]
+        for part, name in FIXED.items():
+            held = getattr(self, name)
+            if part in parts and held is not None:
+                held.copy_(parts[part].reshape(1))
+            elif part in parts:
+                setattr(self, name, parts[part].reshape(1).clone())
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        assert rows == self.whole(), "sums are not read by rows"
+        parts: dict[str, Tensor] = {}
+        for i, (term, summand) in enumerate(zip(self.scheme.terms, self.summands, strict=True)):
+            known = term.parts(self.out_features, self.in_features)
+            held: dict[str, Tensor] = summand.parts(rows)  # type: ignore[operator]
+            parts |= named(i, {name: part for name, part in held.items() if name in known})
+        if self.scheme.terms[0].whole is None:
+            parts["weight_shape"] = torch.tensor([self.out_features, self.in_features], device=self.device)
+        fixed = {part: getattr(self, name) for part, name in FIXED.items()}
+        return parts | {part: value for part, value in fixed.items() if value is not None}
+
+    def values(self) -> Tensor:
+        return summed(_values(summand) for summand in self.summands)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rounded(self.product(self._own(x)))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b of the rounded x, before the output is rounded."""
+        inputs = self.rounding("input")
+        if inputs is not None:
+            x = straight_through(x, inputs.fake_quantize(x.detach()))
+        rest, bias = dict(enumerate(self.summands)), self.bias
+        products = []
+        if self._together is not None:
+            codes, sparse = (cast(QuantLinear, rest.pop(i)) for i in self._together)
+            products.append(codes.with_entries(x, cast(SparseLinear, sparse).entries, bias))
+            bias = None
+        products += [summand(x) for summand in rest.values()]
+        y = sum(products[1:], start=products[0])
+        return y if bias is None else y + bias
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """What the layer returns of its product."""
+        outputs = self.rounding("output")
+        return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
+
+    def slack(self, x_MK: Tensor) -> Tensor | float:
+        """Every term is rounded; one without a kernel may be off by as much as its format says, too."""
+        slack = x_MK.new_zeros(())
+        for summand in self.summands:
+            weight_NK = _values(summand).double()
+            slack = slack + reference.tolerance(x_MK, weight_NK, x_MK @ weight_NK.t(), self.dtype)
+            if isinstance(summand, Held):
+                slack = slack + summand.format.slack(x_MK, weight_NK, summand.held, self.dtype)
+        return slack
+
+    @classmethod
+    def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
+        kernels, reasons = [], []
+        together = _together(scheme.terms) or ()
+        for i, term in enumerate(scheme.terms):
+            kind = kernel_of(term)
+            if i in together[1:]:
+                continue
+            if kind is None:
+                kernels.append(term.kind)
+                reasons.append(f"{term.kind} has no kernel: it is multiplied as the format knows")
+            else:
+                one = kind.route(Scheme(terms=(term,)), M, shape, dtype, device)
+                one = with_entries(one, M) if i in together else one
+                kernels.append(one.kernel)
+                reasons += one.why_not
+        return Route(" + ".join(kernels), tuple(reasons))
+
+    @classmethod
+    def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+        reasons = []
+        for term in scheme.terms:
+            alone = Scheme(terms=(term,))
+            reasons += (kernel_of(term) or QuantLinear).why_not_batch_invariant(alone, K, dtype, device)
+        return reasons
+
+
+def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
+    """Which terms are one call: codes, and the entries that are added to them."""
+    kinds = [kernel_of(term) for term in terms]
+    codes = next((i for i, kind in enumerate(kinds) if kind is not None and kind.adds_entries), None)
+    entries = next((i for i, kind in enumerate(kinds) if kind is SparseLinear), None)
+    return None if codes is None or entries is None else (codes, entries)
+
+
+def _values(summand: nn.Module) -> Tensor:
+    """[N, K] what one term of a sum stands for."""
+    if isinstance(summand, QuantLinear):
+        return summand.values()
+    return cast(Held, summand).dequantize()
+
+
+def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:
+    """What computes on one term of a sum."""
+    kind = kernel_of(term)
+    if kind is None:
+        return Held(term, in_features, out_features)
+    layer = kind(Scheme(terms=(term,)), in_features, out_features, None)
+    layer.spoken_for = True
+    return layer

@@ -1,0 +1,327 @@
+"""A checkpoint that runs as it is stored: built without memory, filled from disk, made ready layer by layer.
+
+The model is transformers', loaded by transformers; its quantizer interface lets us replace linear layers while they
+hold nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (`finish`). At no time is there a dense
+copy of a compressed weight: the most that is held is the checkpoint and one layer in both layouts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import StoredLayer, stored_in
+from compress.errors import CheckpointError, first_line
+from compress.model.attention import attentions, cache_argument, hold_scales
+from compress.runtime.layers.embedding import TiedLinear, take_over
+from compress.runtime.layers.fused import FusedLinear, why_not_fuse
+from compress.runtime.layers.linear import PackedLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_strips
+from compress.runtime.load.caches import round_cache
+from compress.weights.caches import SCALES, CacheScheme
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightRenaming
+
+# Where a model keeps what transformers would tie in it.
+TIED = "_tied_without_codes"
+
+
+class Unread(nn.Module):
+    """A linear layer between `prepare` and `finish`: empty tensors under the names that the checkpoint has.
+
+    shares: the embedding whose codes are this layer's.
+    """
+
+    def __init__(
+        self, stored: StoredLayer, bias: nn.Parameter | None, dtype: torch.dtype, shares: str | None = None
+    ) -> None:
+        super().__init__()
+        self.stored, self.dtype, self.shares = stored, dtype, shares
+        _hold(self, stored)
+        self.register_parameter("bias", bias)
+        self.complete = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "complete" in self.__dict__ and "weight" not in self._buffers:
+            return _nothing(self.stored)
+        return super().__getattr__(name)
+
+
+class UnreadEmbedding(nn.Embedding):
+    """The same of a token embedding, which keeps its class and whatever else its class holds."""
+
+    stored: StoredLayer
+    shares: str | None
+    kind: type[nn.Embedding]
+    dtype: torch.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and "kind" in self.__dict__ and "weight" not in self._buffers:
+            return _nothing(self.stored)
+        return super().__getattr__(name)
+
+
+def _nothing(stored: StoredLayer) -> Tensor:
+    """What is seen by code that looks at a weight too early: models initialize some by name (T5), and fit the bias of
+    a head to its weight's shape."""
+    nothing = torch.empty(stored.shape, device="meta")
+    nothing._is_hf_initialized = True  # type: ignore[attr-defined]
+    return nothing
+
+
+def _hold(module: nn.Module, stored: StoredLayer) -> None:
+    """Empty tensors for what a checkpoint has of a layer, in the dtypes that they are stored in."""
+    for name, part in stored.scheme.parts(*stored.shape).items():
+        if name in stored.parts:
+            module.register_buffer(name, torch.empty(part.shape, dtype=stored.dtypes[name], device="meta"))
+
+
+def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, shares: str | None) -> None:
+    """Turn an embedding into an `UnreadEmbedding`."""
+    kind = type(module)
+    del module._parameters["weight"]
+    _hold(module, stored)
+    bases = (UnreadEmbedding,) if kind is nn.Embedding else (kind, UnreadEmbedding)
+    module.__class__ = type(f"Unread{kind.__name__}", bases, {})
+    unread = cast(UnreadEmbedding, module)
+    unread.stored, unread.shares, unread.kind, unread.dtype = stored, shares, kind, dtype
+
+
+def _untie(model: nn.Module, name: str) -> list[str]:
+    """Names of the other modules that transformers would tie to an embedding's weight; it will not any more."""
+    mapping: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    own = f"{name}.weight"
+    first = mapping.get(own, own)
+    tied = {target for target, source in mapping.items() if source == first} | {first}
+    if own not in tied or len(tied) == 1:
+        return []
+    for target in tied & set(mapping):
+        del mapping[target]
+    # A later tie_weights() asks every model in it anew.
+    for prefix, part in model.named_modules():
+        if getattr(part, "_tied_weights_keys", None) and hasattr(part, "get_expanded_tied_weights_keys"):
+            full = f"{prefix}." if prefix else ""
+            expanded = cast(Any, part).get_expanded_tied_weights_keys()
+            part.__dict__.setdefault(TIED, cast(Any, part)._tied_weights_keys)
+            cast(Any, part)._tied_weights_keys = {k: v for k, v in expanded.items() if full + k not in tied}
+    return sorted(key.removesuffix(".weight") for key in tied - {own})
+
+
+def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
+    """Empty the compressed layers of a model on the meta device. Raises CheckpointError for what does not fit it.
+
+    A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers.
+    """
+    stored_layers, caches = stored_in(source).layers, stored_in(source).caches
+    modules = dict(model.named_modules())
+    own: Any = model
+    foreign = type(model).__name__ not in (own.config.architectures or [type(model).__name__])
+    place = places_in(model)
+    placed = {place(modules, stored_name): stored for stored_name, stored in stored_layers.items()}
+    sharing: dict[str, str] = {}
+    for name, stored in placed.items():
+        module = modules.get(name)
+        if module is None and foreign:
+            continue  # transformers reports its tensors as unexpected
+        if stored.shares is not None and name not in sharing:
+            raise CheckpointError(f"{name}.weight is missing from the checkpoint")
+        if name in sharing:
+            continue
+        if isinstance(module, nn.Embedding):
+            _check_shape(model, name, stored, (module.num_embeddings, module.embedding_dim))
+            sharing |= {n: name for n in _untie(model, name) if n not in placed or placed[n].shares is not None}
+            _vacate(module, stored, dtype, None)
+            continue
+        if not isinstance(module, nn.Linear):
+            what = "has no such layer" if module is None else f"has a {type(module).__name__} there"
+            raise CheckpointError(f"{source.path} holds a compressed {name}; {type(model).__name__} {what}")
+        _check_shape(model, name, stored, (module.out_features, module.in_features))
+        model.set_submodule(name, Unread(stored, module.bias, dtype))
+    for name, owner in sharing.items():
+        module, stored = modules[name], placed.get(name, replace(placed[owner], parts={}))
+        if isinstance(module, nn.Embedding):
+            _vacate(module, stored, dtype, owner)
+        elif isinstance(module, nn.Linear):
+            model.set_submodule(name, Unread(stored, module.bias, dtype, owner))
+        else:
+            raise CheckpointError(f"{name} shares the compressed weight of {owner}; it is a {type(module).__name__}")
+    for stored_name, scales in ({} if caches is None else caches.scales).items():
+        name = place(modules, stored_name)
+        attention = modules.get(name)
+        if attention is None and foreign:
+            continue
+        if attention is None or cache_argument(attention) is None:
+            raise CheckpointError(f"{source.path} holds scales of a key-value cache for {name}, which keeps none")
+        hold_scales(attention, [torch.empty(shape, dtype=dtype, device="meta") for _, shape in scales.values()], True)
+    expected_shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for stored_name, (shape, _) in source.headers.items():
+        name = place(expected_shapes, stored_name)
+        if expected_shapes.get(name, shape) not in (shape, shape or (1,)):
+            raise CheckpointError(f"{name} has shape {shape}; {type(model).__name__} needs {expected_shapes[name]}")
+
+
+def _check_shape(model: nn.Module, name: str, stored: StoredLayer, expected: tuple[int, int]) -> None:
+    if stored.shape != expected:
+        raise CheckpointError(f"{name} is stored as {stored.shape}; {type(model).__name__} needs {expected}")
+
+
+def _renamings(model: nn.Module) -> "list[WeightRenaming]":
+    """How transformers turns names in checkpoints into a model's own: multimodal models are stored under older ones."""
+    # Here, because these import all that transformers can do: seconds, for nothing unless a model is loaded.
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    return [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+
+
+def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:
+    """What a model calls the thing that its checkpoint calls something else: (names that it knows, name) -> name."""
+    return partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
+
+
+def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
+    """What a model calls the thing that its checkpoint calls `name`: transformers renames some, and lets a base model
+    and one with a head read each other's checkpoints."""
+    renamed = name
+    for step in renamings:
+        renamed = step.rename_source_key(renamed)[0]
+    candidates = (f for n in (name, renamed) for f in (n, n.removeprefix(f"{base}."), f"{base}.{n}"))
+    return next((found for found in candidates if found in known), name)
+
+
+def finish(
+    model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None, unready: bool = False
+) -> None:
+    """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default), and
+    attentions into such that keep codes. unready: leave linear layers with codes of their own as they were read, for
+    `made_ready`."""
+    tables: dict[str, PackedLinear] = {}
+    unread = [(n, m) for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding)]
+    # Those that share a table come after those that hold one.
+    for name, module in sorted(unread, key=lambda item: item[1].shares is not None):
+        if unready and isinstance(module, Unread) and module.shares is None:
+            continue
+        parts = {part: module._buffers.pop(part) for part in module.stored.parts}
+        if module.shares is not None:
+            table = tables[module.shares]
+        else:
+            layer = _computing(name, module, parts, device)
+            if isinstance(module, Unread):
+                model.set_submodule(name, layer)
+                continue
+            if not isinstance(layer, PackedLinear):
+                raise CheckpointError(f"{name} is an embedding stored as {module.stored.scheme}, which rounds an input")
+            table = tables[name] = layer
+        if isinstance(module, Unread):
+            model.set_submodule(name, TiedLinear(table, module.bias).to(table.device))
+            continue
+        twin = module.shares is not None
+        embedding = cast(nn.Embedding, module)
+        embedding.__class__ = module.kind
+        for attribute in ("stored", "kind", "shares", "dtype"):
+            delattr(embedding, attribute)
+        take_over(embedding.to(table.device), table, twin)
+    if caches is not None:
+        _finish_caches(model, caches)
+
+
+def _computing(
+    name: str, module: Unread | UnreadEmbedding, parts: Mapping[str, Tensor | None], device: torch.device | None
+) -> QuantLinear:
+    """The layer that computes with what was read. Raises CheckpointError that names the tensor at fault."""
+    found = {part: tensor for part, tensor in parts.items() if tensor is not None}
+    target = next(iter(found.values())).device if device is None else device
+    found = {part: tensor.to(target) for part, tensor in found.items()}
+    try:
+        module.stored.scheme.check(found, *module.stored.shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}.{error}") from None
+    bias = module.bias if isinstance(module, Unread) else None
+    layer = QuantLinear.from_parts(found, module.stored.scheme, module.stored.shape, bias)
+    return layer.to(target, module.dtype)
+
+
+@contextmanager
+def made_ready(model: nn.Module, name: str) -> Iterator[QuantLinear]:
+    """Within: a layer that `finish` left as it was read computes, as it would have with the others."""
+    unread = model.get_submodule(name)
+    assert isinstance(unread, Unread)
+    layer = _computing(name, unread, {part: unread._buffers[part] for part in unread.stored.parts}, None)
+    model.set_submodule(name, layer)
+    try:
+        lay_in_strips(layer)
+        yield layer
+    finally:
+        model.set_submodule(name, unread)
+
+
+def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
+    for name, attention in attentions(model).items():
+        for held in SCALES:
+            scale = getattr(attention, held, None)
+            if scale is not None and not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+                raise CheckpointError(f"{name}.{held} holds values that are negative or not finite")
+        round_cache(attention, scheme)
+
+
+def readers(model: nn.Module) -> list[list[str]]:
+    """Names of compressed layers that get the very same tensor, in the order in which they are called.
+
+    Found by one forward over a few tokens. Raises whatever a model raises that takes no `dummy_inputs`.
+    """
+    groups: list[list[str]] = []
+    last: list[Tensor] = []
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if last and last[0] is inputs[0]:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+                last[:] = [inputs[0]]
+
+        return hook
+
+    layers = dict(compressed_layers(model))
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    device = device_of(model)
+    own: Any = model
+    try:
+        with torch.no_grad():
+            own(**{key: value.to(device) for key, value in own.dummy_inputs.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [group for group in groups if len(group) > 1]
+
+
+def fuse(model: nn.Module) -> list[str]:
+    """Fuse layers that read one tensor. Returns a line for each group that cannot be, and why."""
+    try:
+        groups = readers(model)
+    except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
+        return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
+    refused = []
+    # A block that is used several times (ALBERT) shows its groups as often.
+    groups = list({tuple(names): names for names in groups}.values())
+    times = Counter(name for names in groups for name in names)
+    for names in groups:
+        layers = [cast(QuantLinear, model.get_submodule(name)) for name in names]
+        if max(times[name] for name in names) > 1:
+            continue  # one layer called with others each time, or twice in a row: there is nothing to stack
+        if reasons := why_not_fuse(layers):
+            refused.append(f"{', '.join(names)} are not fused: {'; '.join(reasons)}")
+            continue
+        for name, part in zip(names, FusedLinear.fuse(layers), strict=True):
+            model.set_submodule(name, part)
+    return refused

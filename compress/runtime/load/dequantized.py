@@ -1,0 +1,88 @@
+"""The model of a compressed checkpoint with dense weights."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.read.pretrained import empty_model, from_pretrained, read_config
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import read_tensors, stored_in, weight_of
+from compress.errors import InputError
+from compress.model.attention import attentions, hold_scales
+from compress.runtime.load.assembly import places_in
+from compress.runtime.load.by_block import Opening
+from compress.runtime.load.caches import round_cache
+from compress.weights.terms import Weight
+
+
+def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a compressed checkpoint with dense weights: exactly what its codes stand for in this dtype.
+
+    Raises InputError where a layer also quantizes its input or output, which dense weights would not show.
+    """
+    return _load(source, dtype, {})
+
+
+def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
+    """The same, but linear layers hold their weights only where their opening is entered (`run_by_block`)."""
+    stored, empty = stored_in(source).layers, empty_model(source)
+    modules, place = dict(empty.named_modules()), places_in(empty)
+    layers = {place(modules, name): name for name, layer in stored.items() if layer.shares is None}
+    layers = {name: layer for name, layer in layers.items() if isinstance(modules.get(name), nn.Linear)}
+    # Anything at all, in no memory, that is recognised afterwards.
+    nothing = torch.zeros(1, 1, dtype=dtype or read_config(source).dtype)
+    model = _load(source, dtype, {layer: nothing.expand(stored[layer].shape) for layer in layers.values()})
+    found = dict(model.named_modules())
+    waiting = {n: m for n, m in found.items() if isinstance(m, nn.Linear) and m.weight.data_ptr() == nothing.data_ptr()}
+    if waiting.keys() != layers.keys():  # transformers made something else of some, or several modules share one
+        return _load(source, dtype, {}), {}
+    openings: dict[str, Opening] = {}
+    for name, module in waiting.items():
+        openings[name] = partial(_filled, module, module.weight.dtype, source, layers[name])
+        module._parameters["weight"] = nn.Parameter(torch.empty(0, dtype=module.weight.dtype), False)
+    return model, openings
+
+
+@contextmanager
+def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
+    """Within: a layer has its weight."""
+    empty = module._parameters["weight"]
+    module._parameters["weight"] = nn.Parameter(weight_of(source, layer, dtype).dequantize().to(dtype), False)
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = empty
+
+
+def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]) -> nn.Module:
+    """given: what is to stand for the weights of some layers, by their names in the checkpoint."""
+    layers, caches = stored_in(source).layers, stored_in(source).caches
+    active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
+    if active:
+        both = "input and output" if layers[active[0]].scheme.outputs is not None else "input"
+        raise InputError(
+            f"{source.name} quantizes the {both} of {active[0]} ({len(active)} layers in all), which dense weights "
+            "would leave out; load it without dequantize"
+        )
+    config = read_config(source)
+    wanted = dtype or config.dtype
+    tensors = {
+        name: value.dequantize() if isinstance(value, Weight) else value
+        for name, value in read_tensors(source, without=given, dtype=wanted).items()
+    }
+    tensors |= {f"{layer}.weight": value for layer, value in given.items()}
+    scales = {
+        attention: [tensors.pop(name) for name, _ in held.values()]
+        for attention, held in ({} if caches is None else caches.scales).items()
+    }
+    del config.quantization_config
+    model = from_pretrained(source, None, config=config, state_dict=tensors, dtype=wanted)
+    if caches is not None:
+        for name, attention in attentions(model).items():
+            if name in scales:
+                hold_scales(attention, scales[name], persistent=False)
+            round_cache(attention, caches.scheme)
+    return model

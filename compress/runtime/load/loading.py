@@ -1,0 +1,307 @@
+"""`compress.load`, and the same through `transformers.from_pretrained`, for who asks for it: `compress.register()`.
+
+transformers asks a quantizer to prepare a model before its weights are read and to finish it afterwards (`lowbit`).
+`load` gives ours the name `compress`, which replaces nothing. `register` puts it in front of transformers' own for
+compressed-tensors: a checkpoint with integer or float8 weights then runs on our kernels instead of being decompressed
+at its first forward. What we cannot run (other layouts), and whatever is loaded with
+`CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from compress.checkpoint.read.pretrained import from_pretrained, load_dense, read_config
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.stored import stored_in
+from compress.checkpoint.read.weight_files import weight_files
+from compress.errors import InputError
+from compress.runtime.layers.linear import PackedLinear, QuantLinear
+from compress.runtime.layers.walk import compressed_layers, device_of, lay_in_strips, weights_on_codes
+from compress.runtime.load.assembly import finish, fuse, prepare
+from compress.runtime.load.densify import densify
+from compress.runtime.load.dequantized import load_dequantized
+from compress.runtime.load.steps import attend_here
+from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
+from compress.weights.own_words import METHOD
+
+THEIRS = "compressed-tensors"
+# Inputs that share a scale where x is rounded to int8 for speed alone: small, so that one large value spoils little.
+INPUT_GROUP = 128
+CPU = torch.device("cpu")
+
+
+class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`; source:
+    the checkpoint, where it has been opened already; unready: as in `finish`."""
+
+    def __init__(
+        self,
+        quantization: Mapping[str, Any] | None = None,
+        fuse: bool | None = None,
+        device: str | None = None,
+        source: Source | None = None,
+        unready: bool = False,
+        **words: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        # Of a checkpoint whose method is ours, transformers gives its words one by one.
+        self.quantization = dict(quantization or {**words, "quant_method": METHOD})
+        self.fuse, self.device, self.source, self.unready = fuse, device, source, unready
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved beside the weights: the checkpoint's own words."""
+        return dict(self.quantization)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+
+class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """transformers' side of `lowbit`: prepare, finish, and nothing else."""
+
+    requires_calibration = True
+    quantization_config: LowBitConfig
+
+    def __init__(self, quantization_config: LowBitConfig, **arguments: Any) -> None:
+        super().__init__(quantization_config, **arguments)
+        self.notes: list[str] = []
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: Sequence[str] | None = None,
+        **_: Any,
+    ) -> None:
+        if not checkpoint_files:
+            raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
+        source, self.quantization_config.source = self.quantization_config.source, None  # the model keeps no open file
+        if source is None:
+            folder = Path(checkpoint_files[0]).parent
+            config = {"quantization_config": self.quantization_config.quantization}
+            source = Source(str(folder), folder, config, weight_files(folder))
+        prepare(model, source, torch.get_default_dtype() if dtype is None else dtype)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        options = self.quantization_config
+        target = None if options.device is None else torch.device(options.device)
+        cache = options.quantization.get("kv_cache_scheme")
+        finish(model, target, read_cache_scheme(cache) if cache else None, options.unready)
+        _count_codes()
+        compressed = next(compressed_layers(model), None) is not None
+        if compressed and (options.fuse or (options.fuse is None and device_of(model).type == "cuda")):
+            if target is not None:
+                model.to(target)
+            self.notes += fuse(model)
+        lay_in_strips(model)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        """What `model.dequantize()` does. Raises InputError where dense weights would not compute the same."""
+        densify(model)
+        own: Any = model
+        # Once a model was saved, its configuration, which transformers asks, has a word for it.
+        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if wanted in (None, own.dtype) else nn.Module.to(model, wanted)
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Inputs take gradients, so what comes before a layer or beside it trains; the codes do not change."""
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+def runnable(quantization: Mapping[str, Any]) -> bool:
+    """Whether our kernels can run what a quantization_config describes."""
+    groups = quantization.get("config_groups") or {}
+    cache = quantization.get("kv_cache_scheme")
+    if not groups and not cache:
+        return False
+    try:
+        if cache:
+            read_cache_scheme(cache)
+        for group in groups.values():
+            scheme_for("layer", {**quantization, "config_groups": {"group": {**group, "targets": ["layer"]}}})
+    except InputError:
+        return False
+    return True
+
+
+_their_quantizer = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
+
+
+def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
+    """Ours for weights that are to stay compressed, transformers' own for everything else."""
+    inner = getattr(quantization_config, "quantization_config", None)
+    if inner is None or getattr(quantization_config, "dequantize", False):
+        return _their_quantizer(quantization_config, **arguments)
+    quantization = inner.model_dump(mode="json", exclude_none=True)
+    if not runnable(quantization):
+        return _their_quantizer(quantization_config, **arguments)
+    return LowBitQuantizer(LowBitConfig(quantization), **arguments)
+
+
+@cache
+def _count_codes() -> None:
+    """From now on `model.num_parameters()` counts codes, too. transformers counts what are parameters to torch and asks
+    no quantizer; codes are none, do not train and stand for weights."""
+    # Here, because these import all that transformers can do.
+    from transformers import PreTrainedModel
+
+    parameters = PreTrainedModel.num_parameters
+
+    @wraps(parameters)
+    def count(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        codes = 0 if only_trainable else weights_on_codes(self, exclude_embeddings)
+        return int(parameters(self, only_trainable, exclude_embeddings)) + codes
+
+    PreTrainedModel.num_parameters = count
+
+
+def register() -> None:
+    """From now on, in this process, `from_pretrained` of transformers runs the compressed layers of a checkpoint on our
+    kernels, as `compress.load` does. Doing it again changes nothing."""
+    _make_known()
+    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
+
+
+def _make_known() -> None:
+    """Our quantizer under its own name, beside those that transformers has."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, LowBitConfig)
+    auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, LowBitQuantizer)
+
+
+@contextmanager
+def transformers_alone() -> Iterator[None]:
+    """Within: transformers loads compressed-tensors checkpoints as it does without us."""
+    before = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
+    auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _their_quantizer
+    try:
+        yield
+    finally:
+        auto.AUTO_QUANTIZER_MAPPING[THEIRS] = before
+
+
+def load(
+    model: str | Path,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    dequantize: bool = False,
+    fuse: bool | None = None,
+    int8_activations: bool = False,
+    batch_invariant: bool = False,
+    trust_remote_code: bool = False,
+    notes: list[str] | None = None,
+) -> nn.Module:
+    """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
+
+    model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
+    unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
+    one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
+    scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: what a compressed layer
+    returns for a token is the same, to the last bit, however many tokens are multiplied with it; slower. Norms,
+    attention and dense layers are not held to it: a note counts them. trust_remote_code: run
+    Python code that comes with the model, if any does. notes: takes what the person should know.
+
+    Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
+    weights are read; InputError for options that a checkpoint cannot have.
+    """
+    options: dict[str, Any] = {"dequantize": dequantize, "fuse": fuse, "int8_activations": int8_activations}
+    options |= {"batch_invariant": batch_invariant, "notes": notes}
+    return load_source(find_source(str(model), trust_remote_code), dtype, torch.device(device), **options)
+
+
+def load_source(
+    source: Source,
+    dtype: torch.dtype | None = None,
+    target: torch.device = CPU,
+    *,
+    dequantize: bool = False,
+    fuse: bool | None = None,
+    int8_activations: bool = False,
+    batch_invariant: bool = False,
+    notes: list[str] | None = None,
+    unready: bool = False,
+) -> nn.Module:
+    """`load`, of a checkpoint that is open. unready: as in `finish`."""
+    beside = "fuse, int8_activations and batch_invariant do not apply"
+    if source.quantization is None:
+        stored_in(source)
+        if fuse or int8_activations or batch_invariant:
+            raise InputError(f"{source.name} is not compressed: {beside}")
+        return load_dense(source, dtype, notes).to(target)
+    if dequantize:
+        if fuse or int8_activations or batch_invariant:
+            raise InputError(f"a dequantized model is dense: {beside}")
+        return load_dequantized(source, dtype).to(target)
+    _make_known()
+    config = read_config(source)
+    config.quantization_config = {
+        "quant_method": METHOD,
+        "quantization": dict(source.quantization),
+        "fuse": fuse,
+        "device": str(target),
+        "source": source,
+        "unready": unready,
+    }
+    remarks: list[str] = []
+    arguments = {"config": config, "dtype": "auto" if dtype is None else dtype}
+    network = from_pretrained(source, str(source.path), remarks, strict=True, **arguments)
+    quantizer: Any = network.hf_quantizer
+    remarks += quantizer.notes
+    if int8_activations:
+        _round_inputs(network)
+    if target.type == "cpu":
+        attend_here(network)
+    network = network.to(target)
+    if batch_invariant:
+        remarks.append(_make_batch_invariant(network))
+    if notes is not None:
+        notes += remarks
+    return network
+
+
+def _round_inputs(network: nn.Module) -> None:
+    found = [layer for _, layer in compressed_layers(network) if isinstance(layer, PackedLinear)]
+    if not found:
+        rounding = all(layer.scheme.inputs is not None for _, layer in compressed_layers(network))
+        why = "inputs are quantized already" if rounding else "layers are not codes on a grid and nothing else"
+        raise InputError(f"int8_activations is for weight-only layers; this checkpoint's {why}")
+    for layer in found:
+        if layer.scheme.inputs is None:
+            # The last group of a row may be shorter.
+            layer.input_group = INPUT_GROUP if layer.in_features > INPUT_GROUP else -1
+            layer.lay_in_strips()
+
+
+def _make_batch_invariant(network: nn.Module) -> str:
+    """Have every compressed layer sum every token alike. Returns what stays as it is; InputError where one cannot."""
+    layers = dict(compressed_layers(network))
+    for name, layer in layers.items():
+        reasons = layer.why_not_batch_invariant(layer.scheme, layer.in_features, layer.dtype, layer.device)
+        if reasons:
+            raise InputError(f"batch_invariant: {name} ({layer.scheme}) cannot be: {'; '.join(reasons)}")
+    for module in network.modules():
+        if isinstance(module, QuantLinear):
+            module.batch_invariant = True
+    dense = sum(isinstance(module, nn.Linear) for module in network.modules())
+    return (
+        f"batch-invariant: {len(layers)} compressed layers; norms, attention and dense layers (of these {dense}) are "
+        "not held to it"
+    )

@@ -1,0 +1,1 @@
+"""Choosing among recipes: sensitivity of layers, budgets, sweeps."""

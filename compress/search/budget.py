@@ -1,0 +1,253 @@
+"""`allocate`: a recipe out of sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
+
+    KL of a model ~ f(sum over units of the score of what each of them gets)
+
+f goes through the points (sum of scores, measured KL) of the uniform models, straight between them on logarithmic axes,
+and is proportional beyond them: cross terms between layers are taken to be those of a uniform model that loses as much.
+These models have no layer that makes up for another. One of them is quantized as the result will be, where every layer
+is decided behind the others: f is scaled by what that changes of its KL.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from compress.checkpoint.files import write_whole
+from compress.checkpoint.ours import MARK
+from compress.checkpoint.sensitivity import Sensitivity, Tried
+from compress.errors import InputError
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import options_of, parse_recipe, pass_class
+from compress.solvers.allocation import Option, choose
+
+By = Literal["kl", "loss"]
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+FORM = "3.5bpw (bits per weight of the compressed layers), or 2.1GB, 800MiB (the weight files)"
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a checkpoint may take: bits per weight of the layers that are compressed, or bytes of its weight files."""
+
+    bits_per_weight: float | None = None
+    bytes: int | None = None
+
+    def of_units(self, found: Sensitivity) -> float:
+        """Bytes for all units together."""
+        if self.bits_per_weight is not None:
+            return self.bits_per_weight * found.weights / 8
+        assert self.bytes is not None
+        return self.bytes - found.other_bytes
+
+    def __str__(self) -> str:
+        return f"{self.bits_per_weight:g} bits per weight" if self.bytes is None else f"{self.bytes:,} bytes"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What each unit gets. chosen: {unit: candidate}; predicted_kl: None where no KL was measured; scored_by: what the
+    sum was of that is least. bytes: of the units, weights: theirs."""
+
+    chosen: dict[str, str]
+    recipe: dict[str, Any]
+    predicted_kl: float | None
+    scored_by: By
+    bytes: int
+    total_bytes: int
+    bits_per_weight: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The recipe as `quantize` takes it."""
+        return parse_recipe(self.recipe, "the recipe")
+
+
+def parse_budget(words: str) -> Budget:
+    """From words like 3.5bpw and 2.1GB. Raises InputError."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise InputError(f"budget {words!r}; allowed: {FORM}")
+    number, unit = float(found[1]), found[2].upper()
+    return Budget(bits_per_weight=number) if unit == "BPW" else Budget(bytes=int(number * UNITS[unit]))
+
+
+def allocate(
+    found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None, by: By | None = None
+) -> Allocation:
+    """The candidate of every unit with which the sum of their scores is least within the budget; or, with `max_kl`, the
+    bytes are least at which a KL of no more is predicted.
+
+    budget: words like 3.5bpw and 2.1GB do, too. by: the score: kl (of a model with that unit alone replaced; the
+    default where it was measured), or loss (of the layers' outputs, as a part of those). Raises InputError for what
+    cannot be reached, with what can.
+    """
+    if (budget is None) == (max_kl is None):
+        raise InputError("give a budget or max_kl, one of them")
+    budget = parse_budget(budget) if isinstance(budget, str) else budget
+    if max_kl is not None and not 0 < max_kl < math.inf:
+        raise InputError(f"max_kl {max_kl}; allowed: above 0, nats per token (0.02 is close to the original)")
+    measured = all(tried.kl is not None for unit in found.units for tried in unit.tried.values())
+    by = by or ("kl" if measured else "loss")
+    if by == "kl" and not measured:
+        raise InputError("these sensitivities have no KL of each unit; measure with score=kl, or allocate by loss")
+    names = {unit.name: list(unit.tried) for unit in found.units}
+    scores = {unit.name: [_score(tried, by) for tried in unit.tried.values()] for unit in found.units}
+    files = budget is None or budget.bytes is not None  # of which headers are a part
+    sizes = {
+        unit.name: [tried.bytes + files * tried.header_bytes for tried in unit.tried.values()] for unit in found.units
+    }
+    predict = prediction(found, by)
+    if max_kl is None:
+        assert budget is not None
+        taken = _within(scores, sizes, budget, found)
+    else:
+        taken = _below(scores, sizes, predict, max_kl)
+    chosen = {name: names[name][i] for name, i in taken.items()}
+    tried = [unit.tried[chosen[unit.name]] for unit in found.units]
+    total = sum(each.bytes for each in tried)
+    score = math.fsum(scores[name][i] for name, i in taken.items())
+    return Allocation(
+        chosen,
+        recipe_of(found, chosen),
+        None if predict is None else predict(score),
+        by,
+        total,
+        total + sum(each.header_bytes for each in tried) + found.other_bytes,
+        8 * total / found.weights,
+    )
+
+
+def _score(tried: Tried, by: By) -> float:
+    value = tried.kl if by == "kl" else tried.relative_loss
+    assert value is not None
+    return value
+
+
+def _within(
+    scores: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[int]], budget: Budget, found: Sensitivity
+) -> dict[str, int]:
+    """Which option each unit gets within a budget."""
+    units = {name: [Option(b, s) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
+    taken = choose(units, budget.of_units(found))
+    if taken is None:
+        least = sum(min(each) for each in sizes.values())
+        need = f"{8 * least / found.weights:.4g}bpw" if budget.bytes is None else f"{least + found.other_bytes}B"
+        raise InputError(f"budget {budget}; the smallest candidates take {need}: give that or more, or fewer bits")
+    return taken
+
+
+def _below(
+    scores: Mapping[str, Sequence[float]],
+    sizes: Mapping[str, Sequence[int]],
+    predict: Callable[[float], float] | None,
+    max_kl: float,
+) -> dict[str, int]:
+    """Which option each unit gets in the fewest bytes."""
+    if predict is None:
+        raise InputError("max_kl needs held-out text, and a model that predicts a next token; give a budget instead")
+    best = sum(min(each) for each in scores.values())
+    if predict(best) > max_kl:
+        raise InputError(
+            f"max_kl {max_kl:g}; the best candidates are predicted to have {predict(best):.3g}: give that or more, or "
+            "candidates of more bits"
+        )
+    low, high = best, sum(max(each) for each in scores.values())
+    if predict(high) > max_kl:
+        for _ in range(200):  # halvings, until there is no number between
+            middle = (low + high) / 2
+            low, high = (middle, high) if predict(middle) <= max_kl else (low, middle)
+        high = low
+    units = {name: [Option(s, b) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
+    taken = choose(units, high)
+    assert taken is not None
+    return taken
+
+
+def prediction(found: Sensitivity, by: By) -> Callable[[float], float] | None:
+    """f, from a sum of scores to a KL; None where no KL was measured."""
+    points = []
+    for name, kl in found.uniform_kl.items():
+        if all(name in unit.tried for unit in found.units):
+            total = math.fsum(_score(unit.tried[name], by) for unit in found.units)
+            points.append((math.log(max(total, TINY)), math.log(max(kl, TINY))))
+    if not points:
+        return None
+    # What making up for earlier layers brings, of the uniform model of which it was measured.
+    made_up = [kl / found.uniform_kl[name] for name, kl in found.run_kl.items() if found.uniform_kl.get(name)]
+    factor = math.log(max(made_up[0], TINY)) if made_up else 0.0
+    points = [(x, y + factor) for x, y in points]
+    points.sort()
+    highest = -math.inf  # never falling, so that a bound on the KL is one on the sum
+    rising = []
+    for x, y in points:
+        highest = max(highest, y)
+        rising.append((x, highest))
+
+    def predict(score: float) -> float:
+        x = math.log(max(score, TINY))
+        (first, bottom), (last, top) = rising[0], rising[-1]
+        if x <= first:
+            return math.exp(bottom + x - first)
+        if x >= last:
+            return math.exp(top + x - last)
+        right = next(i for i, (at, _) in enumerate(rising) if at > x)
+        (a, below), (b, above) = rising[right - 1 : right + 1]
+        return math.exp(below + (above - below) * (x - a) / (b - a))
+
+    return predict
+
+
+def recipe_of(found: Sensitivity, chosen: Mapping[str, str]) -> dict[str, Any]:
+    """An ordinary recipe: the passes of every candidate that a unit got, each for the layers of these units alone."""
+    layers: dict[str, list[str]] = {}
+    for unit in found.units:
+        layers.setdefault(chosen[unit.name], []).extend(unit.layers)
+    everything = [layer for unit in found.units for layer in unit.layers] + list(found.left_out)
+    steps = []
+    for name, passes in found.candidates.items():
+        if name in layers:
+            only = patterns(layers[name], everything)
+            steps += [{**_short(step), "only": only} for step in passes]
+    return {"passes": steps}
+
+
+def _short(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A step without the options that are what they are by default."""
+    ((name, options),) = step.items()
+    known = options_of(pass_class(name))
+    kept = {key: value for key, value in options.items() if key == "scheme" or value != known[key].default}
+    return {name: kept}
+
+
+def patterns(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
+    """Shell-style patterns that match just these layers: one for all layers whose names differ in numbers only, where
+    all of them are meant; the names of the others."""
+    meant, found = set(layers), []
+    for layer in layers:
+        pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
+        matched = {other for other in everything if fnmatchcase(other, pattern)}
+        word = pattern if matched <= meant else escape(layer)
+        if word not in found:
+            found.append(word)
+    return found
+
+
+def write_recipe(path: str | Path, allocation: Allocation, about: str) -> None:
+    """Write a recipe that `compress quantize --recipe` runs. about: lines of comment to begin it with. Raises
+    InputError where it cannot be written."""
+    parse_recipe(allocation.recipe, "the recipe")
+    lines = "".join(f"# {line}\n" for line in [*about.splitlines(), MARK])
+    try:
+        text = yaml.safe_dump(allocation.recipe, sort_keys=False, default_flow_style=None, width=110)
+        write_whole(Path(path), lines + text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,99 @@
+"""What may become of a layer: passes, one after the other, that are tried beside others (`search.swaps`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from compress.errors import InputError
+from compress.passes.options.prune import Prune
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import describe, make_pass, options_of, pass_class
+from compress.passes.protocol.stages import Decide
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may become of a layer. name: how tables call it; passes: one after the other, without `only` or `but`."""
+
+    name: str
+    passes: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        for p in self.passes:
+            if p.where or p.treats != "layers" or p.rounds_inputs or not all(isinstance(s, Decide) for s in p.stages):
+                raise InputError(
+                    f"candidate {self.name!r}: {p.name} does more than decide about weights layer by layer; allowed "
+                    "are passes without `only` and `but`, folds, training and rounded inputs, like gptq or rtn of w3a16"
+                )
+        if not self.passes:
+            raise InputError(f"candidate {self.name!r} has no pass; give at least one, like gptq")
+
+    @property
+    def halved(self) -> bool:
+        """Whether a layer is stored without the zeros that a pass makes."""
+        return any(isinstance(p, Prune) and p.store for p in self.passes)
+
+    def suits(self, layer: str, shape: tuple[int, int], has_format: bool = True) -> str | None:
+        """Why it cannot treat a layer of this shape (N, K); None where it can. has_format: of codes or fewer numbers,
+        in which the layer can be stored."""
+        if self.halved and not has_format:
+            return f"{layer} has no form without its zeros"
+        try:
+            for p in self.passes:
+                p.fitted({shape[1]}).check({layer: shape})
+        except InputError as error:
+            return str(error)
+        return None
+
+
+BITS = (2, 3, 4, 5, 6, 8)
+NO_PATTERN = "none"
+
+
+def grid_of_candidates(
+    method: str = "gptq",
+    *,
+    bits: Sequence[int] = BITS,
+    group_sizes: Sequence[int] = (0,),
+    outliers: Sequence[float] = (0.0,),
+    patterns: Sequence[str] = (NO_PATTERN,),
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Candidate, ...]:
+    """Every combination. method: a pass with a scheme, like gptq, rtn or spqr; options: what all of them have. group
+    size 0: the usual one of the model, -1: a scale per output channel. patterns: N:M of zeros that sparsegpt makes
+    first, or none; those of 2:4 are not stored. Raises InputError for what the method has not."""
+    lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
+    for what, values in {**lists, "patterns": patterns}.items():
+        if not values or len(set(values)) < len(values):
+            raise InputError(f"{what} {', '.join(map(str, values)) or 'missing'}; give one or more, each once")
+    known = options_of(pass_class(method))
+    if "scheme" not in known:
+        raise InputError(f"method {method!r} has no scheme, whose bits could differ; allowed: gptq, rtn, spqr")
+    if any(outliers) and "outliers" not in known:
+        raise InputError(f"method {method!r} has no outliers; leave them out, or take gptq")
+    found = []
+    for pattern, width, size, share in product(patterns, bits, group_sizes, outliers):
+        chosen: dict[str, Any] = {**(options or {}), "scheme": f"w{width}a16"}
+        chosen |= {} if size == 0 else {"group_size": size}
+        chosen |= {} if not any(outliers) else {"outliers": share}
+        passes: tuple[Pass, ...] = (make_pass(method, chosen),)
+        words = [f"w{width}"]
+        if len(group_sizes) > 1 or size:
+            words.append("channel" if size == -1 else f"g{size}" if size else "usual group")
+        words += [f"{share:.4g} exact"] if share else []
+        if pattern != NO_PATTERN:
+            zeros = {"store": pattern} if pattern == TWO_OF_FOUR else {}
+            passes = (make_pass("sparsegpt", {"pattern": pattern, **zeros}), *passes)
+            words.append(pattern)
+        found.append(Candidate(" ".join(words), passes))
+    return tuple(found)
+
+
+def described(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:
+    """{name: passes} of candidates, every option spelled out. Raises InputError where two have one name."""
+    found = {each.name: describe(each.passes)["passes"] for each in candidates}
+    if len(found) < len(candidates):
+        raise InputError("two candidates have one name; give each its own")
+    return found

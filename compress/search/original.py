@@ -1,0 +1,60 @@
+"""The speed of the original that all recipes of a sweep are held against, taken once."""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from compress.checkpoint.files import read_json, write_json
+from compress.checkpoint.read.source import find_source
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.evaluation.asked import speed_alone
+from compress.evaluation.document import SpeedResult
+from compress.evaluation.speed.side_by_side import surroundings
+from compress.system.device import find_device
+from compress.system.progress import Reporter
+from compress.system.schema import built, fits
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """original.json."""
+
+    model: str
+    speed: SpeedResult
+
+
+@dataclass
+class OriginalSpeed:
+    """The original's speed, taken when it is first asked for, unless a sweep before this one took it here."""
+
+    place: Path
+    model: str
+    device: str | None
+    trusted: bool
+    reporter: Reporter
+    taken: SpeedResult | None = None
+
+    def speed(self) -> SpeedResult | None:
+        """None where it cannot be taken, for which every recipe then has the reason."""
+        if self.taken is None:
+            self.taken = self._before()
+        if self.taken is None:
+            self.reporter.note("measuring the original's speed")
+            with suppress(InputError, CompressError):
+                self.taken = speed_alone(self.model, self.device, self.trusted)
+                write_json(self.place, asdict(_Kept(self._content(), self.taken)))
+        return self.taken
+
+    def _content(self) -> str:
+        return find_source(self.model, self.trusted).fingerprint()
+
+    def _before(self) -> SpeedResult | None:
+        """What a sweep before this one has taken, of the same model in the same surroundings."""
+        try:
+            found = read_json(self.place) if self.place.is_file() else None
+            fits(found, _Kept, self.place)
+        except CheckpointError:
+            return None
+        kept: _Kept = built(found, _Kept)
+        here = surroundings(find_device(self.device))
+        return kept.speed if kept.model == self._content() and (kept.speed.device, kept.speed.threads) == here else None

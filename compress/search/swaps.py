@@ -1,0 +1,267 @@
+"""The walk that measures sensitivities: block by block over the original model, every candidate for every layer.
+
+    capture -> for block: statistics -> candidates decide -> their losses, bytes -> swap each into held-out rows -> on
+
+Statistics are those of the original model, whose inputs no earlier candidate has changed, so that all candidates share
+one forward. What a candidate decides lives as long as its block.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.calibration.collect import collected
+from compress.calibration.hessian import Hessian, HessianResult
+from compress.calibration.stats import StatisticFactory
+from compress.checkpoint.sensitivity import Tried, Unit, header_bytes
+from compress.checkpoint.write.writer import halved
+from compress.model.calls import Arrival, Batch, without_cache
+from compress.model.layers import Layer
+from compress.model.opened import Opened
+from compress.passes.options.second_order import SecondOrder
+from compress.passes.protocol.base import Pass
+from compress.run.installed import Versions
+from compress.run.pipeline import captured
+from compress.run.walk.decide import Decided, decide
+from compress.run.walk.forward import suspended_forward
+from compress.run.walk.held_out import HeldOut, holding
+from compress.run.walk.sites import structure_of
+from compress.run.walk.state import Run, Streams
+from compress.search.candidate import Candidate
+from compress.solvers.loss import quadratic
+from compress.weights.decision import Decision
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What of the measurement is wanted. held_out: rows for KL, none where losses are enough. each: KL of every unit by
+    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
+
+    held_out: Sequence[Batch]
+    each: bool
+    fused: bool
+
+
+@dataclass
+class Found:
+    """What came of it: units, KL of uniform models, and layers without a unit with the reason."""
+
+    units: list[Unit] = field(default_factory=list)
+    uniform_kl: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A layer as a candidate makes it: its values as the module stores them, and figures."""
+
+    values: Tensor
+    loss: float
+    energy: float
+    bytes: int
+    header_bytes: int
+
+
+# {candidate: {layer: what it becomes}}
+OfBlock = dict[str, dict[str, Made]]
+
+
+def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found:
+    """Walk. The run is of one process, and of a plan that treats every layer in question."""
+    found = Found()
+    run.steps.begin()
+    (stack,) = run.plan.stacks  # what is calibrated and has several is one block
+    with without_cache(run.model), ExitStack() as entered:
+        calls = captured(run, stack)
+        streams = Streams(calls[0], [])
+        held = None
+        whole = entered.enter_context(run.residency.open(run.model, keep=False)) if extent.held_out else None
+        if extent.held_out:
+            own = captured(replace(run, batches=extent.held_out), stack)
+            device = run.residency.device
+            batches = [{k: t.to(device) for k, t in batch.items()} for batch in extent.held_out]
+            held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
+        for index, (name, block) in enumerate(stack.blocks):
+            streams = streams.called_as(calls[index])
+            with _open(run, block, whole) as opened:
+                look = _Block(run, name, opened, candidates, extent, found)
+                streams = look.walk(streams)
+                look.enter(index, held)
+            run.steps.finish(name, usual=True)
+        if held is not None:
+            found.uniform_kl = held.uniform_kl()
+    return found
+
+
+@contextmanager
+def _open(run: Run, block: nn.Module, whole: Opened | None) -> Iterator[Opened]:
+    """The block, open; of a model that is open as a whole that."""
+    if whole is not None:
+        yield Opened(whole.block, whole.home)
+    else:
+        with run.residency.open(block, keep=False) as opened:
+            yield opened
+
+
+class _Block:
+    """One block of the walk."""
+
+    def __init__(
+        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], extent: Extent, found: Found
+    ) -> None:
+        self.run, self.name, self.opened, self.extent, self.found = run, name, opened, extent, found
+        self.block = run.model.get_submodule(name)
+        self.layers = {la.name: la for la in run.plan.layers[name] if any(p.wants(la.name) for p in run.plan.passes)}
+        self.candidates = [Candidate(c.name, tuple(_without_reference(p) for p in c.passes)) for c in candidates]
+        self.made: OfBlock = {c.name: {} for c in candidates}
+        self.sites: list[list[Layer]] = []
+
+    def walk(self, streams: Streams) -> Streams:
+        """One forward, in which every candidate decides about every site; the calls of the next block."""
+        structure = structure_of(self.block, streams.calls[0], list(self.layers.values()))
+        self.found.left_out |= dict.fromkeys(structure.unreached, "never called during calibration")
+        self.found.left_out |= dict.fromkeys(structure.repeated, "called several times in one forward pass")
+        self.sites = [[self.layers[n] for n in names] for names in structure.sites]
+        outputs, _ = suspended_forward(self.block, streams.calls, self.sites, self._visit, (), Versions())
+        self.run.record.block_forwards += len(streams.calls)
+        return streams.after(outputs, [])
+
+    def _visit(self, site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
+        needs, names = _needs(self.candidates)
+        statistics = collected(needs, site[0], arrivals, self.run.comm)
+        if statistics is None:
+            self.found.left_out |= {layer.name: "no calibration token reached it" for layer in site}
+            return
+        for candidate in self.candidates:
+            suited = [layer for layer in site if candidate.suits(layer.name, layer.shape, layer.has_format) is None]
+            if suited:
+                of_passes = [[{k: s[n] for k, n in own.items()} for s in statistics] for own in names[candidate.name]]
+                decisions = self._decided(candidate, suited, of_passes)
+                for layer in suited:
+                    self.made[candidate.name][layer.name] = self._made(
+                        candidate, layer, decisions[layer.name], statistics
+                    )
+
+    def _decided(
+        self, candidate: Candidate, site: Sequence[Layer], statistics: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Decision]:
+        """What the passes of a candidate make of a site, one after the other. statistics: of each pass."""
+        earlier = Decided(came=self.run.plan.earlier)
+        original = {layer.name: layer.weight.clone() for layer in site}
+        values: dict[Layer, Tensor] = {}
+        for p, own in zip(candidate.passes, statistics, strict=True):
+            with holding(values):
+                made = decide(p, site, self.opened, self.run.comm, own, earlier)
+            earlier.decisions |= made
+            for layer in site:
+                if made[layer.name].kept is not None:
+                    earlier.before.setdefault(layer.name, original[layer.name])
+                values[layer] = _values(layer, made[layer.name])
+        return earlier.decisions
+
+    def _made(
+        self, candidate: Candidate, layer: Layer, decision: Decision, statistics: Sequence[Mapping[str, Any]]
+    ) -> Made:
+        weight, new = layer.weight.float(), decision.weight.dequantize().to(layer.weight.device).float()
+        height, loss, energy = len(weight) // len(statistics), 0.0, 0.0
+        for i, of_part in enumerate(statistics):
+            result: HessianResult = of_part["hessian"]
+            rows = slice(i * height, (i + 1) * height)
+            loss += quadratic(self.run.comm, weight[rows] - new[rows], result.hessian)
+            energy += quadratic(self.run.comm, weight[rows], result.hessian)
+        stored = halved(layer, decision) if candidate.halved else decision
+        return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored))
+
+    def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
+        """Bytes of what the checkpoint holds of a layer, and of what the header says of that."""
+        if not layer.has_format or stored.dense:
+            size = layer.parameter.numel() * self.opened.dtype_of(layer.parameter).itemsize
+            return size, header_bytes(f"{layer.name}.weight", layer.parameter.shape)
+        parts = stored.parts()
+        headers = sum(header_bytes(f"{layer.name}.{name}", part.shape) for name, part in parts.items())
+        return sum(part.numel() * part.element_size() for part in parts.values()), headers
+
+    def enter(self, index: int, held: HeldOut | None) -> None:
+        """Enter the units of the block into what was found, and take held-out rows to the next one."""
+        groups = [g for site in self.sites for g in ([site] if self.extent.fused else [[layer] for layer in site])]
+        of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
+        for group in map(tuple, groups):
+            tried = {name: [m[la.name] for la in group] for name, m in self.made.items() if _all_in(group, m)}
+            if tried:
+                of_units[group] = tried
+            else:
+                why = "no candidate suits it"
+                self.found.left_out |= {la.name: self.found.left_out.get(la.name, why) for la in group}
+        kls: dict[tuple[Any, str], float] = {}
+        if held is not None:
+            if self.extent.each:
+                ways = {
+                    (group, name): {la: m.values for la, m in zip(group, made, strict=True)}
+                    for group, tried in of_units.items()
+                    for name, made in tried.items()
+                }
+                kls = held.swaps(index, ways)
+            uniform = {name: {self.layers[n]: m.values for n, m in made.items()} for name, made in self.made.items()}
+            held.advance(index, uniform)
+        for group, tried in of_units.items():
+            figures = {name: _tried(made, kls.get((group, name))) for name, made in tried.items()}
+            self.found.units.append(_unit(self.name, group, figures))
+
+
+def _all_in(group: Sequence[Layer], made: Mapping[str, Made]) -> bool:
+    return all(layer.name in made for layer in group)
+
+
+def _tried(made: Sequence[Made], kl: float | None) -> Tried:
+    loss, energy = sum(m.loss for m in made), sum(m.energy for m in made)
+    size, headers = sum(m.bytes for m in made), sum(m.header_bytes for m in made)
+    return Tried(loss, loss / energy if energy else 0.0, size, headers, kl)
+
+
+def _unit(block: str, group: Sequence[Layer], tried: dict[str, Tried]) -> Unit:
+    prefix = f"{block}." if block else ""
+    inside = [layer.name.removeprefix(prefix) for layer in group]
+    parents = {name.rpartition(".")[0] for name in inside}
+    kind = "+".join(inside)
+    if len(parents) == 1 and (parent := parents.pop()):
+        kind = f"{parent}." + "+".join(name.rpartition(".")[2] for name in inside)
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in group)
+    return Unit(prefix + kind, block, kind, [layer.name for layer in group], weights, tried)
+
+
+def _values(layer: Layer, decision: Decision) -> Tensor:
+    """What a decision gives a layer, as its module stores it."""
+    return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
+
+
+def _without_reference(p: Pass) -> Pass:
+    """The pass where inputs are those of the original model, so that there is no drift."""
+    return replace(p, drift=0.0) if isinstance(p, SecondOrder) else p
+
+
+def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
+    """(All statistics, each once; for each candidate's passes the names that they have among those)."""
+    needs: dict[str, StatisticFactory] = {"hessian": partial(Hessian, dtype=torch.float32, reference=False)}
+    known = {_signature(needs["hessian"]): "hessian"}
+    names: dict[str, list[dict[str, str]]] = {}
+    for candidate in candidates:
+        names[candidate.name] = []
+        for p in candidate.passes:
+            own = {}
+            for name, make in p.needs().items():
+                own[name] = known.setdefault(_signature(make), f"{name} {len(known)}")
+                needs.setdefault(own[name], make)
+            names[candidate.name].append(own)
+    return needs, names
+
+
+def _signature(make: StatisticFactory) -> Any:
+    """What two statistics have in common that count the same."""
+    if isinstance(make, partial):
+        return make.func, make.args, tuple(sorted(make.keywords.items()))
+    return make

@@ -1,0 +1,184 @@
+"""`sweep`: many recipes on one model, each quantized and evaluated against the original, and what they are worth beside
+each other.
+
+    DIR/NAME/model            the checkpoint
+    DIR/NAME/evaluation.json  what `compress evaluate --json` writes
+    DIR/NAME/run.json         of what content these are: model, recipe, texts, version; what was asked beside texts
+    DIR/sweep.json            a row for each recipe
+    DIR/original.json         the original's speed, where that is asked for
+    DIR/report.html, .md      the report on all that have figures
+
+A recipe that is done, by its content, is not run again; one that was stopped goes on behind its last finished block,
+and one that was asked less than is asked now is only evaluated again. What the original says of texts and answers to
+tasks is kept where `evaluate` keeps it, and its speed is taken once: none of it is measured for the next recipe again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.api.request import several
+from compress.checkpoint.files import write_json, write_whole
+from compress.checkpoint.ours import check_replaceable, noted
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.shown import shown
+from compress.errors import InputError
+from compress.evaluation.evaluate import check_asked
+from compress.evaluation.report.compose import compose
+from compress.evaluation.report.markdown import as_markdown
+from compress.evaluation.report.page import as_html
+from compress.evaluation.report.runs import EVALUATION, open_runs
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import load_recipe, regrouped
+from compress.search.original import OriginalSpeed
+from compress.search.rows import Row, Sweep, ranked
+from compress.search.texts import Beside, Text, Texts
+from compress.search.trial import RUN, Common, Trial
+from compress.system.progress import Reporter, Silent
+from compress.system.reading import special
+from compress.system.version import VERSION
+
+INDEX, ORIGINAL = "sweep.json", "original.json"
+PAGE, TEXT = "report.html", "report.md"
+RESERVED = (".", "..", INDEX, ORIGINAL, PAGE, TEXT)
+Recipes = Mapping[str, Pass | Sequence[Pass]] | Sequence[str | Path]
+
+
+def sweep(
+    model: str | Path,
+    recipes: Recipes,
+    *,
+    text: Text,
+    output: str | Path,
+    calibration: Text | None = None,
+    training: Text | None = None,
+    group_size: int | None = None,
+    samples: int | None = None,
+    length: int | None = None,
+    text_samples: int | None = None,
+    text_length: int | None = None,
+    tasks: Sequence[str | Path] = (),
+    questions: int | None = None,
+    speed: bool = False,
+    batch_size: int = 8,
+    keep: bool = True,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    reporter: Reporter | None = None,
+) -> Sweep:
+    """Quantize a model by every recipe, evaluate each against it, and write one report on all.
+
+    recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length,
+    batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length` and
+    the others in `evaluate`. group_size: of every recipe that has groups, instead of its own; others stay as they are.
+    speed: tokens a second, too. output: a directory, new or of a sweep that goes on. keep: whether checkpoints stay
+    once they are evaluated.
+
+    A recipe that fails has a row that says why, and does not end the sweep. Raises InputError, before any work, for a
+    model, recipe, text or task that is not there or cannot be used, and for names that cannot be directories.
+    """
+    place, reporter = Path(output), reporter or Silent()
+    steps = _steps(recipes)
+    if group_size is not None:
+        steps = _regrouped(steps, group_size, reporter)
+    if place.exists() and not place.is_dir():
+        raise InputError(f"output {str(output)!r} is a file; give a directory")
+    _check_place(place, steps)
+    texts = Texts(calibration, text, training, samples, length, text_samples, text_length, batch_size)
+    if calibration is None and (needing := [n for n, r in steps.items() if any(p.calibrated for p in r)]):
+        raise InputError(f"recipe {needing[0]!r} needs calibration data ({len(needing)} do); give text or token ids")
+    beside = Beside(tuple(map(str, tasks)), questions, speed)
+    original = OriginalSpeed(place / ORIGINAL, str(model), device, trust_remote_code, reporter)
+    common = _common(str(model), texts, beside, original, keep)
+    rows: list[Row] = []
+    for done, (name, passes) in enumerate(steps.items()):
+        reporter.step(done, len(steps), "")
+        rows.append(Trial(name, passes, place / name, common).row())
+        reporter.step(done + 1, len(steps), name)
+        told = "token ids" if isinstance(text, Tensor) else shown(str(text))
+        found = Sweep(shown(find_source(str(model), trust_remote_code).name), told, ranked(rows))
+        write_json(place / INDEX, asdict(found))
+    _report(place, found)
+    return found
+
+
+def _check_place(place: Path, names: Iterable[str]) -> None:
+    """Raises InputError for files in the way of what a sweep writes that no sweep wrote. What lies beside an index of
+    ours is ours, too, damaged or not, but for reports, which people write as well."""
+    beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
+    known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
+    for path in (*known, place / PAGE, place / TEXT):
+        kind = special(path)
+        if kind is not None:
+            raise InputError(f"{path} is {kind}, where the sweep writes a file; move it, or give another output")
+        check_replaceable(path, "move it, or give another output")
+
+
+def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
+    """What all recipes have in common. Raises InputError for what could not be asked of the model."""
+    fingerprints = check_asked(
+        model,
+        text=texts.held_out,
+        length=texts.window,
+        samples=texts.text_samples,
+        tasks=beside.tasks,
+        questions=beside.questions,
+        trust_remote_code=original.trusted,
+    )
+    about = {
+        "model": find_source(model, original.trusted).fingerprint(),
+        "version": VERSION,
+        "texts": texts.content(),
+    }
+    asked, how = beside.words(fingerprints), (original.device, original.trusted, keep, original.reporter)
+    return Common(model, texts, beside, about, asked, original, *how)
+
+
+def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
+    """{name: passes}. Raises InputError for no recipe, one that cannot be read, two of one name, and a name that is no
+    name of a directory of its own."""
+    if isinstance(recipes, str | Path | Pass):
+        raise InputError(f"recipes: {str(recipes)!r} is one; give a list of files, or a mapping of names to passes")
+    found: dict[str, tuple[Pass, ...]] = {}
+    if isinstance(recipes, Mapping):
+        found = {name: several(passes) for name, passes in recipes.items()}
+    else:
+        for path in recipes:
+            name = Path(path).stem
+            if name in found:
+                raise InputError(f"two recipes are called {name!r}; each has a directory of its name: rename one")
+            found[name] = load_recipe(path)
+    if not found:
+        raise InputError("no recipe given; give at least one .yaml file, or a name from `compress recipes`")
+    for name in found:
+        if not name or name in RESERVED or "/" in name or "\0" in name:
+            raise InputError(f"recipe name {name!r}; each is the name of a directory: give one without slashes")
+    return found
+
+
+def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
+    """{name: passes} with another group size where there are groups, which is said of those without. Raises InputError
+    where no recipe has any."""
+    found: dict[str, tuple[Pass, ...]] = {}
+    without = []
+    for name, passes in steps.items():
+        try:
+            found[name], changed = regrouped(passes, size)
+        except InputError as error:
+            raise InputError(f"recipe {name!r}: {error}") from None
+        without += [] if changed else [name]
+    if len(without) == len(steps):
+        raise InputError(f"no recipe has groups, so group size {size} has no say; leave it out")
+    rest = f"; without groups, and as they are: {', '.join(without)}" if without else ""
+    reporter.note(f"group size {size} instead of what the recipes give{rest}")
+    return found
+
+
+def _report(place: Path, found: Sweep) -> None:
+    """One report on all recipes that have figures, as a page and as Markdown."""
+    if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
+        made = compose(open_runs(evaluations))
+        write_whole(place / PAGE, as_html(made))
+        write_whole(place / TEXT, noted(as_markdown(made)))

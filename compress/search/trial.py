@@ -1,0 +1,144 @@
+"""One recipe of a sweep: quantized, evaluated, and found again by the content of all that it depends on."""
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.api.quantize import quantize
+from compress.checkpoint.files import fingerprint, read_json, write_json
+from compress.errors import CheckpointError, CompressError, first_line
+from compress.evaluation.asked import Asked, with_asked
+from compress.evaluation.document import Evaluation
+from compress.evaluation.evaluate import evaluate
+from compress.evaluation.report.runs import EVALUATION
+from compress.evaluation.stored import read_evaluation
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.recipe import describe
+from compress.passes.protocol.stages import Learn
+from compress.search.original import OriginalSpeed
+from compress.search.rows import Row, row_of
+from compress.search.texts import Beside, Texts, in_rows
+from compress.system.progress import Reporter
+
+RUN, MODEL = "run.json", "model"
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all recipes of a sweep have in common. about: the model, the texts and the version, by their content; asked:
+    what is measured beside texts, by its content. keep: whether checkpoints stay once they are evaluated."""
+
+    model: str
+    texts: Texts
+    beside: Beside
+    about: dict[str, Any]
+    asked: list[str]
+    original: OriginalSpeed
+    device: str | None
+    trusted: bool
+    keep: bool
+    reporter: Reporter
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A recipe and its directory."""
+
+    name: str
+    passes: tuple[Pass, ...]
+    place: Path
+    common: Common
+
+    def row(self) -> Row:
+        """What it has come to, by work or as it was found; why it came to nothing, whatever happened."""
+        recipe = describe(self.passes)
+        try:
+            found = self._found()
+            if found is None:
+                found = self._made()
+            else:
+                self.common.reporter.note(f"{self.name}: done before")
+        except (CompressError, OSError, MemoryError) as error:
+            return Row(self.name, recipe, problem=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other recipes are not to suffer from it
+            return Row(self.name, recipe, problem=f"unexpected {type(error).__name__}: {first_line(error)}")
+        return row_of(self.name, recipe, found, f"{self.name}/{EVALUATION}")
+
+    @property
+    def identity(self) -> str:
+        """Of the checkpoint."""
+        return fingerprint({**self.common.about, "recipe": describe(self.passes)})
+
+    def _begun(self) -> list[str] | None:
+        """What was asked beside texts of what lies in the directory; None where that is of another content."""
+        try:
+            found = read_json(self.place / RUN) if (self.place / RUN).is_file() else {}
+            return list(found.get("asked", ())) if found.get("identity") == self.identity else None
+        except (CheckpointError, AttributeError, TypeError):
+            return None
+
+    def _found(self) -> Evaluation | None:
+        """The evaluation of an earlier sweep of the same content, which has all that is asked now."""
+        before = self._begun()
+        if before is None or not {*self.common.asked} <= {*before} or not (self.place / EVALUATION).is_file():
+            return None
+        return read_evaluation(self.place / EVALUATION)
+
+    def _made(self) -> Evaluation:
+        """Quantize, unless the checkpoint is there, and evaluate."""
+        begun, target = self._begun() is not None, self.place / MODEL
+        if not begun and target.exists():
+            self.common.reporter.note(f"{self.name}: of another recipe, model or text, and made anew")
+        self.place.mkdir(parents=True, exist_ok=True)
+        (self.place / EVALUATION).unlink(missing_ok=True)
+        about = {"identity": self.identity, "recipe": describe(self.passes), "asked": self.common.asked}
+        write_json(self.place / RUN, about)
+        if not begun or not target.exists():
+            self._quantize(target, begun)
+        found = self._evaluated(target)
+        write_json(self.place / EVALUATION, asdict(found))
+        if not self.common.keep:
+            shutil.rmtree(target)
+        return found
+
+    def _quantize(self, target: Path, begun: bool) -> None:
+        common, texts = self.common, self.common.texts
+        trains = any(p.stage(Learn) for p in self.passes)
+        reads = any(p.calibrated for p in self.passes) or (trains and texts.training is None)
+        quantize(
+            common.model,
+            self.passes,
+            calibration=_given(texts.calibration) if reads else None,
+            training=_given(texts.training) if trains else None,
+            output=target,
+            samples=texts.samples if reads else None,
+            length=None if not reads or in_rows(texts.calibration) else texts.length,
+            batch_size=texts.batch_size,
+            device=common.device,
+            resume=begun,
+            overwrite=not begun,
+            trust_remote_code=common.trusted,
+            reporter=common.reporter,
+        )
+
+    def _evaluated(self, target: Path) -> Evaluation:
+        common = self.common
+        shared: dict[str, Any] = {"reference": common.model, "device": common.device, "reporter": common.reporter}
+        shared["trust_remote_code"] = common.trusted
+        found = evaluate(
+            target,
+            text=common.texts.held_out,
+            samples=common.texts.text_samples,
+            length=common.texts.window,
+            tasks=common.beside.tasks,
+            questions=common.beside.questions,
+            **shared,
+        )
+        speed = Asked(speed=common.beside.speed, beside=common.original.speed() if common.beside.speed else None)
+        return with_asked(found, str(target), asked=speed, text=common.texts.held_out, **shared)
+
+
+def _given(text: Any) -> Any:
+    """A text as `quantize` takes it."""
+    return str(text) if isinstance(text, Path) else text

@@ -1,0 +1,118 @@
+"""Shares of zeros for single layers, out of one budget: functions of what was found out about them.
+
+By outliers (OWL, Yin et al., arXiv 2310.05175). Of a block with the products A_ij = |W_ij| |X_j| of all its layers
+
+    D = the share of A_ij above M times their mean,     kept = (D - min D) / (max D - min D) 2 lambda + const
+
+where const makes the mean over blocks, by their weights (the authors count blocks alike), what the budget keeps; every
+layer of a block keeps that share. The least and the largest lie 2 lambda apart, and neither further from the mean.
+
+By losses. t_l(s) is what layer l loses of its output at the share s, in squares. Pruned alone by the budget's share s*,
+it costs the model KL_l; a loss is worth w_l = KL_l / t_l(s*) (`allocation.worths`).
+
+    minimise  sum_l w_l t_l(s_l)    over shares s_l,    sum_l n_l s_l = the budget's zeros,    n_l the layer's weights
+
+t is found at `LEVELS`, taken to be log-linear between them (below the first a power of s), and cut into steps of equal
+numbers of weights. Its lower convex hull makes each step worth at most the one before; one price per weight then
+decides all layers (`allocation`), and what is left of the budget goes to the layer that would have had the next step.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compress.solvers.allocation import Curve, allocate
+from compress.weights.masks import pruned_before, share_of
+from compress.weights.ranking import ScoreHistogram
+
+LEVELS = tuple(eighth / 8 for eighth in range(1, 8))
+# Steps between nothing and all of a layer.
+STEPS = 256
+
+
+def widest(sparsity: float) -> float:
+    """The largest lambda with which no block can be asked for less than no zeros, or for more than it has weights."""
+    return min(sparsity, 1 - sparsity) / 2
+
+
+def by_outliers(
+    blocks: Mapping[str, ScoreHistogram], sparsity: float, outlier: float, deviation: float
+) -> dict[str, float]:
+    """{block: its share of zeros}; an outlier is what lies in a bin above that of so many means."""
+    share = {name: b.above(outlier * b.total / b.size) / b.size for name, b in blocks.items()}
+    spread = max(share.values()) - min(share.values())
+    if not spread:
+        return dict.fromkeys(blocks, sparsity)
+    kept = {name: (one - min(share.values())) / spread * 2 * deviation for name, one in share.items()}
+    weights = sum(b.size for b in blocks.values())
+    mean = sum(kept[name] * b.size for name, b in blocks.items()) / weights
+    return {name: sparsity + mean - one for name, one in kept.items()}
+
+
+def by_losses(
+    losses: Mapping[str, Tensor], sizes: Mapping[str, int], sparsity: float, worth: Mapping[str, float]
+) -> dict[str, float]:
+    """{layer: its share of zeros}. losses [L]: at each of `LEVELS`, as parts of what there is to lose; worth: of all
+    of that. Together the layers lose exactly what the share prunes of all of them."""
+    curves = {n: Curve(convex(steps(loss)) * worth[n], sizes[n] / STEPS) for n, loss in losses.items()}
+    everything = sum(sizes.values())
+    left = everything - pruned_before(everything, sparsity)
+    least = int(left >= sum(curve.cost for curve in curves.values()))  # of no layer nothing, where that can be
+    found = allocate(curves, left, least)
+    kept = {name: (found[name] or 0) * size // STEPS for name, size in sizes.items()}
+    left -= sum(kept.values())
+    for name in sorted(kept, key=lambda n: -_next(curves[n], found[n] or 0)):
+        more = min(left, sizes[name] - kept[name])
+        kept[name], left = kept[name] + more, left - more
+    return {name: share_of(size - kept[name], size) for name, size in sizes.items()}
+
+
+def by_rows(shares: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], sparsity: float) -> dict[str, float]:
+    """The shares as whole numbers of weights in each row, rounded up where most was lost by rounding down and as far as
+    the budget goes: the zeros of all layers together are fewer than the share by less than one in each row of one."""
+    wanted = {name: share * shapes[name][1] for name, share in shares.items()}
+    counts = {name: min(int(want), shapes[name][1]) for name, want in wanted.items()}
+    left = pruned_before(sum(rows * columns for rows, columns in shapes.values()), sparsity)
+    left -= sum(count * shapes[name][0] for name, count in counts.items())
+    for name in sorted(counts, key=lambda n: counts[n] - wanted[n]):
+        rows, columns = shapes[name]
+        if rows <= left and counts[name] < columns:
+            counts[name], left = counts[name] + 1, left - rows
+    return {name: share_of(count, shapes[name][1]) for name, count in counts.items()}
+
+
+def _next(curve: Curve, step: int) -> float:
+    """What one more step is worth per weight."""
+    return float(curve.values[step]) / curve.cost if step < len(curve.values) else -math.inf
+
+
+def steps(losses_L: Tensor) -> Tensor:
+    """[STEPS] what each `STEPS`-th of a layer's weights takes off its loss once it is kept, the first of them first."""
+    tiny = torch.finfo(torch.float64).tiny
+    known = losses_L.double().clamp(min=tiny).cummax(0).values.log().tolist()
+    known.append(max(known[-1], 0.0))  # of everything: 1
+    first, power = LEVELS[0], max(1.0, (known[1] - known[0]) / math.log(LEVELS[1] / LEVELS[0]))
+
+    def loss(share: float) -> float:
+        if share <= first:
+            return math.exp(known[0]) * (share / first) ** power
+        place = share / first - 1
+        below = min(int(place), len(known) - 2)
+        return math.exp(known[below] + (place - below) * (known[below + 1] - known[below]))
+
+    at = torch.tensor([loss(1 - step / STEPS) for step in range(STEPS + 1)], dtype=torch.float64)
+    return at[:-1] - at[1:]
+
+
+def convex(values: Tensor) -> Tensor:
+    """What steps are worth on the lower convex hull of their losses: those that rise are averaged until none does."""
+    groups: list[tuple[float, int]] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while groups and groups[-1][0] < mean:
+            before, length = groups.pop()
+            mean, count = (before * length + mean * count) / (length + count), length + count
+        groups.append((mean, count))
+    return torch.tensor([mean for mean, count in groups for _ in range(count)], dtype=torch.float64)

@@ -1,0 +1,1 @@
+"""Rows of samples, batches of them, and who reads which."""

@@ -1,0 +1,106 @@
+"""The samples that are trained on, and which of them belong to which step, rank and micro-batch.
+
+Every rank has all of them (they are token ids and the like). A step's samples are the same whatever the number of ranks
+and the size of a micro-batch are: `rows` of a shuffled order, epoch after epoch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.system.comm import Comm
+
+LABELS = "labels"
+APART = 0x9E3779B1  # Knuth's odd multiplier: seeds are far from each other's epochs
+NUMBER = "compress.number"  # of a sample in the training set, beside its inputs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples: the model's inputs by name (and `labels`), tensors whose first dimension counts samples."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def take(self, indices: Sequence[int] | Tensor) -> dict[str, Tensor]:
+        """Some samples, as a batch."""
+        chosen = torch.as_tensor(indices, dtype=torch.long)
+        return {name: tensor[chosen] for name, tensor in self.tensors.items()}
+
+    def numbered(self) -> "Rows":
+        """With the number of every sample, by which a cache, or a step, knows it again."""
+        return Rows({**self.tensors, NUMBER: torch.arange(len(self))})
+
+    def split(self, held_out: float) -> tuple["Rows", "Rows"]:
+        """(The samples to train on, the share that is kept out: every so many-th)."""
+        count = 0 if held_out == 0 else max(1, round(len(self) * held_out))
+        if count >= len(self):
+            raise InputError(
+                f"{len(self)} samples to train on, of which {count} are held out; give more, or held_out=0"
+            )
+        out = {i * len(self) // count for i in range(count)} if count else set()
+        rest = [i for i in range(len(self)) if i not in out]
+        return Rows(self.take(rest)), Rows(self.take(sorted(out)))
+
+
+def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:
+    """The samples of ready-made batches. Raises InputError for those that cannot lie in one tensor."""
+    names = set(batches[0])
+    for batch in batches:
+        if set(batch) != names:
+            raise InputError(f"batches to train on differ: one has {sorted(names)}, another {sorted(batch)}")
+        odd = next((n for n, value in batch.items() if not isinstance(value, Tensor) or value.ndim == 0), None)
+        if odd is not None:
+            raise InputError(f"{odd} of a batch to train on is no tensor of samples; leave it out")
+    found = {}
+    for name in batches[0]:
+        shapes = {tuple(batch[name].shape[1:]) for batch in batches}
+        if len(shapes) > 1:
+            raise InputError(
+                f"{name} of the batches to train on has samples of shapes {sorted(shapes)}; pad them to one length, "
+                "with an attention_mask"
+            )
+        found[name] = torch.cat([batch[name] for batch in batches])
+    return Rows(found)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples each step has."""
+
+    samples: int
+    rows: int
+    seed: int
+
+    def of_step(self, step: int) -> list[int]:
+        """The samples of a step, counted from 0."""
+        wanted = range(step * self.rows, (step + 1) * self.rows)
+        epochs = {place // self.samples for place in wanted}
+        orders = {epoch: _shuffled(self.samples, self.seed, epoch) for epoch in epochs}
+        return [orders[place // self.samples][place % self.samples] for place in wanted]
+
+
+@lru_cache(maxsize=2)  # a step reaches into the next epoch
+def _shuffled(samples: int, seed: int, epoch: int) -> list[int]:
+    """An order of so many samples."""
+    # torch's generator on a CPU reads 32 bits of a seed.
+    generator = torch.Generator().manual_seed((seed * APART + epoch) % 2**32)
+    order: list[int] = torch.randperm(samples, generator=generator).tolist()
+    return order
+
+
+def micro_batches(indices: Sequence[int], size: int, comm: Comm) -> Iterator[tuple[list[int], bool]]:
+    """(The samples of a micro-batch of this rank, whether they count). Every rank has as many: where it has fewer
+    samples than others, it goes through one that does not count, since collectives need its part."""
+    mine = list(indices[comm.rank :: comm.world])
+    most = -(-len(indices) // comm.world)
+    for start in range(0, most, size):
+        part = mine[start : start + size]
+        yield part or [indices[0]], bool(part)

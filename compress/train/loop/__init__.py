@@ -1,0 +1,1 @@
+"""The steps: optimizer, schedule, checkpoints, and how to stop."""

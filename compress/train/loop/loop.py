@@ -1,0 +1,218 @@
+"""The loop: samples through student and teacher, a step of the optimizer, again.
+
+In one process and under FSDP2 alike; a step's gradient is the same on any number of ranks. Layers are in evaluation
+mode: nothing is dropped out, and batch norms keep their statistics.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.errors import CompressError
+from compress.system.comm import Comm
+from compress.system.progress import Reporter
+from compress.train.inputs.batch import is_text
+from compress.train.inputs.rows import Order, Rows, micro_batches
+from compress.train.inputs.shards import reshard
+from compress.train.loop import saved
+from compress.train.loop.best import Best, interval
+from compress.train.loop.metrics import Log
+from compress.train.loop.optimizer import Learned, clip, mean_gradients, optimizer, set_rates
+from compress.train.loop.stopping import Stopping
+from compress.train.objective.objective import Objective
+from compress.train.options import TrainingOptions
+
+Line = dict[str, float | int]
+
+
+def unchanged(step: int) -> Mapping[str, float]:
+    """What is done before a step where nothing is."""
+    return {}
+
+
+def untouched(rate: float) -> None:
+    """What is done after a step where nothing is."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, on what, and where its checkpoints are (None: there are none).
+
+    learned: the parameters. fixed: other tensors that a checkpoint has. micro: samples that go through at once. resume:
+    whether to go on from a checkpoint. before: what is done before a step, counted from 0, and has to say of it. after:
+    what is done to weights after one, given their rate. first: the step to begin with, of all that the rates know.
+    best_since: the step from which on the best that was measured is kept, and stays; None: the last stays.
+    """
+
+    options: TrainingOptions
+    objective: Objective
+    learned: Learned
+    fixed: Mapping[str, Tensor]
+    rows: Rows
+    micro: int
+    comm: Comm
+    reporter: Reporter
+    place: Path | None = None
+    resume: bool = False
+    before: Callable[[int], Mapping[str, float]] = unchanged
+    after: Callable[[float], None] = untouched
+    first: int = 0
+    best_since: int | None = None
+
+
+@dataclass
+class History:
+    """What training measured. steps: a line per step. held_out: losses on samples that were kept out, by step; before
+    the first it is 0. measuring: the seconds that these took. kept: the step whose parameters stay. earlier: lines of
+    the run that this one goes on from, as `metrics` has them."""
+
+    steps: list[Line] = field(default_factory=list)
+    held_out: list[Line] = field(default_factory=list)
+    seconds: float = 0.0
+    measuring: float = 0.0
+    kept: int = 0
+    resumed: int = 0
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+
+def train(this: Training) -> History:
+    """Train. Raises CompressError where a loss is not finite, and KeyboardInterrupt, after a checkpoint, for a person
+    who does not want to wait."""
+    options, comm = this.options, this.comm
+    seen, kept_out = this.rows.split(options.held_out)
+    order = Order(len(seen), options.rows, options.seed)
+    adamw = optimizer(this.learned, options)
+    best = Best(this.learned.all, this.best_since if len(kept_out) else None)
+    every = options.evaluate_every or (0 if best.since is None else interval(options, len(kept_out)))
+    history, started = History(), time.monotonic()
+    history.resumed = _resumed(this, adamw, best)
+    if history.resumed:
+        this.reporter.note(f"training goes on behind step {history.resumed} of {options.steps}")
+    log = Log(this.place if comm.rank == 0 else None, history.resumed)
+    history.earlier = log.earlier
+    unit = "tokens" if is_text(seen.take([0])) else "samples"
+
+    def measure(step: int) -> None:
+        began = time.monotonic()
+        history.held_out.append(measured(this, kept_out, step))
+        history.measuring += time.monotonic() - began
+        log.held_out(history.held_out[-1])
+        if step > history.resumed or not step:  # a checkpoint knows whether it is the best
+            best.offer(step, this.objective.of_outputs(history.held_out[-1]))
+
+    with Stopping(comm) as stopping:
+        if len(kept_out):
+            measure(history.resumed)
+        this.reporter.step(history.resumed, options.steps, "")
+        for step in range(history.resumed, options.steps):
+            said = this.before(step)
+            history.steps.append({**take_step(this, adamw, seen, order.of_step(step), step), **said})
+            done, last = step + 1, step + 1 == options.steps
+            line = history.steps[-1]
+            log.step(line)
+            words = f"step {done}, loss {line['loss']:.4g}, {line['per_second']:.0f} {unit}/s"
+            this.reporter.step(done, options.steps, words)
+            if len(kept_out) and (last or (every and done % every == 0)):
+                measure(done)
+            asked = stopping.asked()
+            if this.place is not None and (
+                last or asked is not None or (options.save_every and done % options.save_every == 0)
+            ):
+                saved.save(this.place, done, this.learned, {**this.fixed, **best.fixed}, adamw, comm)
+            if asked is not None:
+                raise asked
+    history.kept = options.steps if best.step is None else best.step
+    if history.kept != options.steps:
+        reshard(this.objective.models[0])  # a root of FSDP that has run would not see what comes back
+        best.put_back()
+    history.seconds = time.monotonic() - started
+    return history
+
+
+def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:
+    """The step that training goes on from."""
+    step = saved.newest(this.place) if this.place is not None and this.resume else None
+    if step is None:
+        return this.first
+    assert this.place is not None
+    saved.restore(this.place, step, this.learned, {**this.fixed, **best.fixed}, adamw, this.comm)
+    return step
+
+
+def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequence[int], step: int) -> Line:
+    """One step of the optimizer; what it measured."""
+    options, comm, started = this.options, this.comm, time.monotonic()
+    share = set_rates(adamw, step, options)
+    counts = this.objective.counts(rows.take(indices))
+    sums = dict.fromkeys(counts, 0.0)
+    with _computing(this):
+        this.objective.begin_step(rows, indices, this.micro, comm)
+    for part, counting in micro_batches(indices, this.micro, comm):
+        totals = _totals(this, rows.take(part))
+        loss = combined(this, totals, counts)
+        # FSDP divides the sum of the ranks' gradients by their number.
+        (loss * (comm.world if counting else 0)).backward()
+        for name, found in totals.items():
+            sums[name] += float(found.detach()) * counting
+    losses = _over_ranks(sums, counts, comm)
+    total = this.objective.total(losses)
+    if not math.isfinite(total):
+        raise CompressError(
+            f"the loss of step {step + 1} is {total}; give a lower learning_rate or scale_rate, or precision=full"
+        )
+    mean_gradients([*this.learned.scales.values()], comm)
+    lengths = [
+        clip(list(some.values()), options.clip_norm, comm) for some in (this.learned.weights, this.learned.scales)
+    ]
+    adamw.step()
+    this.after(share * options.learning_rate)
+    adamw.zero_grad(set_to_none=True)
+    seconds = time.monotonic() - started
+    tokens = next(iter(counts.values()))
+    line: Line = {"step": step + 1, "loss": total, **losses, "rate": share * options.learning_rate}
+    norms = {"gradient": float(lengths[0]), "scale_gradient": float(lengths[1])}
+    return {**line, **norms, "per_second": round(tokens / seconds, 1)}
+
+
+def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
+    """The loss of a micro-batch as its part of the step's."""
+    weights = this.objective.weights
+    parts = [weights[name] / max(1, counts[name]) * total for name, total in totals.items()]
+    return torch.stack(parts).sum()
+
+
+def _totals(this: Training, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    with torch.enable_grad(), _computing(this):
+        return this.objective(batch)
+
+
+def _computing(this: Training) -> AbstractContextManager[object]:
+    """Within: products have the precision that is asked for."""
+    device = next(iter(this.learned.all.values())).device.type
+    return torch.autocast(device, torch.bfloat16) if this.options.precision == "bfloat16" else nullcontext()
+
+
+def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm) -> dict[str, float]:
+    """The mean of each loss over what it counts, on all ranks."""
+    together = comm.gather_objects(dict(sums))
+    return {name: math.fsum(each[name] for each in together) / max(1, count) for name, count in counts.items()}
+
+
+@torch.no_grad()
+def measured(this: Training, rows: Rows, step: int) -> Line:
+    """The losses on samples that are not trained on."""
+    indices = range(len(rows))
+    counts = this.objective.counts(rows.take(indices))
+    sums = dict.fromkeys(counts, 0.0)
+    this.objective.begin_step(rows, indices, this.micro, this.comm)
+    for part, counting in micro_batches(indices, this.micro, this.comm):
+        for name, total in this.objective(rows.take(part)).items():
+            sums[name] += float(total) * counting
+    return {"step": step, **_over_ranks(sums, counts, this.comm)}

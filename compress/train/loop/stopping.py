@@ -1,0 +1,46 @@
+"""Stopping between two steps, on all ranks together, when a person or a scheduler asks for it."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from compress.errors import Terminated
+from compress.system.comm import Comm
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopping:
+    """Within: the first SIGINT or SIGTERM is kept for the end of the step; the second acts at once, as it always does.
+
+    Outside of the main thread, where Python takes no signals, nothing changes.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm, self.before = comm, dict[int, Any]()
+        self.number: int | None = None
+
+    def __enter__(self) -> "Stopping":
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._keep) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._give_back()
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.before = {}
+
+    def asked(self) -> KeyboardInterrupt | None:
+        """The exception to raise where any rank was asked to stop; of the same kind on all."""
+        numbers = {number for number in self.comm.gather_objects(self.number) if number is not None}
+        if not numbers:
+            return None
+        return Terminated("stopped by SIGTERM") if signal.SIGTERM in numbers else KeyboardInterrupt()

@@ -1,0 +1,1 @@
+"""The losses of a training step, summed and weighted."""

@@ -1,0 +1,54 @@
+"""A sample's embedding, and those of all samples of a step, from which a student's is told apart.
+
+Negatives are the other samples of the step, on whatever rank and in whatever micro-batch they are: the teacher, which
+has no gradient, is shown the whole step first. So neither ranks nor micro-batches have a say in the loss.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from compress.system.comm import Comm
+from compress.train.inputs.batch import Batch, token_mask
+from compress.train.inputs.rows import NUMBER, Rows, micro_batches
+from compress.train.losses.contrastive import Candidates
+
+
+def pooled(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+    """[B, D] the mean over the tokens that are no padding; over all, of samples that are no text."""
+    mask = token_mask(batch).to(hidden_BTD.device)
+    if mask.ndim == 1:
+        return hidden_BTD.flatten(1, -2).mean(1)
+    # Not hidden * mask: what padding holds, NaN included, is nothing.
+    total_BD = hidden_BTD.masked_fill(~mask.unsqueeze(-1), 0).sum(1)
+    return total_BD / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+class StepEmbeddings:
+    """Of the samples of a step: rows_CD, in the order of their numbers in the training set, which are numbers_C."""
+
+    def __init__(self, rows_CD: Tensor, numbers_C: Tensor) -> None:
+        numbers_C, order = numbers_C.sort(stable=True)
+        first = torch.ones_like(numbers_C, dtype=torch.bool)
+        first[1:] = numbers_C[1:] != numbers_C[:-1]  # a sample that a step has twice is no other to itself
+        self.rows_CD, self.numbers_C = rows_CD[order][first], numbers_C[first]
+
+    def candidates(self, batch: Batch) -> Candidates:
+        """For the samples of a batch."""
+        return Candidates(self.rows_CD, torch.searchsorted(self.numbers_C, batch[NUMBER].to(self.numbers_C.device)))
+
+
+def embeddings_of_step(
+    of: Callable[[Batch], Tensor], rows: Rows, indices: Sequence[int], micro: int, comm: Comm
+) -> StepEmbeddings:
+    """Of all samples of a step, on every rank. of: the embeddings of a batch. A collective."""
+    found, numbers = [], []
+    for part, counting in micro_batches(indices, micro, comm):
+        batch = rows.take(part)
+        rows_BD = of(batch)
+        kept = len(part) if counting else 0
+        found.append(rows_BD[:kept])
+        numbers.append(batch[NUMBER][:kept].to(rows_BD.device))
+    lengths = comm.gather_objects(sum(map(len, found)))
+    return StepEmbeddings(*(comm.gather_rows(torch.cat(each), lengths) for each in (found, numbers)))

@@ -1,0 +1,204 @@
+"""What a student is to be: like its teacher, in logits, hidden states and attention, and right about its task.
+
+Every loss is a sum over what it counts (tokens, samples), divided by how many there are in the whole step, over all
+ranks and micro-batches: how samples are spread over these has no say in the gradient.
+
+Where logits are plainly those of a head (`heads.py`), neither those of the student nor those of a teacher are ever
+whole: losses on them are taken where the head is reached, a few tokens at a time (`losses/chunked.py`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import InputError
+from compress.system.comm import Comm
+from compress.train.inputs.batch import Batch, inputs_of, is_text, labels_of, needed_labels, samples_of, token_mask
+from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.rows import Rows
+from compress.train.losses.chunked import HiddenTeacher, chunked_logits_loss
+from compress.train.losses.contrastive import info_nce
+from compress.train.losses.logits import LogitsLoss, Teacher, logits_loss
+from compress.train.losses.projector import projector
+from compress.train.losses.summed import IGNORED, Summed
+from compress.train.objective import states
+from compress.train.objective.embeddings import StepEmbeddings, embeddings_of_step, pooled
+from compress.train.objective.heads import OutputHead, output_head
+from compress.train.objective.outputs import Seen, look
+from compress.train.options import TrainingOptions
+
+Totals = dict[str, Tensor]
+Of = Callable[..., Summed]  # a loss on logits that lacks a teacher and labels
+
+
+class Objective(nn.Module):
+    """options: which losses, and their weights. student, teacher: models that are called with a batch's inputs, or a
+    teacher's cached words; it is left as it is. Its own parameters are projectors, where widths of hidden states
+    differ. notes: what a person should know, once it has begun."""
+
+    def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | TopKRows | None) -> None:
+        super().__init__()
+        self.options, self.weights = options, options.weights
+        self.offline = teacher if isinstance(teacher, TopKRows) else None
+        # A tuple: they are no parts of this module.
+        self.models = (student, teacher if isinstance(teacher, nn.Module) else None)
+        self.projectors = nn.ModuleList()
+        self.embedder: nn.Module = nn.Identity()
+        self.heads: tuple[OutputHead | None, OutputHead | None] = (None, None)
+        self.step: StepEmbeddings | None = None
+        self.notes: list[str] = []
+
+    def counts(self, batch: Batch) -> dict[str, int]:
+        """How much of each loss a batch has, without a look at the models."""
+        predicted = int((labels_of(batch) != IGNORED).sum()) if is_text(batch) else samples_of(batch)
+        if is_text(batch) or "task" not in self.weights:
+            labelled = predicted
+        else:
+            labelled = int((needed_labels(batch) != IGNORED).sum())
+        found = dict.fromkeys(self.weights, int(token_mask(batch).sum()))
+        found |= {"logits": predicted, "task": labelled, "contrastive": samples_of(batch)}
+        return {name: found[name] for name in self.weights}
+
+    def forward(self, batch: Batch) -> Totals:
+        """The sum of each loss over a batch."""
+        theirs, says = self._taught(batch)
+        totals: Totals = {}
+        student, head = self.models[0], self.heads[0]
+
+        def take(hidden: Tensor) -> None:
+            assert head is not None
+            shifted = hidden[:, :-1]
+            totals.update(
+                self._on_logits(partial(chunked_logits_loss, shifted, head.whole), batch, says, shifted.device)
+            )
+
+        own = look(student, batch, self.options, head, take)
+        if head is not None and own.logits is not None:
+            # Nothing, but the gradient that tells FSDP's root to go backward.
+            totals = {name: total + 0 * own.logits.sum() for name, total in totals.items()}
+        elif own.logits is not None:
+            logits = shifted_logits(own.logits, batch)
+            totals.update(self._on_logits(partial(logits_loss, logits), batch, says, logits.device))
+        if theirs is not None:
+            totals.update(self._on_states(own, theirs, batch))
+        return {name: totals[name] for name in self.weights}
+
+    @torch.no_grad()
+    def _taught(self, batch: Batch) -> tuple[Seen | None, Teacher | HiddenTeacher | None]:
+        """What the teacher made of a batch, and what it says about logits."""
+        teacher, head = self.models[1], self.heads[1]
+        if self.offline is not None:
+            return None, self.offline.of(batch, next(self.models[0].parameters()).device)
+        if teacher is None:
+            return None, None
+        found: list[HiddenTeacher] = []
+
+        def take(hidden: Tensor) -> None:
+            assert head is not None
+            found.append(HiddenTeacher(hidden[:, :-1], head.whole))
+
+        theirs = look(teacher, batch, self.options, head, take)
+        if found:
+            return theirs, found[0]
+        return theirs, None if theirs.logits is None else shifted_logits(theirs.logits, batch)
+
+    def _on_logits(self, loss: Of, batch: Batch, says: Teacher | HiddenTeacher | None, device: torch.device) -> Totals:
+        """The losses on logits. loss: `logits_loss` of those, or how it is computed without them."""
+        options, totals = self.options, Totals()
+        labels = labels_of(batch).to(device) if is_text(batch) else None
+        if "logits" in self.weights:
+            how = LogitsLoss(kind=options.divergence, temperature=options.temperature, tail=options.tail)
+            totals["logits"] = loss(says, labels_T=labels, how=how).total
+        if "task" in self.weights:
+            wanted = needed_labels(batch).to(device) if labels is None else labels
+            totals["task"] = loss(labels_T=wanted, how=LogitsLoss(alpha=0.0)).total
+        return totals
+
+    def _on_states(self, own: Seen, theirs: Seen, batch: Batch) -> Totals:
+        """The losses on what is inside of models."""
+        options, totals = self.options, Totals()
+        mask = token_mask(batch).to(next(self.models[0].parameters()).device)
+        if "features" in self.weights:
+            totals["features"] = states.features(own, theirs, mask, options, list(self.projectors))
+        if "attention" in self.weights:
+            totals["attention"] = states.attention(own, theirs, mask, options)
+        if "relations" in self.weights:
+            totals["relations"] = states.relations(own, theirs, mask, options)
+        if "contrastive" in self.weights:
+            assert self.step is not None
+            embedding = self.embedder(pooled(own.hidden[-1], batch))
+            found = info_nce(embedding, self.step.candidates(batch), temperature=options.contrast)
+            totals["contrastive"] = found.total
+        return totals
+
+    def total(self, losses: Mapping[str, float | int]) -> float:
+        """The loss, of the mean of each of its parts."""
+        return math.fsum(weight * losses[name] for name, weight in self.weights.items())
+
+    def of_outputs(self, losses: Mapping[str, float | int]) -> float:
+        """Weighted sum of losses on outputs, which a model is judged by; of all losses where those weigh nothing."""
+        outputs = {name: weight for name, weight in self.weights.items() if name in ("logits", "task")}
+        return math.fsum(weight * losses[name] for name, weight in (outputs or self.weights).items())
+
+    @torch.no_grad()
+    def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:
+        """See what of a whole step the loss of each sample needs. A collective."""
+        teacher = self.models[1]
+        if "contrastive" in self.weights:
+            assert teacher is not None
+
+            def embedding(batch: Batch) -> Tensor:
+                return pooled(look(teacher, batch, self.options).hidden[-1], batch)
+
+            self.step = embeddings_of_step(embedding, rows, indices, micro, comm)
+
+    @torch.no_grad()
+    def begin(self, batch: Batch) -> None:
+        """Look at a batch once: find heads, and make projectors where the widths of hidden states differ."""
+        student, teacher = self.models
+        device = next(student.parameters()).device
+        if ("attention" in self.weights or "relations" in self.weights) and not is_text(batch):
+            raise InputError("attention and relations are of tokens of text; leave them out")
+        if is_text(batch) and {"logits", "task"} & self.weights.keys():
+            self._find_heads(inputs_of(batch, device))
+        if teacher is None or not {"features", "contrastive"} & self.weights.keys():
+            return
+        own, theirs = (look(model, batch, self.options) for model in (student, teacher))
+        last = own.hidden[-1]
+        width, wider = last.shape[-1], theirs.hidden[-1].shape[-1]
+        if width == wider:
+            return
+        generator = torch.Generator().manual_seed(self.options.seed)
+        if "features" in self.weights:
+            count = len(states.pairs_of(own.hidden[1:], theirs.hidden[1:], self.options))
+            made = [projector(width, wider, generator=generator) for _ in range(count)]
+            self.projectors = nn.ModuleList(made).to(last.device, last.dtype)
+        if "contrastive" in self.weights:
+            self.embedder = projector(width, wider, generator=generator).to(last.device, last.dtype)
+
+    def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
+        """Which logits need not be made."""
+        student, teacher = self.models
+        head, why, logits = output_head(student, inputs)
+        if logits is not None and self.offline is not None and self.offline.vocabulary != logits.shape[-1]:
+            raise InputError(
+                f"tokens of the vocabulary: {logits.shape[-1]} of the student, {self.offline.vocabulary} of the cached "
+                "teacher; cache the logits of a teacher with the same tokens"
+            )
+        if head is None:
+            self.notes.append(f"logits of {type(student).__name__} are made as a whole: {why}")
+            return
+        theirs = None
+        if teacher is not None and "logits" in self.weights:
+            theirs, why, _ = output_head(teacher, inputs)
+            if theirs is None:
+                self.notes.append(f"the teacher's logits ({type(teacher).__name__}) are made as a whole: {why}")
+        self.heads = (head, theirs)
+
+
+def shifted_logits(logits: Tensor, batch: Batch) -> Tensor:
+    """Those that predict a label: [B, T - 1, V] of text, [B, V] of samples."""
+    return logits[:, :-1] if is_text(batch) and logits.ndim == 3 else logits

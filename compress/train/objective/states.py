@@ -1,0 +1,59 @@
+"""Losses on what is inside of two models, layer by layer: a mean over pairs of layers of sums over tokens."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.train.losses.attention import attention_loss
+from compress.train.losses.features import features_loss
+from compress.train.losses.layers import layer_pairs
+from compress.train.losses.options import LossOptions
+from compress.train.losses.relations import relations_loss
+from compress.train.losses.summed import Summed
+from compress.train.objective.outputs import Seen, Vectors
+
+T = TypeVar("T")
+SIDES = {"values": ("value",), "all": ("query", "key", "value")}
+
+
+def pairs_of(own: Sequence[T], theirs: Sequence[T], options: LossOptions) -> list[tuple[T, T]]:
+    """What is compared of the student and the teacher."""
+    return [(own[s], theirs[t]) for s, t in layer_pairs(len(own), len(theirs), options.layer_map)]
+
+
+def features(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions, projectors: Sequence[nn.Module]) -> Tensor:
+    """Of hidden states. projectors: from the student's width to the teacher's, one a pair; none where it is one."""
+    pairs = pairs_of(own.hidden[1:], theirs.hidden[1:], options)
+    return _mean(
+        features_loss(project(s), t, mask_T=mask, distance=options.distance)
+        for project, (s, t) in zip(projectors or [nn.Identity()] * len(pairs), pairs, strict=True)
+    )
+
+
+def attention(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
+    """Of attention maps."""
+    return _mean(
+        attention_loss(s, t, mask_BK=mask, measure=options.measure, heads=options.heads)
+        for s, t in pairs_of(own.maps, theirs.maps, options)
+    )
+
+
+def relations(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
+    """Of the vectors that attention is called with."""
+    return _mean(
+        _related(s, t, side, mask, options.relation_heads)
+        for s, t in pairs_of(own.vectors, theirs.vectors, options)
+        for side in SIDES[options.related]
+    )
+
+
+def _related(own: Vectors, theirs: Vectors, side: str, mask: Tensor, heads: int) -> Summed:
+    s_BHTd, t_BHTd = getattr(own, side), getattr(theirs, side)
+    s_BTD, t_BTE = (each.transpose(1, 2).flatten(2) for each in (s_BHTd, t_BHTd))
+    return relations_loss(s_BTD, t_BTE, heads or t_BHTd.shape[1], mask_BT=mask, causal=theirs.causal)
+
+
+def _mean(found: Iterable[Summed]) -> Tensor:
+    return torch.stack([each.total for each in found]).mean()

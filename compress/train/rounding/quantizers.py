@@ -1,0 +1,271 @@
+"""What rounds a weight, an input and an output while they are trained, started from what a pass has decided.
+
+A scale is learned as a factor exp(t) on what it was at the beginning: a step of an optimizer changes it by a share of
+itself, whatever its size, and it keeps its sign (LSQ learns the scale itself). Scales are float32, or float64 in a
+model that is.
+"""
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from compress.errors import InputError
+from compress.model.convolution import Geometry, on_channels, on_samples
+from compress.train.rounding.learned import rescaled, rounded, rounded_by_range, whole
+from compress.weights.decision import Decision
+from compress.weights.formats.codes import Codes
+from compress.weights.formats.dense import dense
+from compress.weights.grid import (
+    Grid,
+    Quantized,
+    encode,
+    fit_matrix,
+    grouped,
+    stored_scale,
+    straight_through,
+    to_quantized,
+    ungrouped,
+)
+from compress.weights.rounding import ActivationCodes
+from compress.weights.terms import Summand, Weight, added, summed
+
+Scales = Literal["learned", "anchored", "fixed", "fitted"]
+LEARNED = ("learned", "anchored")
+FAR = 4.0  # times the squared error of fitted scales
+
+
+def learned(
+    start: Tensor, log_factor: Tensor, zero_point: Tensor, grid: Grid, stored: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scale start * exp(log_factor) as it will be stored, and a whole zero point, with their gradients."""
+    scale = start * log_factor.exp()
+    zero = zero_point if grid.symmetric else whole(zero_point, grid)
+    return straight_through(scale, stored_scale(scale.detach(), grid, stored)), zero
+
+
+class WeightQuantizer(nn.Module):
+    """Rounds a weight [N, K] to codes, with exact zeros where it is pruned.
+
+    scales: `learned` (LSQ; zero points, too), `anchored` (learned, while codes are chosen by the scales as they were at
+    the beginning: `learned.rescaled`), `fixed` as they were found, or `fitted` to the weight as it is at every
+    step (min-max, or what the grid's range search finds). decided: codes to begin with, and other terms, which stay as
+    they are. kept: bool [N, K] or None.
+    """
+
+    start: Tensor
+    kept: Tensor | None
+    zero_point: Tensor
+
+    def __init__(self, decided: Weight, scales: Scales, kept: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        first, *others = decided.terms
+        codes = quantized_of(first)
+        assert codes is not None
+        self.grid, self.scales, self.scale_dtype, self.dtype = codes.grid, scales, codes.scale.dtype, dtype
+        self.format = first.format if isinstance(first, Codes) else None
+        self.others = tuple(others)
+        for i, term in enumerate(others):
+            self.register_buffer(f"other{i}", term.dequantize())
+        start = codes.scale.to(dtype)
+        zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
+        self.register_buffer("start", start)
+        self.register_buffer("kept", kept)
+        learns = scales in LEARNED
+        # A binary scale of 0 stays 0: exp(t) changes nothing.
+        self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=learns)
+        if codes.zero_point is None:
+            self.register_buffer("zero_point", zero)
+        else:
+            self.zero_point = nn.Parameter(zero, requires_grad=scales == "learned")
+
+    def scale_and_zero(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, G], or [1, 1] per tensor: the scale as it will be stored and a whole zero point, with their gradients."""
+        if self.scales == "fitted":
+            return fit_matrix(weight_NK.detach(), self.grid, self.scale_dtype)
+        return learned(self.start, self.log_factor, self.zero_point, self.grid, self.scale_dtype)
+
+    def in_groups(self, weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(What codes are to stand for [..., G, g], scale and zero point [..., G, 1]) of a weight."""
+        weight_NK = self.masked(self.without_others(weight_NK))
+        scale, zero = self.scale_and_zero(weight_NK)
+        groups = grouped(weight_NK, self.grid)
+        return groups, scale.reshape(*groups.shape[:-1], 1), zero.reshape(*groups.shape[:-1], 1)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Values of a weight [N, ...], of its shape and in its dtype. Raises InputError for one of 16 bits."""
+        if weight.dtype != self.dtype:
+            raise InputError(
+                f"a weight is {weight.dtype}, and is rounded as it was prepared, in {self.dtype}; compute in 16 "
+                "bits under torch.autocast, without model.to(...) or a param_dtype of MixedPrecisionPolicy"
+            )
+        weight_NK = weight.flatten(1)
+        groups, scale, zero = self.in_groups(weight_NK)
+        if self.scales == "anchored":
+            values = rescaled(groups, self.placed_by(scale), scale, zero, self.grid, self.scale_dtype)
+        else:
+            values = rounded(groups, scale, zero, self.grid, self.scale_dtype)
+        values = ungrouped(values, weight_NK.shape, self.grid)
+        if self.others:
+            total = summed([values.detach().to(self.scale_dtype), *self.constants()])
+            values = straight_through(values, total.to(values.dtype))
+        return values.reshape(weight.shape)
+
+    def placed_by(self, scale: Tensor) -> Tensor:
+        """[..., G, 1] the scale that chooses codes, of what `in_groups` has."""
+        return self.start.reshape(scale.shape) if self.scales == "anchored" else scale
+
+    def constants(self) -> list[Tensor]:
+        """[N, K] each: what the other terms contribute."""
+        return [self.get_buffer(f"other{i}") for i in range(len(self.others))]
+
+    def without_others(self, weight_NK: Tensor) -> Tensor:
+        """What codes are to stand for, of a weight to which other terms contribute."""
+        for constant in self.constants():
+            weight_NK = weight_NK - constant
+        return weight_NK
+
+    def masked(self, weight_NK: Tensor) -> Tensor:
+        """A weight with exact zeros where it is pruned, through which these get no gradient."""
+        return weight_NK if self.kept is None else torch.where(self.kept, weight_NK, 0.0)
+
+    @torch.no_grad()
+    def fit(self, weight_NK: Tensor) -> None:
+        """Begin again with scales that are fitted to a weight."""
+        wanted = self.masked(self.without_others(weight_NK))
+        scale, zero = fit_matrix(wanted, self.grid, self.scale_dtype)
+        self.start.copy_(scale)
+        self.log_factor.zero_()
+        self.zero_point.copy_(zero)
+
+    @torch.no_grad()
+    def clips(self, weight_NK: Tensor) -> bool:
+        """True for scales that could learn, never have, and are far from a weight, which has been changed since: fitted
+        ones would have less than a quarter of the squared error."""
+        if self.scales not in LEARNED or bool(self.log_factor.any()):
+            return False
+        fitted = copy.deepcopy(self)
+        fitted.fit(weight_NK)
+        own, least = (float((each(weight_NK) - weight_NK).square().sum()) for each in (self, fitted))
+        return own > FAR * least
+
+    @torch.no_grad()
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
+        groups, scale, zero = self.in_groups(weight_NK)
+        codes = ungrouped(encode(groups, self.placed_by(scale), zero, self.grid), weight_NK.shape, self.grid)
+        scale, zero = scale.squeeze(-1), zero.squeeze(-1)
+        made = to_quantized(codes, scale, zero, self.grid, self.scale_dtype)
+        first = made if self.format is None else self.format.term(made)
+        return Decision(added(first, *self.others), kept=self.kept)
+
+    def extra_repr(self) -> str:
+        return f"{self.grid.bits} bits, {self.grid.granularity}, scales {self.scales}"
+
+
+class MaskedWeight(nn.Module):
+    """A weight that is no codes, with exact zeros where it is pruned."""
+
+    kept: Tensor
+
+    def __init__(self, kept: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("kept", kept)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight [N, ...] without what is pruned, which gets no gradient."""
+        return torch.where(self.kept.reshape(weight.shape), weight, 0.0)
+
+    @torch.no_grad()
+    def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
+        """What a weight is stored as, in that dtype."""
+        return Decision(dense(self.forward(weight_NK).to(stored)), kept=self.kept)
+
+
+class ActivationQuantizer(nn.Module):
+    """Rounds what a layer is given or returns, as `codes` say.
+
+    Of a fixed range per tensor the scale is learned (LSQ, LSQ+) where `scales` says so. What is fitted to every token
+    anew has no numbers to learn; its gradient is also that of the range, which what comes before the layer can make
+    smaller.
+    """
+
+    start: Tensor
+
+    def __init__(self, codes: ActivationCodes, scales: Scales, geometry: Geometry | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.codes, self.geometry = codes, geometry
+        self.learned = codes.scale is not None and scales in LEARNED
+        if codes.scale is None:
+            return
+        start = codes.scale.to(dtype)
+        zero = torch.zeros_like(start) if codes.zero_point is None else codes.zero_point.to(dtype)
+        self.register_buffer("start", start)
+        self.log_factor = nn.Parameter(torch.zeros_like(start), requires_grad=self.learned)
+        self.zero_point = nn.Parameter(zero, requires_grad=self.learned and codes.zero_point is not None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x rounded, in its dtype."""
+        if self.codes.scale is None:
+            return on_samples(x, self.geometry, lambda rows: rounded_by_range(rows, self.codes.grid))
+        scale, zero = self.scale_and_zero()  # one in all, or one per channel
+        return on_channels(x, self.geometry, lambda x: self.fixed(x, scale, zero))
+
+    def scale_and_zero(self) -> tuple[Tensor, Tensor]:
+        """[1] or [K]: the scale as it will be stored and a whole zero point, with their gradients."""
+        grid = self.codes.grid
+        assert self.codes.scale is not None
+        scale, zero = learned(self.start, self.log_factor, self.zero_point, grid, self.codes.scale.dtype)
+        return scale.flatten(), zero.flatten()
+
+    def fixed(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """By a fixed range. x: [..., K]."""
+        work = x.to(scale.dtype)
+        return rounded(work, scale, zero, self.codes.grid, torch.float32).to(x.dtype)
+
+    @torch.no_grad()
+    def decided(self) -> ActivationCodes:
+        """How the layer's input or output is stored to be rounded: as `forward` rounds it."""
+        if self.codes.scale is None:
+            return self.codes
+        scale, zero = (t.reshape(1, -1) for t in self.scale_and_zero())
+        codes = None if self.codes.zero_point is None else zero.to(torch.int8)
+        return ActivationCodes(self.codes.grid, scale.to(self.codes.scale.dtype), codes)
+
+    def extra_repr(self) -> str:
+        how = "as it comes" if self.codes.dynamic else "learned" if self.learned else "fixed"
+        return f"{self.codes.grid.bits} bits, {how}"
+
+
+class Shared(nn.Module):
+    """The quantizer of another module with the same weight, which has its parameters."""
+
+    def __init__(self, quantizer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["quantizer"] = quantizer  # no child, or state dicts had its scales under two names
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Values of the weight, as the other module has them."""
+        rounded: Tensor = self.__dict__["quantizer"](weight)
+        return rounded
+
+
+Quantizer = WeightQuantizer | MaskedWeight
+
+
+def quantized_of(term: Summand) -> Quantized | None:
+    """The codes of a term that is codes on a grid; None of another."""
+    return term if isinstance(term, Quantized) else term.quantized if isinstance(term, Codes) else None
+
+
+def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> Quantizer | None:
+    """What rounds a layer's weight as was decided; None where the weight is only numbers. Raises ValueError, with the
+    reason, for a weight that is not trained so."""
+    first = decision.sum.terms[0]
+    if quantized_of(first) is not None:
+        return WeightQuantizer(decision.sum, scales, decision.kept, dtype)
+    if decision.dense:
+        return None if decision.kept is None else MaskedWeight(decision.kept)
+    said = " + ".join(term.words(None) for term in decision.scheme().terms)
+    raise ValueError(f"is stored as {said}, of which nothing is trained")

@@ -1,1 +1,0 @@
-"""Runs that are quantized, evaluated and held against each other or a budget: the one storey that does both."""

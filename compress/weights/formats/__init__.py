@@ -1,0 +1,1 @@
+"""One stored form of a weight a file."""

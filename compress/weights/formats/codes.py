@@ -1,0 +1,262 @@
+"""Codes on a grid as a term of a weight, and the ways to store them.
+
+N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed-tensors:
+
+    Packed       weight_packed      int32 [N, ceil(K n / 32)]    codes as a bit stream
+    (`compress.kernels.layouts.words`)
+                 weight_scale       model dtype [N, G]
+                 weight_zero_point  int32 [ceil(N n / 32), G]    asymmetric only, packed along N
+    Int8Rows     weight             int8 [N, K]                  symmetric, for layers with an int8 input
+                 weight_scale       model dtype [N, 1]
+    Int8Table    weight             int8 [N, K]                  token embeddings of 8 bits
+                 weight_scale       model dtype [N, G]
+                 weight_zero_point  int8 [N, G]                  asymmetric only
+    Float8Rows   weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
+                 weight_scale       model dtype [N, 1] or [1]    per channel or per tensor
+    Float8Blocks weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
+                 weight_scale       any float [N / 128, K / 128]    one per block, rounded up
+
+and of transformers' `fp8`, in which DeepSeek-V3 and others after it are published:
+
+    FineGrained  weight             float8 e4m3 [N, K]           as Float8Blocks
+                 weight_scale_inv   any float [N / 128, K / 128]    what a code is multiplied by, as weight_scale is
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError
+from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK, blocks_of
+from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
+from compress.weights.grid import Grid, Quantized
+from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
+
+Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
+# Of scales that stay in the dtype in which they are stored; others are read in the model's.
+STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodesFormat(Format):
+    """Codes on a grid. layout: what compressed-tensors calls the format; None where it has no such."""
+
+    layout: ClassVar[Layout | None] = None
+
+    grid: Grid
+
+    def groups(self, columns: int) -> int:
+        """Scales per row."""
+        return 1 if self.grid.group_size is None else columns // self.grid.group_size
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        group = self.grid.group_size
+        return f"has {columns} inputs; groups of {group} do not fit" if group and columns % group else None
+
+    def words(self, inputs: Grid | None) -> str:
+        group = "channel" if self.grid.group_size is None else f"g{self.grid.group_size}"
+        kind = "symmetric" if self.grid.symmetric else "asymmetric"
+        return f"w{self.grid.bits}a{16 if inputs is None else inputs.bits} {group} {kind}"
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        check_finite(parts, "weight_scale")
+        codes = parts.get("weight")
+        if codes is not None and codes.is_floating_point() and bool(codes.isnan().any()):
+            raise CheckpointError("weight holds codes that are not numbers")
+
+    def term(self, quantized: Quantized) -> "Codes":
+        """A quantized matrix as a term that is stored so."""
+        return Codes(quantized, self)
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        """The tensors that hold a quantized matrix."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed(CodesFormat):
+    """Codes of 2 to 8 bits as a bit stream."""
+
+    kind: ClassVar[str] = "pack-quantized"
+    layout: ClassVar[Layout | None] = "pack-quantized"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        bits, groups = self.grid.bits, self.groups(columns)
+        parts = {
+            "weight_scale": Part((rows, groups), FLOATS),
+            "weight_packed": Part((rows, words_of(columns, bits)), (torch.int32,)),
+        }
+        if not self.grid.symmetric:
+            parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
+        return parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        bits, scale = self.grid.bits, _by_row(quantized)
+        tensors = {"weight_scale": scale, "weight_packed": pack_rows(quantized.codes, bits)}
+        if quantized.zero_point is not None:
+            zero_point = quantized.zero_point.expand(scale.shape)
+            tensors["weight_zero_point"] = pack_rows(zero_point.t().contiguous(), bits).t()
+        return tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        codes = unpack_rows(parts["weight_packed"], self.grid.bits, columns)
+        return self.term(Quantized(codes, parts["weight_scale"], packed_zeros(parts, self.grid, rows), self.grid))
+
+
+def packed_zeros(parts: Mapping[str, Tensor], grid: Grid, rows: int) -> Tensor | None:
+    """[N, G] the zero points, which are packed along the rows; None of a symmetric grid."""
+    if grid.symmetric:
+        return None
+    return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows).t().contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeCodes(CodesFormat):
+    """Codes of 8 bits, one beside the other."""
+
+    whole: ClassVar[str | None] = "weight"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = {
+            "weight_scale": Part((rows, self.groups(columns)), FLOATS),
+            "weight": Part((rows, columns), (self.grid.storage,)),
+        }
+        if not self.grid.symmetric:
+            parts["weight_zero_point"] = Part((rows, self.groups(columns)), (torch.int8,))
+        return parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        scale = _by_row(quantized)
+        tensors = {"weight_scale": scale, "weight": quantized.codes}
+        if quantized.zero_point is not None:
+            tensors["weight_zero_point"] = quantized.zero_point.expand(scale.shape)
+        return tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        return self.term(Quantized(parts["weight"], parts["weight_scale"], parts.get("weight_zero_point"), self.grid))
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        rows, columns = parts["weight"].shape
+        return self.read(parts, rows, columns).dequantize()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Rows(WholeCodes):
+    """int8 rows of a layer whose input is rounded to int8, too."""
+
+    kind: ClassVar[str] = "int-quantized"
+    layout: ClassVar[Layout | None] = "int-quantized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Table(WholeCodes):
+    """int8 rows beside inputs as they are: of a token embedding, which transformers loads without further ado only
+    where its weight is called `weight`, and of the output head tied to it, which has scales and no codes of its own."""
+
+    kind: ClassVar[str] = "int-table"
+    layout: ClassVar[Layout | None] = "int-quantized"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Rows(WholeCodes):
+    """float8 rows of a layer whose input is rounded to float8, too."""
+
+    kind: ClassVar[str] = "float-quantized"
+    layout: ClassVar[Layout | None] = "float-quantized"
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
+        return self.grid.granularity == "tensor"
+
+    def words(self, inputs: Grid | None) -> str:
+        return f"fp8 {self.grid.granularity}"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        parts = super().parts(rows, columns)
+        return {**parts, "weight_scale": Part((1,), FLOATS)} if self.one_scale else parts
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        tensors = super().tensors(quantized)
+        return {**tensors, "weight_scale": tensors["weight_scale"][:1, 0]} if self.one_scale else tensors
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        if self.one_scale:
+            parts = {**parts, "weight_scale": parts["weight_scale"].reshape(1, 1)}
+        return super().read(parts, rows, columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Blocks(WholeCodes):
+    """float8 with one scale for each block, of a layer whose input is rounded likewise. Scales are kept in the dtype in
+    which they are stored, whatever the model computes in."""
+
+    kind: ClassVar[str] = "float-quantized-block"
+    layout: ClassVar[Layout | None] = "float-quantized"
+    scales: ClassVar[str] = "weight_scale"
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        return None if self.grid.block == WEIGHT_BLOCK else f"has blocks of {self.grid.block}; readable: {WEIGHT_BLOCK}"
+
+    def words(self, inputs: Grid | None) -> str:
+        assert self.grid.block is not None
+        return f"fp8 block {self.grid.block[0]}x{self.grid.block[1]}"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        assert self.grid.block is not None
+        count = blocks_of((rows, columns), self.grid.block)
+        return {self.scales: Part(count, STORED_FLOATS), "weight": Part((rows, columns), (self.grid.storage,))}
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        return {self.scales: quantized.scale, "weight": quantized.codes}
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        check_finite(parts, self.scales)
+        super().check(parts, rows, columns)
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Codes":
+        return self.term(Quantized(parts["weight"], parts[self.scales], None, self.grid))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineGrained(Float8Blocks):
+    """The same under the names of transformers' `fp8`."""
+
+    kind: ClassVar[str] = "fp8"
+    layout: ClassVar[Layout | None] = None
+    scales: ClassVar[str] = "weight_scale_inv"
+
+
+@dataclass(frozen=True)
+class Codes(Term):
+    """A quantized matrix that is stored in a format."""
+
+    quantized: Quantized
+    format: CodesFormat
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.quantized.codes.shape
+        return rows, columns
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.quantized.dequantize(dtype)
+
+    def parts(self) -> dict[str, Tensor]:
+        return self.format.tensors(self.quantized)
+
+    def rows(self, part: slice) -> "Codes":
+        return Codes(self.quantized.rows(part), self.format)
+
+    @classmethod
+    def stacked(cls, terms: Sequence["Codes"]) -> "Codes":
+        return cls(Quantized.stacked([term.quantized for term in terms]), terms[0].format)
+
+
+def _by_row(quantized: Quantized) -> Tensor:
+    """The scales, [N, G]: of one scale, once per row."""
+    one = quantized.scale.shape[0] == 1
+    return quantized.scale.expand(quantized.codes.shape[0], -1) if one else quantized.scale

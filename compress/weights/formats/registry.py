@@ -1,0 +1,73 @@
+"""The formats of terms, by the name that they have on disk. A new one is a file beside this one and a line here.
+
+Somebody else's is a line of its own, `FORMATS[LowRank.kind] = LowRank`, in the module that has it: it is known once
+that module is imported.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from compress.errors import CheckpointError, CompressError, InputError
+from compress.system.schema import fits
+from compress.weights.formats.codes import FineGrained, Float8Blocks, Float8Rows, Int8Rows, Int8Table, Packed
+from compress.weights.formats.columns import BinaryColumns
+from compress.weights.formats.dense import Dense
+from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.sparse import SparseRows
+from compress.weights.formats.sparse24 import PackedSparse24, Sparse24
+from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.tiles import Tiles
+from compress.weights.terms import Format
+
+FORMATS: dict[str, type[Format]] = {
+    f.kind: f
+    for f in (
+        *(Packed, Int8Rows, Int8Table, Float8Rows, Float8Blocks, FineGrained, Ternary, Binary, BinaryColumns),
+        *(Dense, SparseRows, Sparse24, PackedSparse24, Tiles, LowRank),
+    )
+}
+OURS = frozenset(FORMATS)
+
+
+def read_format(entry: Mapping[str, Any], where: object) -> Format:
+    """The format of a JSON entry. Raises CheckpointError, naming `where`, for one that is not known or does not hold
+    what it must."""
+    kind = FORMATS.get(str(entry.get("kind")))
+    if kind is None:
+        known = ", ".join(FORMATS)
+        raise CheckpointError(f"{where} holds the format {entry.get('kind')!r}; known: {known}")
+    fields = {key: value for key, value in entry.items() if key != "kind"}
+    fits(fields, kind, where)
+    return kind.from_entry(fields)
+
+
+def import_plugin(module: str) -> None:
+    """Import a module that has formats of its own. Raises InputError where that fails."""
+    try:
+        import_module(module)
+    except Exception as error:  # noqa: BLE001 - importing runs the module, which may raise anything
+        raise InputError(
+            f"plugin {module!r} cannot be imported ({type(error).__name__}: {error}); give a module that is on "
+            "PYTHONPATH"
+        ) from None
+
+
+def folder_of(module: str) -> str:
+    """The folder from which a module that is imported can be imported again."""
+    file = Path(sys.modules[module].__file__ or "").resolve()
+    above = module.count(".") + (file.name == "__init__.py")
+    return str(file.parents[above])
+
+
+def check_importable(formats: Iterable[Format]) -> None:
+    """Raises CompressError for a format whose checkpoints nobody could read: its class is in no module."""
+    for format_ in formats:
+        module = type(format_).__module__
+        if module == "__main__":
+            raise CompressError(
+                f"the format {format_.kind!r} is defined in a script or a notebook, from which nobody who reads the "
+                "checkpoint can import it; put it into a module"
+            )

@@ -1,0 +1,184 @@
+"""2:4 weights: of every four consecutive inputs (a quad) at most two are not zero, and only two are stored.
+
+N outputs, K inputs, G groups, n bits. H = K / 2. Layouts are those of `kernels.layouts.pairs24`:
+
+    Sparse24         value               model dtype [N, H]          what is kept of each quad, in order
+                     position            int32 [N, ceil(H 2 / 32)]   where in its quad, 0 to 3, rising; two bits each
+    PackedSparse24   weight_packed       int32 [N, ceil(H n / 32)]   the codes that are kept, as a bit stream
+                     position            as above
+                     weight_scale        model dtype [N, G]
+                     weight_zero_point   int32 [ceil(N n / 32), G]   asymmetric only, packed along N
+
+Bits per weight: 16 / 2 + 1 = 9 of 16-bit numbers; n / 2 + 1 + 16 / g of symmetric codes in groups of g, 3.125 for 4
+bits and 128. A pruned code is its group's zero point, so that it stands for exactly 0. A quad of fewer than two kept
+weights has its first pruned ones beside them: the same weight is always the same bits, but for the sign of a zero.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.errors import CheckpointError, InputError
+from compress.kernels.layouts.pairs24 import (
+    pack_positions,
+    position_words,
+    positions_of,
+    spread,
+    take,
+    unpack_positions,
+)
+from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
+from compress.kernels.layouts.words24 import KEPT, QUAD
+from compress.weights.formats.codes import Codes, CodesFormat, Packed, packed_zeros
+from compress.weights.formats.dense import Dense
+from compress.weights.grid import Grid, Quantized
+from compress.weights.terms import FLOATS, Format, Part, Summand, Term
+
+# What this is called where a person chooses it.
+TWO_OF_FOUR = "2:4"
+
+
+def half(columns: int) -> int:
+    """What is kept of a row."""
+    return columns * KEPT // QUAD
+
+
+def quads_problem(columns: int) -> str | None:
+    """Why rows of so many inputs have no quads."""
+    return f"has {columns} inputs, which are not whole groups of {QUAD}" if columns % QUAD else None
+
+
+def check_positions(words: Tensor, columns: int) -> None:
+    """Raises CheckpointError for positions of a quad that do not rise."""
+    position = unpack_positions(words, columns).view(len(words), -1, KEPT)
+    wrong = (position[..., 1] <= position[..., 0]).nonzero()
+    if len(wrong):
+        row, quad = wrong[0].tolist()
+        first = QUAD * quad
+        raise CheckpointError(
+            f"position holds {position[row, quad].tolist()} for inputs {first} to {first + QUAD - 1} of row {row}; of "
+            f"two kept weights the second stands behind the first ({len(wrong)} such places)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse24(Format):
+    """Numbers, two of four of which are kept."""
+
+    kind: ClassVar[str] = "sparse-24"
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        return {
+            "value": Part((rows, half(columns)), FLOATS, by_row=True),
+            "position": Part((rows, position_words(columns)), (torch.int32,), by_row=True),
+        }
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        return quads_problem(columns)
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        super().check(parts, rows, columns)
+        check_positions(parts["position"], columns)
+
+    def values(self, parts: Mapping[str, Tensor]) -> Tensor:
+        value = parts["value"]
+        return spread(value, unpack_positions(parts["position"], value.shape[1] * QUAD // KEPT))
+
+    def words(self, inputs: Grid | None) -> str:
+        return "2:4"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSparse24(CodesFormat):
+    """Codes of 2 to 8 bits, two of four of which are kept."""
+
+    kind: ClassVar[str] = "pack-sparse-24"
+
+    def __post_init__(self) -> None:
+        if self.grid.type != "int" or not self.grid.signed:
+            raise InputError("2:4 codes are signed integers: floats and signs have no zero point to prune to")
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        packed = Packed(grid=self.grid).parts(rows, columns)
+        return {
+            **packed,
+            "weight_packed": Part((rows, words_of(half(columns), self.grid.bits)), (torch.int32,)),
+            "position": Part((rows, position_words(columns)), (torch.int32,)),
+        }
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        group = self.grid.group_size
+        if group is not None and group % QUAD:
+            return f"has groups of {group} inputs, which are not whole groups of {QUAD}"
+        return quads_problem(columns) or super().problem(rows, columns)
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        super().check(parts, rows, columns)
+        check_positions(parts["position"], columns)
+
+    def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
+        codes, zero = quantized.codes, zeros_of(quantized)
+        position = positions_of(codes != zero)
+        packed = Packed(grid=self.grid).tensors(quantized)
+        kept = pack_rows(take(codes, position), self.grid.bits)
+        return {**packed, "weight_packed": kept, "position": pack_positions(position)}
+
+    def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Codes:
+        position = unpack_positions(parts["position"], columns)
+        kept = unpack_rows(parts["weight_packed"], self.grid.bits, half(columns))
+        zero_point = packed_zeros(parts, self.grid, rows)
+        codes = kept.new_zeros(rows, columns)
+        found = Quantized(codes, parts["weight_scale"], zero_point, self.grid)
+        return self.term(Quantized(spread(kept, position, zeros_of(found)), found.scale, zero_point, self.grid))
+
+    def words(self, inputs: Grid | None) -> str:
+        return f"{super().words(inputs)} 2:4"
+
+
+def zeros_of(quantized: Quantized) -> Tensor:
+    """[N, K] the code of each place that stands for 0."""
+    rows, columns = quantized.codes.shape
+    if quantized.zero_point is None:
+        return quantized.codes.new_zeros(1, 1).expand(rows, columns)
+    zero = quantized.zero_point.expand(rows, -1)
+    return zero.repeat_interleave(columns // zero.shape[1], 1)
+
+
+def is_halved(weight_NK: Tensor) -> bool:
+    """True for a weight that is 2:4 as it is."""
+    columns = weight_NK.shape[1]
+    if quads_problem(columns) is not None:
+        return False
+    return bool((weight_NK.reshape(-1, QUAD) != 0).sum(1).le(KEPT).all())
+
+
+def sparse24(summand: Summand) -> Term:
+    """A dense term, or codes with zeros, as the 2:4 term of exactly the same values; one that is 2:4, as it is.
+
+    Raises InputError, one line without the layer's name, where there is none: the weight is not 2:4, or no such format
+    holds it.
+    """
+    if isinstance(summand, Term) and isinstance(summand.format, Sparse24 | PackedSparse24):
+        return summand
+    quantized = summand.quantized if isinstance(summand, Codes) else summand
+    rows, columns = quantized.codes.shape if isinstance(quantized, Quantized) else quantized.shape
+    if isinstance(quantized, Quantized):
+        format_ = PackedSparse24(grid=quantized.grid)
+        _check_size(format_, rows, columns)
+        positions_of(quantized.codes != zeros_of(quantized))
+        return format_.term(quantized)
+    if not isinstance(quantized.format, Dense):
+        raise InputError(f"stored as {quantized.format.kind}, which has no 2:4 form")
+    weight = quantized.dequantize()
+    _check_size(Sparse24(), rows, columns)
+    position = positions_of(weight != 0)
+    return Sparse24().read({"value": take(weight, position), "position": pack_positions(position)}, rows, columns)
+
+
+def _check_size(format_: Format, rows: int, columns: int) -> None:
+    problem = format_.problem(rows, columns)
+    if problem is not None:
+        raise InputError(problem)

@@ -1,0 +1,131 @@
+"""What the bytes of a checkpoint are: codes, scales, embeddings and so on, down to the headers of its files.
+
+Counted from the headers and the lengths of the files, nothing else: the components add up to the bytes on disk exactly.
+A tensor belongs to one component: an embedding or head to that, whatever it is stored as; a part of a compressed layer
+to what the part is; any other to the dense weights, if it has two dimensions or more, or to norms and the rest.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from compress.checkpoint.read.pretrained import empty_model
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import StoredLayer, stored_in
+from compress.errors import CheckpointError, InputError
+from compress.evaluation.cost.size import measure_size, tensor_sizes
+from compress.evaluation.document import Component, SizeResult
+from compress.weights.formats.codes import CodesFormat
+from compress.weights.formats.columns import BinaryColumns
+from compress.weights.formats.dense import Dense
+from compress.weights.formats.lowrank import LowRank
+from compress.weights.formats.sparse import SparseRows
+from compress.weights.formats.sparse24 import Sparse24
+from compress.weights.formats.ternary import Binary, Ternary
+from compress.weights.formats.tiles import Tiles
+from compress.weights.terms import Format, named
+
+CODES, SCALES, ZEROS = "codes", "scales", "zero points"
+VALUES, INDICES, MASKS = "outliers: values", "outliers: places", "masks and shapes"
+FACTORS, SURVIVORS, RANGES = "low-rank factors", "survivors of 2:4", "ranges of inputs and outputs"
+TABLES, DENSE, CACHE = "embeddings and head", "dense weights", "scales of the key-value cache"
+OTHERS, HEADERS = "norms, biases and other", "file headers"
+ORDER = (
+    *(CODES, SCALES, ZEROS, VALUES, INDICES, MASKS, SURVIVORS, FACTORS, RANGES),
+    *(DENSE, TABLES, CACHE, OTHERS, HEADERS),
+)
+# Of a term, by its format: what its parts are, by their names. A format that is not here is counted under its own kind.
+PARTS: Mapping[type[Format], Mapping[str, str]] = {
+    SparseRows: {"value": VALUES, "column": INDICES, "row_count": INDICES},
+    Sparse24: {"value": SURVIVORS, "position": MASKS},
+    LowRank: {"left": FACTORS, "right": FACTORS, "scale": FACTORS},
+    Tiles: {"weight_packed": CODES, "scale_packed": SCALES, "zero_packed": ZEROS, "ranges": SCALES},
+    BinaryColumns: {"column": INDICES, "weight_packed": CODES, "weight_scale": SCALES},
+    Dense: {"weight": DENSE},
+}
+FEW_LEVELS: Mapping[type[Format], float] = {Ternary: math.log2(3), Binary: 1.0}  # bits of a code
+CODED = {
+    "weight": CODES,
+    "weight_packed": CODES,
+    "weight_scale": SCALES,
+    "weight_scale_inv": SCALES,
+    "weight_zero_point": ZEROS,
+    "position": MASKS,
+}
+
+
+def part_kinds(stored: StoredLayer) -> dict[str, str]:
+    """{part: component} of a compressed layer's tensors, by the names that they have in the layer."""
+    found = {}
+    for index, term in enumerate(stored.scheme.terms):
+        known = PARTS.get(type(term), CODED if isinstance(term, CodesFormat) else {})
+        for name, full in named(index, {part: part for part in term.parts(*stored.shape)}).items():
+            found[name] = known.get(full, f"{term.kind}: {full}")
+    return {part: found.get(part, MASKS if part == "weight_shape" else RANGES) for part in stored.parts}
+
+
+def tables_of(source: Source) -> set[str]:
+    """Names of the embeddings and of the output head; none where transformers makes no model of it."""
+    try:
+        model: Any = empty_model(source)
+    except (InputError, CheckpointError):
+        return set()
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return names | {name for name, module in model.named_modules() if head is not None and module is head}
+
+
+def components(source: Source) -> list[Component]:
+    """Bytes by component, in a fixed order, those that there are; their sum is that of the weight files."""
+    stored, tables = stored_in(source), tables_of(source)
+    kinds = {
+        stored_layer.parts[part]: TABLES if name in tables else kind
+        for name, stored_layer in stored.layers.items()
+        for part, kind in part_kinds(stored_layer).items()
+    }
+    if stored.caches is not None:
+        kinds |= dict.fromkeys((t for each in stored.caches.scales.values() for t, _ in each.values()), CACHE)
+    found: dict[str, int] = {}
+    for tensor in tensor_sizes(source):
+        if tensor.name.rpartition(".")[0] in tables:
+            kind = TABLES
+        else:
+            kind = kinds.get(tensor.name) or (DENSE if len(tensor.shape) > 1 else OTHERS)
+        found[kind] = found.get(kind, 0) + tensor.bytes
+    found[HEADERS] = sum(path.stat().st_size for path in set(source.weights.values())) - sum(found.values())
+    rank = {kind: i for i, kind in enumerate(ORDER)}
+    return [
+        Component(kind, found[kind]) for kind in sorted(found, key=lambda kind: rank.get(kind, ORDER.index(RANGES)))
+    ]
+
+
+def nominal_bits(source: Source) -> float | None:
+    """Bits of a code, over the weights of all compressed layers; None where a layer is not codes on a grid, or not of
+    codes alone."""
+    layers = [stored for stored in stored_in(source).layers.values() if stored.shares is None]
+    weights, bits = 0, 0.0
+    for stored in layers:
+        codes = stored.scheme.codes
+        if codes is None:
+            return None
+        rows, columns = stored.shape
+        weights += rows * columns
+        bits += rows * columns * FEW_LEVELS.get(type(codes), codes.grid.bits)
+    return bits / weights if weights else None
+
+
+def size_result(source: Source) -> SizeResult:
+    """The size of a checkpoint as an evaluation has it, without the memory that loading it takes."""
+    size = measure_size(source)
+    return SizeResult(
+        bytes=size.bytes,
+        components=components(source),
+        parameters=size.parameters,
+        compressed_parameters=size.compressed_weights,
+        bits_per_weight=size.bits_per_weight,
+        bits_per_parameter=size.bits_per_parameter,
+        nominal_bits_per_weight=nominal_bits(source),
+        cache=size.cache,
+    )

@@ -1,0 +1,78 @@
+"""Which kernel every compressed layer of a checkpoint gets on a device, without loading a weight."""
+
+from dataclasses import dataclass
+
+import torch
+
+from compress.checkpoint.read.pretrained import embeddings_of, read_config
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.read.stored import stored_in
+from compress.errors import InputError
+from compress.kernels.cpu import build as cpu
+from compress.runtime.layers.linear import run_of
+
+TOKENS = (1, 16, 512)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A layer: shape (N, K), {tokens: kernel}, why none of them is a faster one (empty: it is the fastest), and why
+    `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
+
+    name: str
+    shape: tuple[int, int]
+    scheme: str
+    kernels: dict[int, str]
+    why_not: tuple[str, ...]
+    why_not_batch_invariant: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LibraryRow:
+    """A library of compiled loops: what it is for, the instructions that it uses (None: it is not there), and why it is
+    not there."""
+
+    about: str
+    instructions: str | None
+    why_not: tuple[str, ...]
+
+
+def library_rows(device: torch.device) -> list[LibraryRow]:
+    """The compiled loops of this machine, for a CPU; built where they are not there yet."""
+    if device.type != "cpu":
+        return []
+    rows = []
+    for name, made in cpu.LIBRARIES.items():
+        reasons = cpu.why_not() or cpu.why_not(name)
+        rows.append(LibraryRow(made.about, None if reasons else cpu.library().instructions().decode(), reasons))
+    return rows
+
+
+def kernel_rows(
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    tokens: tuple[int, ...] = TOKENS,
+    trust_remote_code: bool = False,
+) -> list[KernelRow]:
+    """One row per compressed layer. dtype: of the arithmetic; the checkpoint's own unless given, float32 on a CPU for
+    `compress generate`. Raises InputError for a checkpoint that holds no compressed layer."""
+    source = find_source(model, trust_remote_code)
+    layers = stored_in(source).layers
+    if not layers:
+        raise InputError(f"{source.name} is not compressed: torch multiplies its weights as they are")
+    embeddings = embeddings_of(source)
+    found = dtype or getattr(read_config(source), "dtype", None) or torch.float32
+    rows = []
+    for name, stored in layers.items():
+        scheme, (N, K) = stored.scheme, stored.shape
+        if name in embeddings:
+            rows.append(KernelRow(name, (N, K), str(scheme), dict.fromkeys(tokens, "rows looked up"), ()))
+            continue
+        layer = run_of(scheme)
+        routes = {M: layer.route(scheme, M, stored.shape, found, device) for M in tokens}
+        reasons = dict.fromkeys(reason for route in routes.values() for reason in route.why_not)
+        varying = layer.why_not_batch_invariant(scheme, K, found, device)
+        kernels = {M: route.kernel for M, route in routes.items()}
+        rows.append(KernelRow(name, (N, K), str(scheme), kernels, tuple(reasons), tuple(varying)))
+    return rows

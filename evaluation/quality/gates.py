@@ -1,0 +1,171 @@
+"""Gates: `kl_mean > 0.05` fails an evaluation of which that is true.
+
+    gate     FIGURE (> | >= | < | <=) LIMIT
+    FIGURE   a figure of `statistics`, on whichever held-out text meets the condition; gap.FIGURE (`Evaluation.gap`);
+             a figure of `encoders` or `classifiers`; bytes, bits_per_weight, bits_per_parameter;
+             tasks.NAME.FIGURE, of `OF_TASKS`: a number of that task, or with * for NAME of whichever task
+    LIMIT    NUMBER, noise or NUMBER * noise: the noise floor of the same figure on the same text
+
+`tasks.*.interval_high < 0` fails what is worse than the original beyond chance, `kl_mean > 10 * noise` what is further
+from it than ten times its own rounding. A figure that was not measured, or is no number, fails its gate: nothing that
+was asked for is let through unseen.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from compress.errors import InputError, one_of
+from compress.evaluation.document import Evaluation, Figure, TaskResult
+from compress.evaluation.quality.classifiers import NAMES as CLASSES
+from compress.evaluation.quality.encoders import NAMES as EMBEDDINGS
+from compress.evaluation.quality.statistics import NAMES
+from compress.evaluation.quality.texts import COMPARED
+
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+SIZES = ("bytes", "bits_per_weight", "bits_per_parameter")
+GAPS = tuple(f"gap.{name}" for name in COMPARED)
+WRITTEN = re.compile(r"\s*(.*?)\s*([<>]=?)\s*(.*?)\s*")
+OF_NOISE = re.compile(r"(?:(\S+)\s*\*\s*)?noise")
+OF_A_TASK = re.compile(r"tasks\.(.+)\.(\w+)")
+ANY = "*"
+# What a gate calls the numbers of a task.
+OF_TASKS: dict[str, Callable[[TaskResult], Figure | float | None]] = {
+    "accuracy": lambda task: task.accuracy,
+    "difference": lambda task: task.difference,
+    "interval_low": lambda task: None if task.interval is None else task.interval[0],
+    "interval_high": lambda task: None if task.interval is None else task.interval[1],
+    "gained": lambda task: task.gained,
+    "lost": lambda task: task.lost,
+    "p_value": lambda task: task.p_value,
+    "p_adjusted": lambda task: task.p_adjusted,
+    "accuracy_norm": lambda task: task.accuracy_norm,
+    "difference_norm": lambda task: task.difference_norm,
+    "perplexity": lambda task: task.perplexity,
+    "log_perplexity_ratio": lambda task: task.log_perplexity_ratio,
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """text: as it was written, which is its name. of_noise: whether the limit is that many times the noise floor."""
+
+    text: str
+    figure: str
+    comparison: str
+    limit: float
+    of_noise: bool = False
+
+    def broken(self, found: Evaluation) -> str | None:
+        """Why an evaluation fails it, in a few words; None where it does not."""
+        seen = False
+        for value, floor, where in _values(found, self.figure):
+            seen = True
+            if value is None:
+                return f"{self.figure} was not measured{where}: {_why_not(found, self.figure)}"
+            if self.of_noise and floor is None:
+                return f"the noise floor of {self.figure} was not measured{where}: {_no_floor(found)}"
+            limit = self.limit * floor if self.of_noise and floor is not None else self.limit
+            if math.isnan(value) or math.isnan(limit):
+                return f"{self.figure} is not a number{where}"
+            if COMPARISONS[self.comparison](value, limit):
+                beside = f", the noise floor {floor:.6g}" if self.of_noise else ""
+                return f"{self.figure} is {value:.6g}{where}{beside}"
+        return None if seen else f"{self.figure} was not measured: {_why_not(found, self.figure)}"
+
+
+def parse_gate(text: str) -> Gate:
+    """A gate as it is written. Raises InputError for one that is none, or of a figure that nobody knows."""
+    match = WRITTEN.fullmatch(text)
+    noise = OF_NOISE.fullmatch(match[3]) if match else None
+    limit = _number((noise[1] or "1") if noise else match[3]) if match else None
+    if match is None or limit is None or not match[1]:
+        raise InputError(
+            f"gate {text!r}; write a figure, one of {', '.join(COMPARISONS)} and a number, like 'kl_mean > 0.05', or a "
+            "number of noise floors, like 'kl_mean > 10 * noise'"
+        )
+    task = OF_A_TASK.fullmatch(match[1])
+    if task is None:
+        one_of("figure", match[1], (*NAMES, *EMBEDDINGS, *CLASSES, *SIZES, *GAPS))
+    else:
+        one_of("figure of a task", task[2], OF_TASKS)
+    if noise and match[1] not in NAMES:
+        raise InputError(f"gate {text!r}; the noise floor has the figures of a text, {match[1]} is none of them")
+    return Gate(text.strip(), match[1], match[2], limit, noise is not None)
+
+
+def broken_gates(found: Evaluation, gates: Sequence[Gate]) -> list[str]:
+    """What to say about the gates that an evaluation fails."""
+    reasons = ((gate, gate.broken(found)) for gate in gates)
+    return [f"gate {gate.text!r} failed: {reason}" for gate, reason in reasons if reason is not None]
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _values(found: Evaluation, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
+    """What was measured of a figure, its noise floor where there is one, and on what. None: it was to be there."""
+    if figure in SIZES:
+        if found.size is not None:
+            yield float(getattr(found.size, figure)), None, ""
+        return
+    if figure in GAPS:
+        measured = found.gap.get(figure.removeprefix("gap."))
+        if measured is not None:
+            yield measured.value, None, ""
+        return
+    if match := OF_A_TASK.fullmatch(figure):
+        yield from _of_tasks(found, match[1], match[2])
+        return
+    for text in found.texts:
+        if text.role == "held-out" and figure in text.figures:
+            floor = (text.noise or {}).get(figure)
+            yield text.figures[figure].value, None if floor is None else floor.value, f" on {text.name}"
+    others = [(each.figures, each.name) for each in found.embeddings]
+    others += [(each.figures, each.name) for each in found.classifications]
+    for figures, name in others:
+        if figure in figures:
+            yield figures[figure].value, None, f" on {name}"
+
+
+def _of_tasks(found: Evaluation, name: str, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
+    """A number of the task of a name, or of all."""
+    for task in found.tasks:
+        if name in (ANY, task.name):
+            value = OF_TASKS[figure](task)
+            yield value.value if isinstance(value, Figure) else value, None, f" on {task.name}" if name == ANY else ""
+
+
+def _no_floor(found: Evaluation) -> str:
+    return found.missing.get("noise", "it was not asked for (--noise-floor)")
+
+
+def _why_not(found: Evaluation, figure: str) -> str:
+    if figure in SIZES:
+        return found.missing.get("size", "there is no size")
+    if match := OF_A_TASK.fullmatch(figure):
+        names = [task.name for task in found.tasks]
+        if match[1] not in (ANY, *names):
+            return f"no task is called {match[1]!r}; there are {', '.join(names)}" if names else "no task was given"
+        return found.missing.get("reference", f"the task has no {match[2]}") if names else "no task was given"
+    if figure in GAPS and all(text.role == "held-out" for text in found.texts):
+        return "no calibration text was given"
+    if figure in EMBEDDINGS and not found.embeddings:
+        return "no pairs of sentences were given"
+    if figure in CLASSES and not found.classifications:
+        return "no labelled inputs were given"
+    if figure in NAMES and not found.texts:
+        return "no text was given"
+    return found.missing.get("reference", "it is not defined on this text")

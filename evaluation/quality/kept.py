@@ -1,0 +1,187 @@
+"""What the reference says of a text, asked once: its last hidden states, kept in a file, from which its head makes the
+same logits again.
+
+Hidden states are a row of D numbers a token where log-probabilities are V: 50 times fewer of Llama's. They are kept as
+they came, so the logits are those of the reference bit for bit, multiplied in chunks of the same size. A text of N
+predicted tokens has two files in the cache directory (`compress.kernels.cache`), under `references`:
+
+    KEY.states   [N, D] in the dtype of the arithmetic, no header
+    KEY.json     {"format", "shape", "dtype", "sha256"}; written last: without it, the states are not there
+
+KEY is a hash of what the states depend on: the weights and the configuration (`Source.fingerprint`, which reads samples
+of the weight files), the dtype and the kind of device, the token ids and windows, the versions of torch and
+transformers. Files that are damaged are made anew, with a note. Deleting the folder deletes nothing that cannot be made
+again.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compress.checkpoint.files import fingerprint, write_json
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.scratch import Scratch
+from compress.errors import CheckpointError
+from compress.evaluation.quality.predictor import Predictor, Says, logits_by
+from compress.evaluation.quality.windows import Batch, Windows
+from compress.kernels.cache import cache_directory
+from compress.system.reading import parse_json, special
+from compress.system.schema import fits
+from compress.train.objective.heads import OutputHead
+
+FORMAT = 1
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+READ_BYTES = 2**24
+Note = Callable[[str], None]
+
+
+class About(TypedDict):
+    """KEY.json."""
+
+    format: int
+    shape: tuple[int, int]
+    dtype: str
+    sha256: str
+
+
+def folder() -> Path:
+    """Where all of it lies."""
+    return cache_directory() / "references"
+
+
+def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
+    """KEY.json of what this model says of these windows."""
+    parameter = next(asked.network.parameters())
+    key = {
+        "model": source.fingerprint(),
+        "dtype": str(parameter.dtype),
+        "device": parameter.device.type,
+        "text": windows.sha256(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "format": FORMAT,
+    }
+    return folder() / f"{fingerprint(key)}.json"
+
+
+class Kept:
+    """Says what was kept. Raises CheckpointError where that is damaged."""
+
+    def __init__(self, place: Path, windows: Windows, head: OutputHead) -> None:
+        about: About = parse_json(place)
+        fits(about, About, place)
+        dtype = DTYPES.get(about["dtype"])
+        states = place.with_suffix(".states")
+        if dtype is None or special(states) is not None or not states.exists():
+            raise CheckpointError(f"{states} is not there, or not what {place} says")
+        tokens, width = about["shape"]
+        size = tokens * width * dtype.itemsize
+        if about["format"] != FORMAT or tokens != windows.predicted or states.stat().st_size != size:
+            raise CheckpointError(f"{states} is not as long as {place} says")
+        if _sha256(states) != about["sha256"]:
+            raise CheckpointError(f"{states} is not what was written")
+        self.bytes = np.memmap(states, np.uint8, "r", shape=(tokens, width * dtype.itemsize))
+        self.dtype, self.head = dtype, head
+
+    def states(self, batch: Batch) -> Tensor:
+        """[P, D] of the tokens of a batch."""
+        count = int(batch.scored_BL.sum())
+        return torch.from_numpy(np.array(self.bytes[batch.first : batch.first + count])).view(self.dtype)
+
+    @torch.no_grad()
+    def logits(self, states_CD: Tensor) -> Tensor:
+        """[C, V] by the reference's head."""
+        return logits_by(self.head, states_CD)
+
+
+def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | None:
+    """What is kept of a reference, None where nothing is, or nothing that can be used."""
+    if not place.exists():
+        return None
+    try:
+        return Kept(place, windows, head)
+    except (CheckpointError, OSError) as error:
+        note(f"what was kept of the reference is damaged and made anew ({error})")
+        return None
+
+
+class Keeping:
+    """Says what a model says, and writes it down. A disk that takes no more is noted, and ends the writing only."""
+
+    def __init__(self, asked: Predictor, place: Path, note: Note) -> None:
+        self.asked, self.place, self.note = asked, place, note
+        self.scratch: Scratch | None = None
+        self.digest, self.rows, self.width, self.dtype = hashlib.sha256(), 0, 0, ""
+        self.writing = True
+
+    def states(self, batch: Batch) -> Tensor:
+        """As the model gives them."""
+        states = self.asked.states(batch)
+        self.width, self.dtype = states.shape[1], str(states.dtype).removeprefix("torch.")
+        self.writing = self.writing and self.dtype in DTYPES
+        if self.writing:
+            content = states.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+            self.digest.update(content)
+            self.rows += len(states)
+            with self.reported():
+                if self.scratch is None:
+                    self.place.parent.mkdir(parents=True, exist_ok=True)
+                    self.scratch = Scratch(self.place.with_suffix(".states"))
+                self.scratch.file.write(content)
+        return states
+
+    def logits(self, states_CD: Tensor) -> Tensor:
+        """As the model makes them."""
+        return self.asked.logits(states_CD)
+
+    def finish(self) -> None:
+        """What was written gets its names."""
+        if not self.writing or self.scratch is None:
+            return
+        about = {
+            "format": FORMAT,
+            "shape": [self.rows, self.width],
+            "dtype": self.dtype,
+            "sha256": self.digest.hexdigest(),
+        }
+        with self.reported():
+            self.scratch.become()
+            size = self.scratch.path.stat().st_size
+            write_json(self.place, about)
+            self.note(f"what the reference says is kept in {self.place.parent} ({size / 2**20:.1f} MiB)")
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Within, an error of the disk is noted, and nothing more is written."""
+        try:
+            yield
+        except OSError as error:
+            self.writing = False
+            self.note(f"what the reference says is not kept in {self.place.parent}: {error.strerror}")
+
+
+@contextmanager
+def keeping(asked: Predictor, place: Path, note: Note) -> Iterator[Says]:
+    """A model whose states are kept, once all within has succeeded."""
+    says = Keeping(asked, place, note)
+    try:
+        yield says
+        says.finish()
+    finally:
+        if says.scratch is not None:
+            with suppress(OSError):
+                says.scratch.drop()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()

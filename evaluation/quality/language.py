@@ -1,0 +1,60 @@
+"""Language models that are to be measured: opened, checked, and loaded as dense weights where that is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.read.pretrained import read_config, tokenizer_of
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.read.stored import stored_in
+from compress.errors import InputError
+from compress.runtime.load.loading import load_source
+
+Model = nn.Module | Source
+
+
+def opened(model: nn.Module | str | Path, trusted: bool) -> Model:
+    """A model in memory, or a checkpoint, opened once for all that is asked of it."""
+    return model if isinstance(model, nn.Module) else find_source(str(model), trusted)
+
+
+def config_of(model: Model) -> Any:
+    """The configuration, without loading weights. Raises InputError where it has no vocabulary."""
+    config: Any = read_config(model) if isinstance(model, Source) else getattr(model, "config", None)
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise InputError(f"{type(config or model).__name__} has no vocabulary; perplexity and KL need a language model")
+    return config
+
+
+def first_tokenizer(*models: Model | None) -> Any:
+    """The tokenizer of the first of them that was given by name. Raises InputError where none was."""
+    return tokenizer_of(next((model for model in models if isinstance(model, Source)), None))
+
+
+def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """A network. Of a checkpoint with dense weights, exactly what the codes stand for, unless inputs are quantized too:
+    only codes can show that. One in memory is taken as it is."""
+    if not isinstance(model, Source):
+        return model
+    layers = stored_in(model).layers
+    weights_only = all(stored.scheme.inputs is None for stored in layers.values())
+    return load_source(model, dtype, device, dequantize=bool(layers) and weights_only)
+
+
+def loaded(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """A network that predicts the next token. Raises InputError for one that predicts none."""
+    network = dense(model, dtype, device)
+    if not hasattr(network, "generate") or network.get_output_embeddings() is None:
+        raise InputError(f"{type(network).__name__} predicts no next token; perplexity and KL need a language model")
+    return network
+
+
+def check_vocabulary(config: Any, original: Any) -> None:
+    """Refuse a reference that predicts other tokens."""
+    if original.vocab_size != config.vocab_size:
+        raise InputError(
+            f"the reference has a vocabulary of {original.vocab_size}, the model of {config.vocab_size}; KL needs the "
+            "same one"
+        )

@@ -1,0 +1,42 @@
+"""The noise floor: what the rounding of the original's own arithmetic costs, on the scale of the figures of a model.
+
+A checkpoint of bfloat16 or float16 is run in that dtype by whoever uses it, and every product, norm and softmax is then
+rounded to 8 or 11 bits. Its figures against itself in float32, the same weights without that rounding, on the same
+windows, are the floor: a compressed model whose KL is near it is as close to the original as the original is to itself.
+They are measured as a model's are, by `measure`, and have the same names.
+
+A checkpoint of float32 has no such floor: these figures are computed in float32 themselves. Nor has an original in
+memory of float32, of which nothing says what it was stored in.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.checkpoint.read.pretrained import read_config
+from compress.checkpoint.read.source import Source
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def own_dtype(reference: nn.Module | Source) -> torch.dtype | None:
+    """The 16-bit dtype that a reference is stored in; None where it is none."""
+    if isinstance(reference, Source):
+        config: Any = read_config(reference)
+        dtype = getattr(config, "dtype", None)
+    else:
+        dtype = next(reference.parameters()).dtype
+    return dtype if dtype in NARROW else None
+
+
+def why_none(reference: nn.Module | Source) -> str:
+    """Why there is no floor."""
+    where = "is stored" if isinstance(reference, Source) else "in memory is"
+    return f"the reference {where} in float32, as these figures are: its rounding cannot be told from theirs"
+
+
+def exact(reference: nn.Module) -> nn.Module:
+    """A copy of a model in memory that computes in float32."""
+    return copy.deepcopy(reference).float()

@@ -1,0 +1,58 @@
+"""What a model predicts of a text, beside what the original does, on the same windows.
+
+`windows` has the protocol, `statistics` the figures and their errors, `predictor` how logits are made and compared: in
+float32, of which the KL of a token has an error of about 1e-7 nats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from compress.errors import CompressError
+from compress.evaluation.document import Band, Figure, Histogram
+from compress.evaluation.quality.predictor import FORWARD_TOKENS, Says, chunked
+from compress.evaluation.quality.statistics import by_confidence, figures_of, kl_histogram
+from compress.evaluation.quality.windows import Windows
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Figures of one model on some windows, by name (`statistics`); those against a reference are not there where none
+    was given."""
+
+    figures: dict[str, Figure]
+    by_confidence: list[Band] = field(default_factory=list)
+    kl_histogram: Histogram | None = None
+
+
+def measure(
+    model: Says,
+    windows: Windows,
+    vocabulary: int,
+    reference: Says | None = None,
+    step: Callable[[int], None] = lambda windows: None,
+) -> Quality:
+    """Evaluate a model on the windows of a text. step is told, after every batch, how many windows it had.
+
+    Of every token a few numbers are kept, never its distribution. Raises CompressError for logits that are no numbers.
+    """
+    kept: dict[str, list[torch.Tensor]] = {}
+    stretches = []
+    for batch in windows.batches(max(1, FORWARD_TOKENS // windows.length)):
+        for found in chunked(model, reference, batch, vocabulary):
+            for name, values_C in found.items():
+                kept.setdefault(name, []).append(values_C)
+        stretches.append(batch.stretch_P)
+        step(len(batch.ids_BL))
+    tokens = {name: torch.cat(parts).numpy() for name, parts in kept.items()}
+    for name, whose in (("surprisal", "the model"), ("reference_surprisal", "the reference")):
+        if name in tokens and not np.isfinite(tokens[name]).all():
+            raise CompressError(f"{whose} gives logits that are not finite numbers on this text; it is damaged")
+    stretch_N = torch.cat(stretches).numpy()
+    figures = figures_of(tokens, stretch_N)
+    if reference is None:
+        return Quality(figures)
+    bands = by_confidence(tokens["reference_top"], tokens["kl"], stretch_N)
+    return Quality(figures, bands, kl_histogram(tokens["kl"]))

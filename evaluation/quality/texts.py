@@ -1,0 +1,108 @@
+"""The texts that a model is measured on: read, tokenized and cut into windows before any weight is loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from compress.checkpoint.files import checksum
+from compress.checkpoint.shown import shown
+from compress.data.text import (
+    TOKEN_FORMATS,
+    check_context,
+    check_windows,
+    checked_ids,
+    default_length,
+    load_tokens,
+    read_text,
+    tokenized,
+)
+from compress.errors import InputError
+from compress.evaluation.document import Figure, TextResult
+from compress.evaluation.quality.quality import Quality
+from compress.evaluation.quality.windows import Windows, rows_of, strided
+
+Role = Literal["held-out", "calibration"]
+COMPARED = ("perplexity", "log_perplexity_ratio", "kl_mean", "same_top")  # of two texts
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, what it is to the model, and its windows. notes: what the person should know about it."""
+
+    name: str
+    role: Role
+    windows: Windows
+    notes: tuple[str, ...] = ()
+
+    def result(self, found: Quality, noise: dict[str, Figure] | None) -> TextResult:
+        """The figures on it, with what they were measured on."""
+        windows = self.windows
+        return TextResult(
+            name=shown(self.name),
+            sha256=checksum(windows.ids_N),
+            role=self.role,
+            protocol=windows.protocol,
+            windows=len(windows.spans),
+            length=windows.length,
+            stride=windows.stride,
+            tokens=windows.predicted,
+            figures=found.figures,
+            noise=noise,
+            by_confidence=found.by_confidence,
+            kl_histogram=found.kl_histogram,
+        )
+
+
+def load_text(
+    source: str | Tensor,
+    role: Role,
+    tokenizer: Any,
+    config: Any,
+    *,
+    length: int | None,
+    samples: int | None,
+    stride: int | None,
+) -> Text:
+    """A text as `evaluate` takes it. tokenizer: a function that loads one, called for text only. Raises InputError."""
+    if stride is None:
+        tokens = load_tokens(source, tokenizer, config, what=role, length=length, samples=samples)
+        return Text(tokens.source, role, rows_of(tokens.ids), tokens.notes)
+    check_windows(length, samples)
+    if isinstance(source, Tensor) or Path(source).suffix in TOKEN_FORMATS:
+        name = "a token tensor" if isinstance(source, Tensor) else source
+        raise InputError(f"{name} has its windows already, to which stride {stride} does not apply; give text")
+    wanted = length or default_length(config)
+    if not 1 <= stride <= wanted:
+        raise InputError(f"stride {stride}; allowed: 1 to {wanted}, the length of a window")
+    text = read_text(source, role)
+    found = tokenizer()
+    assert isinstance(found, PreTrainedTokenizerBase)
+    ids_N = tokenized(text, found, source)
+    if len(ids_N) < 2:
+        raise InputError(f"{source} has {len(ids_N)} token; at least 2 are needed: give more text")
+    checked_ids(ids_N.unsqueeze(0), source, getattr(config, "vocab_size", None))
+    check_context(source, min(wanted, len(ids_N)), config)
+    return Text(source, role, strided(ids_N, wanted, stride, samples))
+
+
+def gap(texts: list[TextResult]) -> dict[str, Figure]:
+    """Figures of the first held-out text less those of the calibration text; empty where there are not both."""
+    first: dict[str, TextResult] = {}
+    for text in texts:
+        first.setdefault(text.role, text)
+    if len(first) < 2:
+        return {}
+    one, other = first["held-out"].figures, first["calibration"].figures
+    return {name: _difference(one[name], other[name]) for name in COMPARED if name in one and name in other}
+
+
+def _difference(one: Figure, other: Figure) -> Figure:
+    """Of figures of two independent samples."""
+    error, token_error = (
+        None if a is None or b is None else (a * a + b * b) ** 0.5
+        for a, b in ((one.error, other.error), (one.token_error, other.token_error))
+    )
+    return Figure(one.value - other.value, error, token_error)

@@ -1,0 +1,89 @@
+"""A model card: README.md with the front matter that the hub reads, from the same data as the report."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from compress.evaluation.document import Evaluation, TextResult
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Article
+from compress.evaluation.report.markdown import body, plain
+from compress.evaluation.report.verdict import held_out
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
+METRICS = {"perplexity": "perplexity", "kl_mean": "kl_divergence", "same_top": "same_top_token"}
+PIPELINES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
+OPTIONS = ("scheme", "pattern")
+
+
+def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
+    """The whole file. own_words: the checkpoint is one that transformers cannot read, only `compress.load`."""
+    front = yaml.safe_dump(front_matter(article.name, found, own_words), sort_keys=False, allow_unicode=True)
+    lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
+    if found.reference is not None:
+        lines += [
+            f"Compressed from {plain(words.name(found.reference.name))}: {plain(article.recipe) or 'see below'}.",
+            "",
+        ]
+    lines += ["## Use", "", "```python", *_snippet(own_words), "```", ""]
+    return "\n".join([*lines, *body(article, 2)]).rstrip("\n") + "\n"
+
+
+def front_matter(name: str, found: Evaluation, own_words: bool) -> dict[str, Any]:
+    """What the hub reads. The base model is named where its name is one of the hub."""
+    front: dict[str, Any] = {"library_name": "compress" if own_words else "transformers"}
+    base = "" if found.reference is None else found.reference.name
+    if HUB_ID.fullmatch(base):
+        front |= {"base_model": base, "base_model_relation": "quantized"}
+    kind = next((task for end, task in PIPELINES.items() if found.model.architecture.endswith(end)), None)
+    if kind is not None:
+        front["pipeline_tag"] = kind
+    front["tags"] = ["compress", *_tags(found.recipe)]
+    text = held_out(found)
+    if text is not None:
+        front["model-index"] = [{"name": name, "results": _results(found, text, kind)}]
+    return front
+
+
+def _tags(recipe: Mapping[str, Any] | None) -> list[str]:
+    """The methods and the schemes of a recipe."""
+    tags: list[str] = []
+    for step in (recipe or {}).get("passes") or ():
+        for method, options in step.items() if isinstance(step, dict) else ():
+            if method in ("only", "but"):
+                continue
+            told = [options.get(key) for key in OPTIONS] if isinstance(options, dict) else []
+            tags += [words.name(each) for each in (method, *told) if isinstance(each, str) and each]
+    return list(dict.fromkeys(tags))
+
+
+def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict[str, Any]]:
+    """Figures as a model index has them: on the text, and of every task."""
+    metrics = [
+        {"type": kind_of, "value": float(f"{figure.value:.6g}")}
+        for key, kind_of in METRICS.items()
+        if (figure := text.figures.get(key)) is not None and math.isfinite(figure.value)
+    ]
+    task = {"type": kind or "other"}
+    results = [{"task": task, "dataset": {"name": words.name(text.name), "type": "text"}, "metrics": metrics}]
+    for each in found.tasks:
+        accuracy = [{"type": "accuracy", "value": float(f"{each.accuracy.value:.6g}")}]
+        results.append(
+            {"task": task, "dataset": {"name": words.name(each.name), "type": each.kind}, "metrics": accuracy}
+        )
+    return results
+
+
+def _snippet(own_words: bool) -> list[str]:
+    own = ["import compress", "", 'model = compress.load("PATH")  # runs as it is stored, on our kernels']
+    if own_words:
+        return own
+    theirs = [
+        "from transformers import AutoModelForCausalLM",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("PATH")  # with compressed-tensors installed',
+    ]
+    return [*own, "", "# or", *theirs]

@@ -1,0 +1,119 @@
+"""A report of one run or several, as the content that all its forms show."""
+
+from collections.abc import Sequence
+
+from compress.errors import InputError
+from compress.evaluation.report import beside, facts, layers, pareto, quality, sensitivity, words
+from compress.evaluation.report.content import Article, Block, Picture, Report, Section, Table, Words
+from compress.evaluation.report.drawing import alone
+from compress.evaluation.report.runs import Run
+from compress.evaluation.report.verdict import change, held_out, tiles, verdict
+
+
+def compose(runs: Sequence[Run]) -> Report:
+    """The report of these runs, in their order."""
+    first = runs[0].evaluation
+    same = len(runs) > 1 and all(run.evaluation.sensitivity == first.sensitivity for run in runs)
+    articles = [article(run, sensitive=not same) for run in runs]
+    if len(runs) == 1:
+        return Report(title_of(runs[0]), articles[0].verdict, articles)
+    overview, said = compared(runs, [each.recipe for each in articles])
+    of_all = sensitivity.section(first, stored=False) if same else None
+    return Report(f"{len(runs)} runs compared", said, articles, [overview, *([] if of_all is None else [of_all])])
+
+
+def title_of(run: Run) -> str:
+    """What a report of one run is called."""
+    recipe = facts.recipe_words(run.evaluation)
+    return words.name(f"{run.name}: {recipe}" if recipe else run.name)
+
+
+def article(run: Run, sensitive: bool = True) -> Article:
+    """Everything about one run. sensitive: with the sensitivity of its original, which several may have in common."""
+    found = run.evaluation
+    parts: list[Section | None] = [
+        quality.section(found),
+        quality.tasks(found.tasks),
+        facts.size(found),
+        facts.speed(found),
+        None if found.run is None else layers.section(found.run.layers),
+        sensitivity.section(found) if sensitive else None,
+        quality.generations(found.generations),
+        None if found.run is None else facts.left_alone(found.run),
+        None if found.run is None else facts.verification(found.run),
+        facts.missing(found),
+        facts.provenance(found),
+    ]
+    sections = [part for part in parts if part is not None]
+    return Article(words.name(run.name), facts.recipe_words(found), verdict(found), tiles(found), sections)
+
+
+def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]:
+    """All runs beside each other, and in a sentence which of them nothing beats."""
+    key, alike, left = pareto.comparable(runs)
+    by_run = {id(run): recipe for run, recipe in zip(runs, recipes, strict=True)}
+    points = pareto.points_of(alike, key, [by_run[id(run)] for run in alike])
+    best = {id(alike[i]) for i in pareto.front(points)}
+    blocks: list[Block] = []
+    if len(points) > 1:
+        note = "Smaller is to the left, better is below. What another run beats in both is grey; lines: 95 % intervals."
+        blocks.append(Picture("", pareto.drawn(points, key), note))
+    order = sorted(runs, key=lambda run: run.evaluation.bytes or 0)
+    rows = [_row(run, by_run[id(run)], id(run) in best) for run in order]
+    columns = (
+        "run",
+        "weight files",
+        "KL, mean",
+        "perplexity",
+        "change",
+        "same first choice",
+        "bits per weight",
+        "",
+        "recipe",
+    )
+    known = {id(run) for run in alike}
+    faint = frozenset(i for i, run in enumerate(order) if id(run) in known and id(run) not in best)
+    blocks.append(Table(columns, rows, "All runs, smallest first", left=frozenset({7, 8}), faint=faint))
+    blocks += beside.tables(order)
+    blocks += [Words(f"Not compared: {words.clean(each)}.", "warning") for each in left]
+    return Section("Quality against bytes", blocks), _said(points, runs)
+
+
+def _row(run: Run, recipe: str, best: bool) -> tuple[str, ...]:
+    found = run.evaluation
+    text = held_out(found)
+    figures = {} if text is None else text.figures
+    moved = change(found)
+    return (
+        words.name(run.name),
+        words.data(found.bytes),
+        words.with_error(figures.get("kl_mean")),
+        words.number(figures["perplexity"].value) if "perplexity" in figures else words.NOT_MEASURED,
+        words.NONE if moved is None else f"{'+' if moved.value >= 0 else ''}{words.with_error(moved, 100, ' %')}",
+        words.figure_words("same_top", figures.get("same_top")),
+        words.NOT_MEASURED if found.size is None else f"{found.size.bits_per_weight:.2f}",
+        "on the front" if best else "",
+        recipe or words.NONE,
+    )
+
+
+def _said(points: Sequence[pareto.Point], runs: Sequence[Run]) -> str:
+    if not points:
+        return f"None of these {len(runs)} runs can be compared with another."
+    best = [points[i] for i in sorted(pareto.front(points), key=lambda i: points[i].bytes)]
+    names = ", ".join(words.name(point.name) for point in best)
+    said = (
+        f"Of {len(points)} runs that were measured alike, nothing beats {len(best)} in both bytes and quality: {names}."
+    )
+    if len(best) > 1:
+        smallest, closest = (words.data(point.bytes) for point in (best[0], best[-1]))
+        said += f" The smallest takes {smallest}, the closest to the original {closest}."
+    return said
+
+
+def picture(runs: Sequence[Run]) -> str:
+    """Quality against bytes as a file of its own. Raises InputError where there are not two runs to compare."""
+    key, alike, left = pareto.comparable(runs)
+    if len(alike) < 2:
+        raise InputError(f"no two of these runs were measured alike ({'; '.join(left)}); there is nothing to draw")
+    return alone(pareto.drawn(pareto.points_of(alike, key, [facts.recipe_words(run.evaluation) for run in alike]), key))

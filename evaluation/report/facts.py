@@ -1,0 +1,264 @@
+"""What is known of a run beside its quality: size, speed, what was left alone, whether it was verified, where from."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from compress.evaluation.document import Evaluation, Figure, RunResult, SizeResult, SpeedResult, Timing
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Block, Picture, Section, Table, Words
+from compress.evaluation.report.drawing import LETTER, WIDE, hover, inline, label
+
+BAR, GAP = 26.0, 20.0
+FAINTEST = 0.2  # opacity of the last part of a bar
+NAMED_FROM = 0.02  # of a bar, from which a part is in the legend
+CALLED = {"modified": "changed since that commit", "device_type": "kind of device"}
+SHOWN = 6  # names of layers in a row
+
+
+def size(found: Evaluation) -> Section:
+    """Bytes by component, beside the original's."""
+    own, other = found.size, found.reference_size
+    if own is None:
+        why = found.missing.get("size", "the model was in memory")
+        return Section("Size", [Words(f"{words.NOT_MEASURED}: {why}", "warning")])
+    rows = [
+        ("weight files", words.data(own.bytes), _data(other, "bytes")),
+        ("parameters", words.count(own.parameters), _count(other, "parameters")),
+        ("of them compressed", _part(own), words.NONE if other is None else _part(other)),
+        ("bits per compressed weight, measured", _bits(own, "bits_per_weight"), words.NONE),
+        ("bits of a code alone", _bits(own, "nominal_bits_per_weight"), words.NONE),
+        ("bits per parameter, whole model", _bits(own, "bits_per_parameter"), _bits(other, "bits_per_parameter")),
+    ]
+    if own.cache is not None:
+        rows.append(("keys and values", words.clean(own.cache), "as they are"))
+    rows.append(("peak memory to load", words.data(own.peak_load_bytes), _data(other, "peak_load_bytes")))
+    rows.append(("peak memory to run", words.data(own.peak_run_bytes), _data(other, "peak_run_bytes")))
+    blocks: list[Block] = [Table(("", "this model", "original"), rows)]
+    if own.components:
+        blocks += [_bars(own, other), _components(own, other)]
+    return Section("Size", blocks)
+
+
+def _data(found: SizeResult | None, field: str) -> str:
+    return words.NONE if found is None else words.data(getattr(found, field))
+
+
+def _count(found: SizeResult | None, field: str) -> str:
+    return words.NONE if found is None else words.count(getattr(found, field))
+
+
+def _bits(found: SizeResult | None, field: str) -> str:
+    value = None if found is None else getattr(found, field)
+    return words.NONE if value is None else f"{value:.3f}"
+
+
+def _part(found: SizeResult) -> str:
+    """Of the parameters, the compressed ones."""
+    return words.share(found.compressed_parameters / max(1, found.parameters))
+
+
+def _components(own: SizeResult, other: SizeResult | None) -> Table:
+    theirs = {} if other is None else {each.name: each.bytes for each in other.components}
+    names = [*dict.fromkeys([*(each.name for each in own.components), *theirs])]
+    ours = {each.name: each.bytes for each in own.components}
+    rows = [
+        (
+            words.name(name),
+            f"{ours.get(name, 0):,}",
+            words.share(ours.get(name, 0) / max(1, own.bytes)),
+            f"{theirs.get(name, 0):,}" if theirs else words.NONE,
+        )
+        for name in names
+    ]
+    rows.append(("together", f"{own.bytes:,}", "100 %", f"{other.bytes:,}" if other is not None else words.NONE))
+    return Table(("bytes", "this model", "share", "original"), rows, "What the bytes are", folded=True)
+
+
+def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
+    """A bar for each model, as long as it has bytes, cut into components; what they are below, but for the smallest."""
+    models = [("this model", own)] + ([] if other is None or not other.components else [("original", other)])
+    most = max(each.bytes for _, each in models)
+    large = [*dict.fromkeys(p.name for _, each in models for p in each.components if p.bytes > NAMED_FROM * each.bytes)]
+    steps = max(1, len(large) - 1)
+    shades = {name: 1 - (1 - FAINTEST) * i / steps for i, name in enumerate(large)}
+    marks: list[str] = []
+    for i, (called, each) in enumerate(models):
+        top, x = i * (BAR + GAP) + GAP, 0.0
+        marks.append(label(0, top - 6, f"{called}: {words.data(each.bytes)}", style="strong"))
+        for part in each.components:
+            width = (WIDE - 2) * part.bytes / most
+            share = words.share(part.bytes / max(1, each.bytes))
+            said = hover(f"{words.name(part.name)}: {words.data(part.bytes)}, {share}")
+            marks.append(_block(x, top, max(0.5, width - 1), BAR, shades.get(part.name, FAINTEST), said))
+            x += width
+    x, y = 0.0, len(models) * (BAR + GAP) + 14
+    for name, shade in shades.items():
+        width = LETTER * len(name) + 32
+        if x + width > WIDE:
+            x, y = 0.0, y + 18
+        marks += [_block(x, y, 10, 10, shade), label(x + 15, y + 9, words.name(name))]
+        x += width
+    return Picture("Where the bytes are", inline("bytes by component", y + 16, marks))
+
+
+def _block(x: float, y: float, width: float, height: float, shade: float, inside: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.0f}"'
+    return f'<rect {place} class="main" fill-opacity="{shade:.2f}">{inside}</rect>'
+
+
+def speed(found: Evaluation) -> Section:
+    """Tokens a second, and which kernels made them."""
+    measured = found.speed
+    if measured is None:
+        return Section("Speed", [Words(f"{words.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")])
+    threads = f"{measured.threads} thread{'s' if measured.threads > 1 else ''}"
+    where = f"{measured.device}, {threads}, {measured.dtype}"
+    blocks: list[Block] = [Words(words.clean(where), "note"), _timings(measured)]
+    if measured.kernels:
+        rows = [(words.name(kernel), words.count(layers)) for kernel, layers in measured.kernels.items()]
+        blocks.append(Table(("kernel", "layers"), rows))
+    if measured.fallbacks:
+        rows = [(words.clean(reason), words.count(layers)) for reason, layers in measured.fallbacks.items()]
+        blocks.append(Table(("why not a faster kernel", "layers"), rows))
+    return Section("Speed", blocks)
+
+
+def _timings(measured: SpeedResult) -> Table:
+    own, other = measured.model, measured.reference
+    turns = " in turns" if measured.in_turns else ", the original's taken once for the whole sweep,"
+
+    def row(called: str, field: str) -> tuple[str, ...]:
+        figure: Figure = getattr(own, field)
+        if other is None:
+            return called, words.with_error(figure), words.NONE, words.NONE
+        theirs: Figure = getattr(other, field)
+        ratio = f"{figure.value / theirs.value:.2f}" if theirs.value else words.NONE
+        return called, words.with_error(figure), words.with_error(theirs), ratio
+
+    timing: Timing = own
+    return Table(
+        ("", "this model", "original", "ratio"),
+        [
+            row(f"prompt of {timing.prompt_tokens}, tokens/s", "prefill"),
+            row(f"decoding {timing.decoded_tokens}, tokens/s", "decode"),
+            row("first token, ms", "first_token_ms"),
+        ],
+        f"One sequence; the median of rounds{turns} ± half their middle half",
+    )
+
+
+def left_alone(run: RunResult) -> Section | None:
+    """Layers that stay as they were, by reason, and what the run remarked."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in run.left_alone.items():
+        by_reason.setdefault(why, []).append(name)
+    blocks: list[Block] = []
+    if by_reason:
+        rows = []
+        for why, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            rows.append((words.clean(why), ", ".join(map(words.name, names[:SHOWN])) + more, words.count(len(names))))
+        blocks.append(Table(("why", "which", "layers"), rows, names=2))
+    blocks += [Words(words.clean(note), "note") for note in run.notes]
+    return Section("Left alone, and remarks", blocks) if blocks else None
+
+
+def verification(run: RunResult) -> Section:
+    """Whether what lies on disk is what the run decided."""
+    seen = run.verification
+    if seen is None:
+        return Section("Verification", [Words("Not verified: run `compress verify` on the directory.", "warning")])
+    said = [f"{seen.get('layers', 'no')} layers bit for bit as the run decided, in a fresh process."]
+    if seen.get("transformers") == "compared":
+        difference = seen.get("logits_max_difference")
+        said.append(f"transformers loads it ({seen.get('loader')}) with logits that differ by at most {difference}.")
+    else:
+        said.append(f"transformers: {seen.get('transformers')}.")
+    if "cache" in seen:
+        said.append(f"Key-value cache: {seen['cache']}.")
+    return Section("Verification", [Words(words.clean(" ".join(said)))])
+
+
+def missing(found: Evaluation) -> Section | None:
+    """What was not measured, and why."""
+    rows = [(words.name(what), words.clean(why)) for what, why in found.missing.items()]
+    return Section("Not measured", [Table(("what", "why"), rows, names=2)]) if rows else None
+
+
+def provenance(found: Evaluation) -> Section:
+    """Where the model and its figures come from."""
+    rows = [("model", _named(found.model.name, found.model.fingerprint))]
+    rows.append(
+        ("architecture", f"{found.model.architecture}, {found.model.parameters:,} parameters, {found.model.dtype}")
+    )
+    if found.reference is not None:
+        rows.append(("original", _named(found.reference.name, found.reference.fingerprint)))
+    if found.run is not None:
+        rows += [("made by", found.run.command or "not recorded")]
+        if found.run.seconds is not None:
+            rows.append(
+                ("in", f"{found.run.seconds:.1f} s, at most {words.data(found.run.peak_memory_bytes)} of memory")
+            )
+        if found.run.calibration is not None:
+            rows.append(("calibrated on", _pairs(found.run.calibration)))
+    for text in found.texts:
+        rows.append(("evaluated on", f"{text.name}, sha256 of the tokens {text.sha256[:16]}"))
+    clean = [(words.name(key), words.clean(value)) for key, value in rows] + known(found.provenance)
+    blocks: list[Block] = [Table(("", ""), clean, names=2)]
+    if found.recipe is not None:
+        steps = found.recipe.get("passes")
+        told = [(f"step {i}", words.clean(json.dumps(step))) for i, step in enumerate(steps or [found.recipe], 1)]
+        blocks.append(Table(("", "every option"), told, "The recipe, every option spelled out", names=2, folded=True))
+    return Section("Where this comes from", blocks)
+
+
+def known(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Facts as rows of a table, without those of which nothing is known."""
+    return [
+        (words.name(CALLED.get(key, key)), words.clean(said)) for key, value in facts.items() if (said := _said(value))
+    ]
+
+
+def _named(name: str, fingerprint: str | None) -> str:
+    return name if fingerprint is None else f"{name} (sha256 {fingerprint[:16]})"
+
+
+def _said(value: Any) -> str:
+    """A fact in words; nothing for what is not there."""
+    if isinstance(value, Mapping):
+        return _pairs(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else "" if value is None else str(value)
+
+
+def _pairs(value: Mapping[str, Any]) -> str:
+    known = {key: _said(each) for key, each in value.items()}
+    return ", ".join(f"{key} {said[:16] if key == 'sha256' else said}" for key, said in known.items() if said)
+
+
+# Methods that are told for how many steps they train.
+TRAINED = ("train", "reconstruct")
+
+
+def recipe_words(found: Evaluation) -> str:
+    """The steps of a recipe in a line: each method with what it rounds to."""
+    steps = (found.recipe or {}).get("passes")
+    if not isinstance(steps, list) or not steps:
+        return ""
+    return " + ".join(_step(step) for step in steps if isinstance(step, dict) and step)
+
+
+def _step(step: Mapping[str, Any]) -> str:
+    method = next((key for key in step if key not in ("only", "but")), "")
+    options = step[method] if isinstance(step.get(method), dict) else {}
+    zeros = "pattern" if options.get("pattern") else "sparsity"
+    told = [str(options[key]) for key in ("scheme", zeros, "rank") if options.get(key)]
+    told += [f"{options['steps']} steps"] if method in TRAINED and options.get("steps") else []
+    group = options.get("group_size")
+    told += [f"g{group}"] if isinstance(group, int) and group > 0 else []
+    where = " (some layers)" if {"only", "but"} & step.keys() else ""
+    return words.name(" ".join([method, *told]) + where)

@@ -1,0 +1,224 @@
+"""The quality of a run: figures with their intervals, where KL comes from, tasks, and continuations side by side."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from compress.evaluation.document import Band, Evaluation, Figure, Generation, Histogram, TaskResult, TextResult
+from compress.evaluation.quality.statistics import FEW_WINDOWS
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Block, Continuation, Picture, Section, Table, Words
+from compress.evaluation.report.drawing import WIDE, Axis, hover, inline, label, rule, tick
+from compress.evaluation.report.verdict import outcome, points
+
+HEIGHT, LEFT, BOTTOM, TOP = 200.0, 56.0, 38.0, 12.0
+LEAST = 1e-12
+
+
+def section(found: Evaluation) -> Section:
+    """Figures on every text; what is not there is said to be missing."""
+    blocks: list[Block] = []
+    if not found.texts and not found.embeddings and not found.classifications:
+        why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
+        blocks.append(Words(f"{words.NOT_MEASURED}: {why}", "warning"))
+    for text in found.texts:
+        blocks += of_text(text)
+    for pairs in found.embeddings:
+        said = f"{words.count(pairs.pairs)} pairs of {words.count(pairs.sentences)} sentences"
+        blocks.append(_figures(pairs.figures, f"{words.name(pairs.name)}: {said}"))
+    for inputs in found.classifications:
+        said = f"{words.count(inputs.inputs)} inputs of {words.count(inputs.classes)} classes"
+        blocks.append(_figures(inputs.figures, f"{words.name(inputs.name)}: {said}"))
+    gap = calibration_gap(found.texts)
+    if gap is not None:
+        blocks.append(gap)
+    return Section("Quality", blocks)
+
+
+def _figures(found: Mapping[str, Figure], title: str) -> Table:
+    """Figures of encoders and classifiers."""
+    rows = [
+        (words.label_of(key), words.figure_words(key, f), words.figure_interval(key, f)) for key, f in found.items()
+    ]
+    return Table(("figure", "value ± standard error", "95 % interval"), rows, title)
+
+
+def of_text(text: TextResult) -> list[Block]:
+    """The table of a text, and its pictures."""
+    main = [key for key in words.LABELS if key in text.figures]
+    others = [key for key in text.figures if key not in words.LABELS]
+    columns: tuple[str, ...] = ("figure", "value ± standard error", "95 % interval")
+    columns = (*columns, "noise floor") if text.noise is not None else columns
+    title = f"{words.name(text.name)} ({'held out' if text.role == 'held-out' else text.role})"
+    said = (
+        f"{words.count(text.tokens)} tokens predicted in {words.count(text.windows)} windows of {text.length}"
+        f"{'' if text.stride == text.length else f', {text.stride} apart'}: {words.clean(text.protocol)}."
+    )
+    if text.windows == 1:
+        said += " Of a single window no standard error is known: too little text to tell models apart."
+    elif text.windows < FEW_WINDOWS:
+        said += f" Intervals are Student's t of {text.windows} windows."
+    if text.noise is not None:
+        said += " The noise floor is the original against itself, rounded to its own dtype."
+    blocks: list[Block] = [Table(columns, [_row(text, key) for key in main], title), Words(said, "note")]
+    if others:
+        blocks.append(Table(columns, [_row(text, key) for key in others], "More figures of this text", folded=True))
+    if text.kl_histogram is not None and any(text.kl_histogram.counts):
+        blocks.append(_histogram(text.kl_histogram))
+    if text.by_confidence:
+        blocks += _confidence(text.by_confidence)
+    return blocks
+
+
+def _row(text: TextResult, key: str) -> tuple[str, ...]:
+    """A figure, its interval, and its noise floor where any was measured."""
+    figure = text.figures[key]
+    row = (words.label_of(key), words.figure_words(key, figure), words.figure_interval(key, figure))
+    if text.noise is None:
+        return row
+    floor = text.noise.get(key)
+    return (*row, words.NONE if floor is None else words.figure_words(key, floor))
+
+
+def _histogram(found: Histogram) -> Picture:
+    """How many tokens have which KL, to the right by powers of ten."""
+    across = Axis(found.edges[0], found.edges[-1], LEFT, WIDE - 8)
+    up = Axis(0, max(found.counts), HEIGHT - BOTTOM, TOP)
+    total, marks = sum(found.counts), []
+    for value in up.ticks()[1:]:
+        y = up.place(value)
+        marks += [rule(LEFT, y, WIDE - 8, y), label(LEFT - 6, y + 4, f"{value:,.0f}", "end")]
+    for i, count in enumerate(found.counts):
+        x, y = across.place(found.edges[i]), up.place(count)
+        width = max(0.8, across.place(found.edges[i + 1]) - x - 1)
+        ends = f"{10 ** found.edges[i]:.1e} to {10 ** found.edges[i + 1]:.1e}"
+        said = hover(f"{count:,} tokens ({words.share(count / total)}) with KL {ends}")
+        box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
+        marks.append(f'<rect {box} class="main">{said}</rect>')
+    marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
+    for power in across.ticks():
+        if power == round(power):
+            marks.append(tick(across.place(power), HEIGHT - BOTTOM + 16, f"{10.0**power:g}"))
+    marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "KL of a token, nats", "middle"))
+    return Picture(
+        "KL by token", inline(f"histogram of the KL of {total} tokens", HEIGHT, marks), "Tokens by their KL."
+    )
+
+
+def _confidence(bands: Sequence[Band]) -> list[Block]:
+    """Mean KL where the original was sure, and where it was not."""
+    measured = [band for band in bands if band.kl_mean is not None and math.isfinite(band.kl_mean.value)]
+    rows = [
+        (
+            f"{words.share(band.low)} to {words.share(band.high)}",
+            words.count(band.tokens),
+            words.with_error(band.kl_mean),
+        )
+        for band in bands
+    ]
+    table = Table(("probability of the first choice", "tokens", "KL, mean"), rows, "KL by the original's confidence",
+                  folded=bool(measured))  # fmt: skip
+    if not measured:
+        return [table]
+    ends = [words.bounds(band.kl_mean) or (band.kl_mean.value,) * 2 for band in measured if band.kl_mean is not None]
+    across = Axis(0, 1, LEFT, WIDE - 8)
+    up = Axis(0, max(LEAST, *(high for _, high in ends)), HEIGHT - BOTTOM, TOP)
+    marks = []
+    for value in up.ticks()[1:]:
+        marks += [rule(LEFT, up.place(value), WIDE - 8, up.place(value))]
+        marks += [label(LEFT - 6, up.place(value) + 4, f"{value:.3g}", "end")]
+    for band, (low, high) in zip(measured, ends, strict=True):
+        assert band.kl_mean is not None
+        x, y, width = across.place(band.low), up.place(band.kl_mean.value), across.place(band.high)
+        middle = (x + width) / 2
+        said = hover(f"{rows[bands.index(band)][0]}: KL {words.with_error(band.kl_mean)}, {band.tokens:,} tokens")
+        box = f'height="{HEIGHT - BOTTOM - y:.1f}" class="main" fill-opacity=".55"'
+        marks.append(f'<rect x="{x + 1:.1f}" y="{y:.1f}" width="{max(1.0, width - x - 2):.1f}" {box}>{said}</rect>')
+        marks.append(rule(middle, up.place(max(low, 0)), middle, up.place(high), "bar"))
+    marks.append(rule(LEFT, HEIGHT - BOTTOM, WIDE - 8, HEIGHT - BOTTOM))
+    for value in (0, 0.25, 0.5, 0.75, 1):
+        marks.append(tick(across.place(value), HEIGHT - BOTTOM + 16, f"{100 * value:g} %"))
+    marks.append(label((LEFT + WIDE) / 2, HEIGHT - 6, "probability that the original gave its first choice", "middle"))
+    about = "mean KL by the original's confidence"
+    caption = "Mean KL of the tokens on which the original was so sure; lines are 95 % intervals."
+    return [Picture("KL by the original's confidence", inline(about, HEIGHT, marks), caption), table]
+
+
+def calibration_gap(texts: Sequence[TextResult]) -> Table | None:
+    """What a model gained on the text that it was calibrated on, beside the others."""
+    if not any(text.role == "calibration" for text in texts) or len(texts) < 2:
+        return None
+    rows = []
+    for text in texts:
+        moved, kl = text.figures.get("log_perplexity_ratio"), text.figures.get("kl_mean")
+        rows.append((words.name(text.name), text.role, words.with_error(moved), words.with_error(kl)))
+    return Table(
+        ("text", "role", words.LABELS["log_perplexity_ratio"], "KL, mean"), rows, "Calibration against held-out", 2
+    )
+
+
+def tasks(found: Sequence[TaskResult]) -> Section | None:
+    """Accuracy beside the original's, on the same questions."""
+    if not found:
+        return None
+    rows = []
+    for task in found:
+        p = task.p_adjusted if task.p_adjusted is not None else task.p_value
+        flips = words.NONE if task.gained is None or task.lost is None else f"+{task.gained} / -{task.lost}"
+        rows.append(
+            (
+                words.name(task.name),
+                words.count(task.questions),
+                words.with_error(task.accuracy, 100, " %"),
+                words.with_error(task.reference_accuracy, 100, " %"),
+                points(task.difference).removesuffix(" points"),
+                words.NONE if task.interval is None else _span(task.interval),
+                flips,
+                words.NONE if p is None else f"{p:.2g}",
+                outcome(task),
+            )
+        )
+    columns = (
+        "task",
+        "questions",
+        "accuracy",
+        "original",
+        "difference, points",
+        "95 % of it",
+        "gained / lost",
+        "p",
+        "",
+    )
+    note = (
+        "Both models answer the same questions. Gained and lost are questions that only one of them got right; p is "
+        "McNemar's exact test, after Holm over all tasks where there are several. Intervals of few questions are exact "
+        "(Clopper-Pearson, and of a difference from the questions that only one of the two got right)."
+    )
+    return Section("Tasks", [Table(columns, rows), Words(note, "note")])
+
+
+def _span(interval: tuple[float, float]) -> str:
+    low, high = (100 * end for end in interval)
+    return f"{low:+.2f} to {high:+.2f}"
+
+
+def generations(found: Sequence[Generation]) -> Section | None:
+    """Continuations side by side, from where they part."""
+    if not found:
+        return None
+    blocks: list[Block] = [
+        Words("Greedy continuations. What both say stands plain, what each says alone is marked.", "note")
+    ]
+    for each in found:
+        cut = _cut(each)
+        rest = None if each.reference is None else words.clean(each.reference[cut:])
+        blocks.append(
+            Continuation(words.clean(each.prompt), words.clean(each.model[:cut]), rest, words.clean(each.model[cut:]))
+        )
+    return Section("Continuations", blocks)
+
+
+def _cut(each: Generation) -> int:
+    """Up to where two continuations are one; nothing is marked where there is one alone."""
+    if each.reference is None or each.diverges_at is None:
+        return len(each.model)
+    return min(each.diverges_at, len(each.model), len(each.reference))

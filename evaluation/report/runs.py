@@ -1,0 +1,127 @@
+"""What a report is about: directories that runs wrote, and files that `compress evaluate --json` wrote."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.files import RECORD
+from compress.checkpoint.read.source import Source, find_source, path_of
+from compress.checkpoint.shown import shown
+from compress.errors import CheckpointError, InputError
+from compress.evaluation.cost.components import size_result
+from compress.evaluation.document import Evaluation, Named
+from compress.evaluation.provenance import run_of
+from compress.evaluation.stored import read_evaluation
+from compress.system.reading import special
+
+EVALUATION = "evaluation.json"
+PARTIAL = ".partial"
+MOST_POWER = 300  # of ten, that a number can be
+NO_EVALUATION = "no evaluation is kept in this directory: run `compress evaluate` on it"
+
+
+@dataclass(frozen=True)
+class Run:
+    """name: what the report calls it, as short as it can be. path: as it was given; directory: where the weights are,
+    None for an evaluation alone."""
+
+    name: str
+    path: Path
+    evaluation: Evaluation
+    directory: Path | None = None
+
+
+def open_runs(names: Sequence[str]) -> list[Run]:
+    """What the arguments name. Raises InputError or CheckpointError in one line that names the file at fault."""
+    if not names:
+        raise InputError("nothing to report on; give directories that compress wrote, or files of `evaluate --json`")
+    seen: dict[Path, str] = {}
+    for name in names:
+        where = path_of(name, "run").absolute()
+        if where in seen:
+            raise InputError(f"{seen[where]!r} and {name!r} are the same run; give each once")
+        seen[where] = name
+    found = [_open(name) for name in names]
+    short = _short_names([run.path for run in found])
+    return [replace(run, name=each) for run, each in zip(found, short, strict=True)]
+
+
+def _open(name: str) -> Run:
+    if not name:
+        raise InputError("a run is an empty name; give a directory that compress wrote, or a file of `evaluate --json`")
+    path = path_of(name, "run")
+    kind = special(path)
+    if kind is None and path.exists():
+        return Run(name, path, _read(path))
+    if not path.is_dir():
+        raise InputError(
+            f"run {name!r} {'is ' + kind if kind else 'does not exist'}; give a directory that compress wrote, or a "
+            "file of `evaluate --json`"
+        )
+    if not (path / RECORD).exists():
+        raise InputError(f"{path} holds no {RECORD}{_unfinished(path)}; give a directory that compress wrote")
+    return Run(name, path, _of_directory(path), path)
+
+
+def _unfinished(path: Path) -> str:
+    """What else a directory without a record may be."""
+    if path.name.endswith(PARTIAL):
+        return ", it is the work of a run that is not finished (`--resume` finishes it)"
+    beside = path.with_name(path.name + PARTIAL)
+    return f", and {beside} is the work of a run that is not finished" if beside.exists() else ""
+
+
+def _of_directory(path: Path) -> Evaluation:
+    """The evaluation that is kept in a directory, or what is known without one, with what its run wrote down."""
+    source = find_source(str(path))
+    recipe, run = run_of(source)
+    if not (path / EVALUATION).exists():
+        model = named(source)
+        size = size_result(source)
+        return Evaluation(model, [], recipe=recipe, size=size, run=run, missing={"quality": NO_EVALUATION})
+    found = _read(path / EVALUATION)
+    if found.model.fingerprint not in (None, source.fingerprint()):
+        raise CheckpointError(f"{path / EVALUATION} is about other weights than {path} holds; evaluate it again")
+    size = found.size if found.size is not None and found.size.components else size_result(source)
+    return replace(found, run=run, recipe=found.recipe or recipe, size=size)
+
+
+def _read(path: Path) -> Evaluation:
+    """An evaluation whose histograms can be drawn. Raises CheckpointError, naming the file, for one that cannot be."""
+    found = read_evaluation(path)
+    for i, text in enumerate(found.texts):
+        drawn = text.kl_histogram
+        if drawn is None:
+            continue
+        rising = all(a < b for a, b in pairwise(drawn.edges)) and all(abs(edge) < MOST_POWER for edge in drawn.edges)
+        if len(drawn.edges) != len(drawn.counts) + 1 or not rising or min(drawn.counts, default=-1) < 0:
+            raise CheckpointError(
+                f"{path}: texts[{i}].kl_histogram must have counts of 0 or more, and edges that rise, one more of them"
+            )
+    return found
+
+
+def named(source: Source) -> Named:
+    """A checkpoint as an evaluation names it."""
+    architectures = source.config.get("architectures") or ["unknown"]
+    dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "unknown")
+    parameters = size_result(source).parameters
+    return Named(shown(source.name), str(architectures[0]), parameters, dtype, source.fingerprint())
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of paths, as many as tell them apart."""
+    called = [path.parent if path.name == EVALUATION else path for path in map(Path.absolute, paths)]
+    parts = [(path.with_suffix("") if path.suffix == ".json" else path).parts for path in called]
+    for length in range(1, max(map(len, parts)) + 1):
+        short = ["/".join(each[-length:]) for each in parts]
+        if len(set(short)) == len(short):
+            return short
+    return [str(path) for path in paths]
+
+
+def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The data of a report."""
+    return [{"name": run.name, "evaluation": asdict(run.evaluation)} for run in runs]

@@ -1,0 +1,89 @@
+"""How sensitive the layers of the original are: a map and the worst ten, at the candidate nearest to a run's bits."""
+
+import math
+
+from compress.checkpoint.write.record import LayerRecord
+from compress.evaluation.document import Evaluation, SensitivityResult, UnitSensitivity
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Block, Section, Table, Words
+from compress.evaluation.report.layers import WORST, Mapped, heat_map, last_of_each
+
+KL = Mapped(
+    "KL of one layer replaced",
+    "KL when one unit alone is replaced",
+    "KL, nats per token, of the original with these layers alone replaced; layers that read one tensor together.",
+    words.number,
+)
+LOSS = Mapped(
+    "Error of one layer replaced",
+    "relative output error when one unit alone is replaced",
+    "Mean squared error of the layers' output with the original's own inputs, as a share of its mean square.",
+    words.share,
+)
+
+
+def section(found: Evaluation, stored: bool = True) -> Section | None:
+    """None where nothing was measured. stored: tell what this run has stored the layers as."""
+    measured = found.sensitivity
+    if measured is None or not measured.units:
+        return None
+    name = nearest(measured, None if found.size is None else found.size.bits_per_weight)
+    by_kl = {unit.name: unit.kl[name] for unit in measured.units if name in unit.kl}
+    values = by_kl or {unit.name: unit.loss[name] for unit in measured.units if name in unit.loss}
+    values = {unit: value for unit, value in values.items() if math.isfinite(value)}
+    about = KL if by_kl else LOSS
+    records = last_of_each(found.run.layers) if stored and found.run is not None else {}
+    blocks: list[Block] = [Words(_conditions(measured, name), "note")]
+    if values:
+        blocks += [heat_map(values, about), worst(measured, values, about, records)]
+    if not by_kl:
+        blocks.append(Words("KL of one layer replaced was not measured: the budget was shared out by loss.", "note"))
+    return Section("Sensitivity of the original", blocks)
+
+
+def nearest(measured: SensitivityResult, bits: float | None) -> str:
+    """The candidate whose bits per weight are nearest; the one of fewest bits where none are known. Of those that suit
+    as many units as any does."""
+    most = max(sum(name in unit.loss for unit in measured.units) for name in measured.bits)
+    whole = [name for name in measured.bits if sum(name in unit.loss for unit in measured.units) == most]
+    wanted = 0.0 if bits is None else bits
+    return min(whole, key=lambda name: abs(measured.bits[name] - wanted))
+
+
+def _conditions(measured: SensitivityResult, name: str) -> str:
+    shown = [
+        f"{what} {words.name(str(about.get('source')))}"
+        for what, about in (("calibrated on", measured.calibration), ("KL on", measured.held_out or {}))
+        if about.get("source")
+    ]
+    others = [f"{each} {bits:.3g}" for each, bits in measured.bits.items()]
+    return words.clean(
+        f"Each unit alone replaced by {name} in the original ({', '.join(shown) or 'data in memory'}). "
+        f"Tried, with bits per weight: {', '.join(others)}."
+    )
+
+
+def worst(
+    measured: SensitivityResult, values: dict[str, float], about: Mapped, records: dict[str, LayerRecord]
+) -> Table:
+    """The units that lose most, by every candidate, and what the run made of them."""
+    units = {unit.name: unit for unit in measured.units}
+    first = sorted(values, key=lambda name: -values[name])[:WORST]
+    names = list(measured.bits)
+    rows = []
+    for unit in map(units.__getitem__, first):
+        found = unit.kl if about is KL else unit.loss
+        cells = [about.said(found[name], 3) if name in found else words.NONE for name in names]
+        rows.append((words.name(unit.name), *cells, *([_stored(unit, records)] if records else [])))
+    what = "KL alone" if about is KL else "error"
+    columns = ("layers", *(f"{words.name(name)}" for name in names), *(["here"] if records else []))
+    few = len(rows) if len(rows) < WORST else "ten"
+    left = frozenset({len(columns) - 1}) if records else frozenset()
+    return Table(columns, rows, f"The {few} most sensitive: {what} by each candidate", left=left)
+
+
+def _stored(unit: UnitSensitivity, records: dict[str, LayerRecord]) -> str:
+    kinds = dict.fromkeys(
+        records[layer].scheme or records[layer].method if layer in records else "as it was" for layer in unit.layers
+    )
+    return words.name(", ".join(kinds))

@@ -1,0 +1,239 @@
+"""What a run came to, in a sentence: what it cost, and what it saved.
+
+A difference is `within noise` where its 95 % interval holds zero, and KL is where its interval reaches the floor that
+the reference has to itself, rounded to its own dtype. A sample that is too small to tell is said to be, and a small one
+is named beside its figure.
+"""
+
+import math
+from collections.abc import Iterator
+
+from compress.evaluation.document import Evaluation, Figure, TaskResult, TextResult
+from compress.evaluation.quality.statistics import FEW_WINDOWS
+from compress.evaluation.report import words
+from compress.evaluation.report.content import Tile
+
+ALPHA = 0.05
+FEW_QUESTIONS = 100  # below, a task is named with their number
+UNCLEAR = 0.1  # width of an interval of a difference of accuracies, from which on it cannot tell
+
+
+def held_out(found: Evaluation) -> TextResult | None:
+    """The text that the first figures are about: the first that is held out, or else the first."""
+    return next((text for text in found.texts if text.role == "held-out"), found.texts[0] if found.texts else None)
+
+
+def change(found: Evaluation) -> Figure | None:
+    """By how much the perplexity changed, as a share of the reference's, with its paired error."""
+    text = held_out(found)
+    ratio = None if text is None else text.figures.get("log_perplexity_ratio")
+    if ratio is None or not math.isfinite(ratio.value):
+        return None
+    factor = math.exp(ratio.value)
+    ends = None if ratio.interval is None else (math.expm1(ratio.interval[0]), math.expm1(ratio.interval[1]))
+    return Figure(factor - 1, None if ratio.error is None else factor * ratio.error, interval=ends)
+
+
+def sample(text: TextResult) -> str:
+    """The size of a text that is small, in words; nothing for one that is long enough."""
+    if text.windows >= FEW_WINDOWS:
+        return ""
+    count = "one window" if text.windows == 1 else f"{text.windows} windows"
+    return f" on {words.count(text.tokens)} tokens ({count})"
+
+
+def in_noise(figure: Figure) -> bool:
+    """Whether the 95 % interval holds zero."""
+    found = words.bounds(figure)
+    return found is not None and found[0] <= 0 <= found[1]
+
+
+def at_floor(text: TextResult) -> bool:
+    """Whether KL is no further from the noise floor than chance explains."""
+    kl, floor = text.figures.get("kl_mean"), (text.noise or {}).get("kl_mean")
+    if kl is None or floor is None or kl.error is None:
+        return False
+    error = math.hypot(kl.error or 0.0, floor.error or 0.0)
+    return kl.value - floor.value <= words.Z95 * error
+
+
+def smaller(found: Evaluation) -> float | None:
+    """How many times the reference's bytes are the model's."""
+    if found.size is None or found.reference_size is None or not found.size.bytes:
+        return None
+    return found.reference_size.bytes / found.size.bytes
+
+
+def verdict(found: Evaluation) -> str:
+    """One to five short sentences."""
+    said = [*_size(found), *_perplexity(found), *_divergence(found), *_tasks(found.tasks), *_speed(found)]
+    return " ".join(said) or "Nothing was measured."
+
+
+def _size(found: Evaluation) -> list[str]:
+    if found.size is None:
+        return []
+    times, bits = smaller(found), f"{found.size.bits_per_weight:.2f} bits per compressed weight"
+    if times is None:
+        bits = bits if found.size.compressed_parameters else f"{found.size.bits_per_parameter:.2f} bits per parameter"
+        return [f"{words.data(found.size.bytes)} on disk, {bits}."]
+    if times < 1:
+        return [f"{1 / times:.2f} times as large as the original ({words.data(found.size.bytes)})."]
+    assert found.reference_size is not None
+    bits = f", {bits}" if found.size.compressed_parameters else ""
+    return [
+        f"{times:.2f} times smaller: {words.data(found.size.bytes)} instead of {words.data(found.reference_size.bytes)}"
+        f"{bits}."
+    ]
+
+
+def _perplexity(found: Evaluation) -> list[str]:
+    text, moved = held_out(found), change(found)
+    own = None if text is None else text.figures.get("perplexity")
+    if text is None or own is None:
+        others = [*_encoded(found), *_classified(found)]
+        return others if others or found.tasks else ["Quality was not measured."]
+    reference = text.figures.get("reference_perplexity")
+    if reference is None or moved is None:
+        return [f"Perplexity {words.with_error(own)}{sample(text)}; there is no original to hold it against."]
+    pair = f"{words.number(own.value)} against {words.number(reference.value)}"
+    if moved.error is None:
+        return [f"Too little text to tell what it cost: perplexity {pair}{sample(text)}."]
+    if in_noise(moved):
+        return [f"Perplexity is the original's within noise: {pair}, {_signed(moved)}{sample(text)}."]
+    more = "higher" if moved.value > 0 else "lower"
+    by = words.with_error(Figure(abs(moved.value), moved.error), 100, " %")
+    return [f"Perplexity is {by} {more}: {pair}{sample(text)}."]
+
+
+def _encoded(found: Evaluation) -> Iterator[str]:
+    """What an encoder still says of pairs of sentences."""
+    for pairs in found.embeddings:
+        own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
+        beside = "" if moved is None else f", the original's {words.number(own.value - moved.value, 3)}"
+        said = f"Spearman's correlation with people's scores of {words.count(pairs.pairs)} pairs"
+        yield f"{said} {words.with_error(own)}{beside}."
+
+
+def _classified(found: Evaluation) -> Iterator[str]:
+    """How often a classifier is right, and says what the original says."""
+    for inputs in found.classifications:
+        figures = inputs.figures
+        said = [f"Right on {words.with_error(figures['accuracy'], 100, ' %')} of {words.count(inputs.inputs)} inputs"]
+        if "accuracy_difference" in figures:
+            said.append(f"{points(figures['accuracy_difference'])} beside the original")
+            said.append(f"the same class for {words.share(figures['agreement'].value)}")
+        yield ", ".join(said) + "."
+
+
+def _divergence(found: Evaluation) -> list[str]:
+    text = held_out(found)
+    kl = None if text is None else text.figures.get("kl_mean")
+    if text is None or kl is None:
+        return []
+    top = text.figures.get("same_top")
+    same = "" if top is None else f", the same first choice for {words.share(top.value)} of the tokens"
+    floor = " (that is the noise floor)" if at_floor(text) else ""
+    return [f"KL to the original {words.with_error(kl)} nats per token{floor}{same}."]
+
+
+def _signed(figure: Figure) -> str:
+    sign = "+" if figure.value >= 0 else ""
+    return sign + words.with_error(figure, 100, " %")
+
+
+def _tasks(tasks: list[TaskResult]) -> list[str]:
+    paired = [task for task in tasks if task.difference is not None]
+    moved = [task for task in paired if significant(task)]
+    unclear = [task for task in paired if task not in moved and too_few(task)]
+    others = [task for task in paired if task not in moved and task not in unclear]
+    made = []
+    if moved:
+        said = ", ".join(f"{_named(task)} {points(task.difference)}" for task in moved)
+        rest = f"; {f'{len(others)} others' if len(others) > 1 else 'the other'} within noise" if others else ""
+        made.append(f"Tasks beyond noise: {said}{rest}.")
+    elif others:
+        one = f"{_named(others[0])} does not differ from the original beyond noise."
+        made.append(one if len(others) == 1 else f"No task of {len(others)} differs from the original beyond noise.")
+    if unclear:
+        said = ", ".join(f"{words.name(task.name)} ({words.count(task.questions)})" for task in unclear)
+        made.append(f"Too few questions to tell: {said}.")
+    return made
+
+
+def _named(task: TaskResult) -> str:
+    """A task, with the number of its questions where they are few."""
+    few = task.questions < FEW_QUESTIONS
+    return f"{words.name(task.name)} ({words.count(task.questions)} questions)" if few else words.name(task.name)
+
+
+def too_few(task: TaskResult) -> bool:
+    """True for a task that had too few questions to show a difference that matters, where it shows none."""
+    found = task.interval or words.bounds(task.difference)
+    return found is None or found[1] - found[0] > UNCLEAR
+
+
+def outcome(task: TaskResult) -> str:
+    """The outcome of a task in two or three words; nothing without a reference."""
+    if task.difference is None:
+        return ""
+    return "differs" if significant(task) else "too few to tell" if too_few(task) else "within noise"
+
+
+def significant(task: TaskResult) -> bool:
+    """Whether a task's accuracy differs from the reference's: by the adjusted p, or by the interval without one."""
+    p = task.p_adjusted if task.p_adjusted is not None else task.p_value
+    if p is not None:
+        return p < ALPHA
+    return words.bounds(task.difference) is not None and task.difference is not None and not in_noise(task.difference)
+
+
+def points(difference: Figure | None) -> str:
+    """A difference of shares, in percentage points."""
+    if difference is None:
+        return words.NOT_MEASURED
+    sign = "+" if difference.value >= 0 else ""
+    return f"{sign}{words.with_error(difference, 100)} points"
+
+
+def _speed(found: Evaluation) -> list[str]:
+    speed = found.speed
+    if speed is None:
+        return []
+    own = f"Decodes {words.number(speed.model.decode.value, 3)} tokens/s on {words.name(speed.device)}"
+    if speed.reference is None or not speed.reference.decode.value:
+        return [own + "."]
+    return [f"{own}, {speed.model.decode.value / speed.reference.decode.value:.2f} times the original's speed."]
+
+
+def tiles(found: Evaluation) -> list[Tile]:
+    """The figures that are seen first."""
+    made = []
+    if found.size is not None:
+        times = smaller(found)
+        detail = (
+            "" if times is None else f"{times:.2f} times smaller" if times >= 1 else f"{1 / times:.2f} times larger"
+        )
+        made.append(Tile("size", words.data(found.size.bytes), detail or f"{found.size.bits_per_parameter:.2f} bits"))
+    text, moved = held_out(found), change(found)
+    figures = {} if text is None else text.figures
+    if "perplexity" in figures:
+        noise = "" if moved is None or not in_noise(moved) else ", within noise"
+        detail = "no original given" if moved is None else f"{_signed(moved)}{noise}"
+        if text is not None and text.windows == 1:
+            detail = "one window: too little text to tell"
+        elif text is not None:
+            detail += sample(text)
+        made.append(Tile("perplexity", words.number(figures["perplexity"].value), detail))
+    if "kl_mean" in figures:
+        error = figures["kl_mean"].error
+        detail = "nats per token" if error is None else f"± {error:.1g} nats per token"
+        made.append(Tile("KL to the original", words.number(figures["kl_mean"].value, 3), detail))
+    if "same_top" in figures:
+        made.append(Tile("same first choice", words.share(figures["same_top"].value), "of the tokens"))
+    if found.speed is not None:
+        own, other = found.speed.model.decode, found.speed.reference
+        times = None if other is None or not other.decode.value else own.value / other.decode.value
+        detail = "tokens/s, one sequence" if times is None else f"tokens/s, {times:.2f} times the original's"
+        made.append(Tile("decoding", words.number(own.value, 3), detail))
+    return made

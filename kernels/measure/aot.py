@@ -1,0 +1,482 @@
+"""What the shipped configurations compile to, for GPUs that are not there (`compiled`), against what there is time for.
+
+So a machine without a GPU can refuse a kernel that spills, does not fit, misses the matrix instruction or spends more
+instructions per weight than memory bandwidth leaves room for. Needs a process in which Triton does not interpret.
+
+    python -m compress.kernels.measure.aot --quick    every kernel, every tile of the small product
+    python -m compress.kernels.measure.aot            a selection of the shipped configurations, one JSON line each
+    python -m compress.kernels.measure.aot --all      every one of them
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import triton.language as tl
+
+from compress.kernels.layouts.scale_blocks import BLOCK as SCALE_BLOCK
+from compress.kernels.layouts.strips import NIBBLE
+from compress.kernels.layouts.words import PLANE, planar_block
+from compress.kernels.layouts.words24 import BLOCK
+from compress.kernels.measure.compiled import ADA, AMPERE, BLACKWELL, GEFORCE, HOPPER, Cost, compile_for, cost
+from compress.kernels.triton.dequantize_gemm import BLOCK_ROWS, DEQUANTIZE_WARPS, dequantize_kernel
+from compress.kernels.triton.fp8_block_gemm import (
+    BLOCKS_AT_ONCE,
+    QUANTIZE_WARPS,
+    fp8_block_kernel,
+    quantize_blocks_kernel,
+)
+from compress.kernels.triton.grouped_gemm import grouped_kernel
+from compress.kernels.triton.grouped_int8 import grouped_int8_kernel
+from compress.kernels.triton.int8_gemm import w8a8_kernel
+from compress.kernels.triton.int8_planar_gemm import int8_planar_kernel
+from compress.kernels.triton.int8_quantize import (
+    ROW_BLOCK,
+    ROW_WARPS,
+    STATIC_BLOCK,
+    STATIC_WARPS,
+    quantize_static_kernel,
+    quantize_tokens_kernel,
+)
+from compress.kernels.triton.int8_tma_gemm import BAND, persistent_kernel
+from compress.kernels.triton.planar_gemm import planar_kernel
+from compress.kernels.triton.sparse24_gemm import scales_sums, sparse24_kernel
+from compress.kernels.triton.sparse_kernels import BLOCK_E, MAX_BLOCK_M, WARPS, add_kernel, product_kernel
+from compress.kernels.triton.tile_gemm import dequantize_tiles_kernel, tile_kernel
+from compress.kernels.tuning import table
+from compress.kernels.tuning.choose import (
+    W8A8_BLOCK_K,
+    Device,
+    derived,
+    fused,
+    fused24,
+    fused_fp8_blocks,
+    fused_w8a8,
+    grouped,
+    invariant,
+)
+
+# Assumed of an H200: nine tenths of its 4.8 TB/s (data sheet) reach 132 processors that run at 1.83 GHz. Each of them
+# issues 4 x 32 thread instructions per clock. Not measured on a GPU.
+BYTES_PER_CLOCK = 4.3e12 / 132 / 1.83e9
+ISSUED_PER_CLOCK = 128
+DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
+# Of SpQR's tiles.
+TILE_ROWS = 16
+# What kernels for experts take besides.
+EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
+EXPERT_TYPES |= dict.fromkeys(("token_ptr", "start_ptr"), "*i32")
+# Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
+SIZES = ((1, 4096), (1, 28672), (32, 4096), (64, 4096), (128, 4096), (4096, 4096))
+
+
+def instruction_budget(bits_per_weight: float) -> float:
+    """Thread instructions per weight that an H200 can issue while the weight arrives from memory."""
+    return ISSUED_PER_CLOCK * bits_per_weight / 8 / BYTES_PER_CLOCK
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled configuration: what it is, what it takes, and thread instructions per weight against the budget."""
+
+    name: str
+    arch: int
+    cost: Cost
+    per_weight: float
+    budget: float
+
+
+def weight_only(
+    arch: int, bits: int, group: int, zero: bool, dtype: str, M: int | None, N: int, K: int = 4096, experts: int = 0
+) -> Report:
+    """Compile the weight-only kernel as it would run for these sizes; M None: batch-invariant; experts: that of so
+    many, for M pairs of each."""
+    device = Device(capability=arch)
+    if M is None:
+        shape = invariant(table.Kind("weight_only", bits, group, zero, dtype), N, K, device)
+    else:
+        shape = fused(M, N, K, bits, group, device)
+    if experts and M is not None:
+        shape = grouped(shape, M * experts, experts, N, -(-K // planar_block(bits)), device)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32") | EXPERT_TYPES
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"words_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": shape.scales_sums(group, bits),
+        "EVEN_K": True,
+        "ASM": True,
+    }
+    aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
+    kernel = planar_kernel
+    if experts:
+        kernel, aligned = grouped_kernel, (*aligned, "stride_we")
+        constants["EXPERTS"] = table.bucket(experts + 1)
+    read = cost(compile_for(kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = read.per_element(shape.num_warps, shape.block_n * planar_block(bits))
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    whose = f"{experts} experts " if experts else ""
+    name = f"{whose}w{bits}a16 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    name += " batch-invariant" if M is None else ""
+    return Report(name, arch, read, round(per_weight, 2), round(instruction_budget(bits + overhead), 2))
+
+
+def int8_activation(
+    arch: int, bits: int, group: int, zero: bool, M: int | None, N: int = 4096, K: int = 4096, x_group: int = -1
+) -> Report:
+    """Compile the product of planar words with int8 tokens as it would run for these sizes; M None: batch-invariant;
+    x_group: columns of a token that share a scale."""
+    device = Device(capability=arch)
+    kind = table.Kind("int8_activation", bits, group, zero, "bf16")
+    shape = invariant(kind, N, K, device) if M is None else derived(kind, M, N, K, device)
+    sizes = ("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "blocks_per_split")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    types |= {"x_ptr": "*i8", "words_ptr": "*i16", "zero_ptr": "*u8", "x_scale_ptr": "*fp32"}
+    types |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "BITS": bits,
+        "PLANE": PLANE,
+        "GROUP": group,
+        "X_GROUP": x_group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "EVEN_K": True,
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(int8_planar_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    name = (
+        f"int8 inputs{'' if x_group == -1 else f' by {x_group}'} w{bits} group {group}{' zero points' if zero else ''}"
+    )
+    name += f" tile {shape.block_m}x{shape.block_n} split {shape.split_k}{' batch-invariant' if M is None else ''}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + overhead), 2))
+
+
+def sparse24(arch: int, group: int, zero: bool, dtype: str, M: int, N: int = 4096, K: int = 4096) -> Report:
+    """Compile the 2:4 kernel as it would run for these sizes; the instructions are per weight, kept or not."""
+    shape = fused24(M, N, K // BLOCK, Device(capability=arch))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "blocks", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "scale_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"codes_ptr": "*i16", "kept_ptr": "*i16", "zero_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        "PLANE": PLANE,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_ZERO": zero,
+        "HAS_BIAS": True,
+        "SCALE_SUMS": scales_sums(shape, group, zero),
+        "ASM": True,
+    }
+    aligned = ("N", "K", "stride_xm")
+    read = cost(compile_for(sparse24_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * BLOCK), 2)
+    overhead = 0 if group == -1 else (16 + 8 * zero) / group
+    kind = f"{dtype} group {group}{' zero points' if zero else ''}"
+    name = f"sparse24 {kind} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(3 + overhead), 2))
+
+
+def w8a8(arch: int, M: int, N: int = 4096, K: int = 4096, experts: int = 0) -> Report:
+    """Compile the w8a8 kernel, asymmetric activations and bias, as it would run for these sizes; experts: that of so
+    many, for M pairs of each."""
+    device = Device(capability=arch)
+    shape = fused_w8a8(M, N, K, device)
+    if experts:
+        shape = grouped(shape, M * experts, experts, N, -(-K // W8A8_BLOCK_K), device)
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "stride_sm", "steps_per_split"), "i32")
+    types |= EXPERT_TYPES
+    types |= dict.fromkeys(("x_ptr", "weight_ptr"), "*i8")
+    types |= dict.fromkeys(("x_zero_ptr", "row_sum_ptr", "partial_ptr", "counter_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": W8A8_BLOCK_K}
+    constants |= dict.fromkeys(("HAS_ZERO", "HAS_BIAS", "EVEN_K"), True) | {"SPLIT_K": shape.split_k}
+    aligned: tuple[str, ...] = ("N", "K", "stride_xm", "stride_wn")
+    kernel = w8a8_kernel
+    if experts:
+        kernel, aligned = grouped_int8_kernel, (*aligned, "stride_we")
+        constants["EXPERTS"] = table.bucket(experts + 1)
+    read = cost(compile_for(kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * W8A8_BLOCK_K), 2)
+    whose = f"{experts} experts " if experts else ""
+    name = f"{whose}w8a8 tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
+
+
+def w8a8_persistent(block_m: int, block_n: int, num_stages: int, zero: bool) -> Report:
+    """Compile the persistent w8a8 kernel with bias for Hopper. Its loop holds the epilogue, too, so that instructions
+    are counted per weight of a tile that takes one step: only to be compared with themselves."""
+    types = {"x_desc": f"tensordesc<i8[{block_m}, {W8A8_BLOCK_K}]>"}
+    types |= {"weight_desc": f"tensordesc<i8[{block_n}, {W8A8_BLOCK_K}]>", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("M", "N", "K", "stride_sm"), "i32") | dict.fromkeys(("x_zero_ptr", "row_sum_ptr"), "*i32")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "bias_ptr"), "*fp32")
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": W8A8_BLOCK_K, "BAND": BAND}
+    constants |= {"HAS_ZERO": zero, "HAS_BIAS": True}
+    warps = 8
+    read = cost(compile_for(persistent_kernel, HOPPER, types, constants, ("N", "K"), warps, num_stages))
+    per_weight = round(read.per_element(warps, block_n * W8A8_BLOCK_K), 2)
+    name = f"persistent w8a8 {'asymmetric' if zero else 'symmetric'} tile {block_m}x{block_n}"
+    return Report(name, HOPPER, read, per_weight, round(instruction_budget(8), 2))
+
+
+def quantize_rows(arch: int, symmetric: bool) -> Report:
+    """Compile the per-token quantization; the instructions are per element of x, of 16 bits."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": ROW_BLOCK, "SYMMETRIC": symmetric}
+    read = cost(compile_for(quantize_tokens_kernel, arch, types, constants, ("K", "stride_xm"), ROW_WARPS))
+    per_element = round(read.per_element(ROW_WARPS, ROW_BLOCK), 2)
+    name = f"quantize tokens {'symmetric' if symmetric else 'asymmetric'}"
+    return Report(name, arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def quantize_fixed(arch: int) -> Report:
+    """Compile the static quantization; the program has no loop, so all of its instructions are counted."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scale_ptr": "*fp32", "zero_ptr": "*i32"}
+    types |= {"K": "i32", "stride_xm": "i32"}
+    constants = {"BLOCK_K": STATIC_BLOCK, "HAS_ZERO": True}
+    read = cost(compile_for(quantize_static_kernel, arch, types, constants, ("K", "stride_xm"), STATIC_WARPS))
+    per_element = round(read.per_element(STATIC_WARPS, STATIC_BLOCK), 2)
+    return Report("quantize static", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def fp8_blocks(arch: int, M: int, dtype: str = "bf16", N: int = 4096, K: int = 4096, even: bool = True) -> Report:
+    """Compile the float8 product with scales of blocks, with bias, as it would run for these sizes; even: of whole
+    blocks of columns, else of units of 16."""
+    shape = fused_fp8_blocks(M, N, K, Device(capability=arch))
+    sizes = ("M", "N", "K", "blocks", "stride_xm", "stride_wn", "stride_sm", "stride_sb", "steps_per_split")
+    types = dict.fromkeys(sizes, "i32") | dict.fromkeys(("x_ptr", "weight_ptr"), "*fp8e4nv")
+    types |= dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "partial_ptr"), "*fp32") | {"counter_ptr": "*i32"}
+    types |= dict.fromkeys(("bias_ptr", "out_ptr"), f"*{dtype}")
+    constants = {"BLOCK_M": shape.block_m, "BLOCK_N": shape.block_n, "BLOCK_K": SCALE_BLOCK}
+    constants |= {"SPLIT_K": shape.split_k, "HAS_BIAS": True, "EVEN_K": even}
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(fp8_block_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * SCALE_BLOCK), 2)
+    edge = "" if even else " and an edge"
+    name = f"fp8 blocks{edge} {dtype} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(8), 2))
+
+
+def quantize_fp8_blocks(arch: int) -> Report:
+    """Compile the rounding of inputs to float8 in blocks of columns; the program has no loop, so all of its
+    instructions are counted."""
+    types = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "scale_ptr": "*fp32"}
+    types |= dict.fromkeys(("K", "blocks", "stride_xm", "stride_sm", "stride_sb"), "i32")
+    constants = {"BLOCK_K": SCALE_BLOCK, "COUNT": BLOCKS_AT_ONCE}
+    read = cost(compile_for(quantize_blocks_kernel, arch, types, constants, ("K", "stride_xm"), QUANTIZE_WARPS))
+    per_element = round(read.per_element(QUANTIZE_WARPS, BLOCKS_AT_ONCE * SCALE_BLOCK), 2)
+    return Report("quantize fp8 blocks", arch, read, per_element, round(instruction_budget(16 + 8), 2))
+
+
+def dequantize(arch: int, bits: int, group: int, dtype: str) -> Report:
+    """Compile the dequantization, with zero points; all instructions, per weight that is read and written."""
+    types = dict.fromkeys(("first_row", "first_block", "rows", "N", "K", "stride_wn", "stride_on"), "i32")
+    types |= {"words_ptr": "*i16", "scale_ptr": f"*{dtype}", "zero_ptr": "*u8", "out_ptr": f"*{dtype}"}
+    constants = {"BITS": bits, "PLANE": PLANE, "GROUP": group, "BLOCK_N": BLOCK_ROWS, "HAS_ZERO": True}
+    aligned = ("N", "K", "stride_wn", "stride_on")
+    read = cost(compile_for(dequantize_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
+    per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
+    name = f"dequantize w{bits} {dtype} group {group}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + DTYPES[dtype].primitive_bitwidth), 2))
+
+
+def sparse_product(arch: int, dtype: str, M: int) -> Report:
+    """Compile the product with sparse rows; the instructions of its loop are per entry, of 32 bits."""
+    types = dict.fromkeys(("M", "N", "stride_xm"), "i32") | dict.fromkeys(
+        ("x_ptr", "value_ptr", "out_ptr"), f"*{dtype}"
+    )
+    types |= {"row_start_ptr": "*i32", "column_ptr": "*i16"}
+    constants = {"BLOCK_M": M, "BLOCK_E": BLOCK_E}
+    read = cost(compile_for(product_kernel, arch, types, constants, ("N", "stride_xm"), WARPS))
+    per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
+    return Report(f"sparse rows {dtype} {M} tokens", arch, read, per_entry, round(instruction_budget(32), 2))
+
+
+def sparse_add(arch: int, dtype: str) -> Report:
+    """Compile the addition of entries to dense blocks; per entry, of which 32 bits are read, and 32 for its place."""
+    types = dict.fromkeys(("first_row", "first_column", "last_column", "stride_on"), "i32")
+    types |= {"row_start_ptr": "*i32", "column_ptr": "*i16", "value_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    read = cost(compile_for(add_kernel, arch, types, {"BLOCK_E": BLOCK_E}, ("stride_on",), WARPS))
+    per_entry = round(read.per_element(WARPS, BLOCK_E), 2)
+    return Report(f"entries added {dtype}", arch, read, per_entry, round(instruction_budget(64), 2))
+
+
+def _tile_constants(bits: int, group: int) -> dict[str, int]:
+    return {"BITS": bits, "PLANE": PLANE, "GROUP": group, "TILE_ROWS": TILE_ROWS, "LEVEL_BITS": NIBBLE}
+
+
+def tiles(arch: int, dtype: str, M: int, N: int = 4096, K: int = 4096, bits: int = 4, group: int = 16) -> Report:
+    """Compile the product with codes in tiles as it would run for these sizes."""
+    shape = fused(M, N, K, bits, PLANE, Device(capability=arch))
+    types = dict.fromkeys(("M", "N", "K", "stride_xm", "stride_wn", "blocks_per_split"), "i32")
+    types |= dict.fromkeys(("x_ptr", "ranges_ptr", "bias_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"words_ptr": "*i16", "levels_ptr": "*u8", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    constants = {
+        **_tile_constants(bits, group),
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "SPLIT_K": shape.split_k,
+        "DT": DTYPES[dtype],
+        "HAS_BIAS": True,
+    }
+    aligned = ("N", "K", "stride_xm", "stride_wn")
+    read = cost(compile_for(tile_kernel, arch, types, constants, aligned, shape.num_warps, shape.num_stages))
+    per_weight = round(read.per_element(shape.num_warps, shape.block_n * planar_block(bits)), 2)
+    name = f"tiles w{bits} {dtype} group {group} tile {shape.block_m}x{shape.block_n} split {shape.split_k}"
+    return Report(name, arch, read, per_weight, round(instruction_budget(bits + 12 / group), 2))
+
+
+def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> Report:
+    """Compile the dequantization of codes in tiles; all instructions, per weight that is read and written."""
+    sizes = ("first_row", "first_block", "rows", "last_column", "N", "K", "stride_wn", "stride_on")
+    types = dict.fromkeys(sizes, "i32") | {"words_ptr": "*i16", "levels_ptr": "*u8"}
+    types |= {"ranges_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"}
+    constants = {**_tile_constants(bits, group), "BLOCK_N": BLOCK_ROWS}
+    aligned = ("N", "K", "stride_wn", "stride_on")
+    read = cost(compile_for(dequantize_tiles_kernel, arch, types, constants, aligned, DEQUANTIZE_WARPS))
+    per_weight = round(read.per_element(DEQUANTIZE_WARPS, BLOCK_ROWS * planar_block(bits)), 2)
+    need = bits + 12 / group + DTYPES[dtype].primitive_bitwidth
+    return Report(
+        f"dequantize tiles w{bits} {dtype} group {group}", arch, read, per_weight, round(instruction_budget(need), 2)
+    )
+
+
+def sums(arch: int) -> Iterator[Report]:
+    """What sums of codes and sparse rows need beside the products of the codes."""
+    for M in (1, MAX_BLOCK_M):
+        yield sparse_product(arch, "bf16", M)
+        yield tiles(arch, "bf16", M)
+    yield sparse_add(arch, "bf16")
+    yield dequantize_tiles(arch, "bf16")
+
+
+def selection() -> Iterator[Report]:
+    """Every shape once, the variants of the kernels where they cost most; under a minute to compile."""
+    for M, N in SIZES:
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
+    for M in (1, 64):
+        yield weight_only(HOPPER, 4, 128, False, "fp16", M, 4096)
+    for M, group, zero in ((1, 32, True), (4096, 32, True), (1, 64, False), (1, -1, False)):
+        yield weight_only(HOPPER, 4, group, zero, "bf16", M, 4096)
+    for M in (1, 4096):
+        yield weight_only(HOPPER, 8, 128, True, "bf16", M, 4096)
+    yield weight_only(HOPPER, 8, -1, False, "fp16", 1, 4096)
+    for arch, M in itertools.product((AMPERE, ADA, BLACKWELL, GEFORCE), (1, 32, 64, 128)):
+        yield weight_only(arch, 4, 128, True, "bf16", M, 4096)
+    for arch in (AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield weight_only(arch, 4, 128, True, "bf16", None, 4096)
+        for few_or_many in (1, 128, None):
+            yield int8_activation(arch, 4, 128, True, few_or_many)
+    for M, group, x_group in ((1, 32, -1), (1, -1, 128), (64, 128, 128)):
+        yield int8_activation(HOPPER, 4, group, M == 1, M, x_group=x_group)
+    yield int8_activation(HOPPER, 8, 128, False, 1)
+    for arch, M in itertools.product((ADA, BLACKWELL, GEFORCE), (1, 4096)):
+        yield w8a8(arch, M)
+    yield weight_only(AMPERE, 8, 64, True, "bf16", 128, 4096)
+    for M, group, zero in ((1, 128, False), (1, 128, True), (64, 128, True), (1, -1, True), (1, 64, False)):
+        yield sparse24(HOPPER, group, zero, "bf16", M)
+    for M in (1, 64):
+        yield sparse24(AMPERE, 128, True, "bf16", M)
+    for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 128), (HOPPER, 4096), (AMPERE, 1), (AMPERE, 4096)):
+        yield w8a8(arch, M)
+    yield w8a8_persistent(64, 256, 4, True)
+    yield w8a8_persistent(128, 128, 4, True)
+    for arch, M in itertools.product((AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE), (1, 64, 256)):
+        yield weight_only(arch, 4, 128, True, "bf16", M, 1536, 2048, experts=128)
+        yield w8a8(arch, M, 1536, 2048, experts=128)
+    for M in (1, 16):
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, 1536, 2048, experts=8)  # K is split
+    yield quantize_rows(HOPPER, False)
+    yield quantize_fixed(HOPPER)
+    for arch, M in itertools.product((ADA, HOPPER, BLACKWELL, GEFORCE), (1, 32, 64, 4096)):
+        yield fp8_blocks(arch, M)
+        yield fp8_blocks(arch, M, "fp16", even=False)
+    for arch in (ADA, HOPPER, BLACKWELL, GEFORCE):
+        yield quantize_fp8_blocks(arch)
+    for group in (128, 96):
+        yield dequantize(HOPPER, 4, group, "bf16")
+    for arch in (HOPPER, AMPERE):
+        yield from sums(arch)
+
+
+def quick() -> Iterator[Report]:
+    """Every kernel on both architectures, every tile of the small product once; half of the selection's time."""
+    for M, N in SIZES:
+        yield weight_only(HOPPER, 4, 128, True, "bf16", M, N)
+    yield weight_only(HOPPER, 4, 128, False, "fp16", 1, 4096)
+    yield weight_only(HOPPER, 4, 32, True, "bf16", 4096, 4096)
+    yield weight_only(HOPPER, 8, 128, True, "bf16", 1, 4096)
+    yield weight_only(HOPPER, 4, 128, True, "bf16", None, 4096)
+    for arch, M in ((HOPPER, 1), (HOPPER, 128), (BLACKWELL, 64)):
+        yield int8_activation(arch, 4, 128, True, M)
+    yield weight_only(AMPERE, 4, 128, True, "bf16", 64, 4096)
+    yield weight_only(ADA, 4, 128, True, "bf16", 1, 4096)
+    yield weight_only(BLACKWELL, 4, 128, True, "bf16", 1, 4096)
+    yield w8a8(BLACKWELL, 4096)
+    yield weight_only(GEFORCE, 4, 128, True, "bf16", 128, 4096)
+    for arch, zero in ((HOPPER, False), (AMPERE, True)):
+        yield sparse24(arch, 128, zero, "bf16", 1)
+        yield w8a8(arch, 4096)
+    yield w8a8_persistent(128, 128, 4, True)
+    yield weight_only(HOPPER, 4, 128, True, "bf16", 1, 1536, 2048, experts=128)
+    yield w8a8(HOPPER, 16, 1536, 2048, experts=128)
+    for arch, M in ((HOPPER, 1), (HOPPER, 64), (HOPPER, 4096), (ADA, 1)):
+        yield fp8_blocks(arch, M, even=M != 64)
+    yield quantize_rows(HOPPER, False)
+    yield quantize_fixed(HOPPER)
+    yield quantize_fp8_blocks(HOPPER)
+    yield dequantize(HOPPER, 4, 96, "bf16")
+    yield from sums(HOPPER)
+
+
+def everything() -> Iterator[Report]:
+    """The product of all shapes and variants, on both architectures."""
+    for arch, bits, group, zero, dtype, (M, N) in itertools.product(
+        (HOPPER, AMPERE), (4, 8), (32, 64, 128, -1), (False, True), DTYPES, SIZES
+    ):
+        yield weight_only(arch, bits, group, zero, dtype, M, N)
+    for arch, group, zero, dtype, M in itertools.product(
+        (HOPPER, AMPERE), (32, 64, 128, 256, -1), (False, True), DTYPES, (1, 32, 64)
+    ):
+        yield sparse24(arch, group, zero, dtype, M)
+    for arch in (HOPPER, AMPERE):
+        for M in (1, 32, 64, 128, 4096):
+            yield w8a8(arch, M)
+        for symmetric in (False, True):
+            yield quantize_rows(arch, symmetric)
+        yield quantize_fixed(arch)
+        for M, dtype, even in itertools.product((1, 32, 64, 128), (*DTYPES, "fp32"), (False, True)):
+            yield from [fp8_blocks(arch, M, dtype, even=even)] if arch != AMPERE else []
+        for bits, group, dtype in itertools.product((4, 8), (16, 32, 128, -1), DTYPES):
+            yield dequantize(arch, bits, group, dtype)
+        yield from sums(arch)
+        yield tiles(arch, "fp16", 1, bits=8, group=128)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Compile the kernels without a GPU and report what they take.")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--all", action="store_true", help="every configuration, not only the selection")
+    chosen.add_argument("--quick", action="store_true", help="less than the selection")
+    given = parser.parse_args()
+    for report in everything() if given.all else quick() if given.quick else selection():
+        print(json.dumps(asdict(report)), flush=True)

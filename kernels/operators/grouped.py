@@ -1,0 +1,287 @@
+"""The linears of experts as torch operators: every token times the weights of the experts that it goes to.
+
+    routing = sort_by_expert(expert_MT, E)                       once per layer of experts
+    h_PN = grouped_weight_only(x_MK, ..., *routing[:2], ...)     w4a16, w8a16
+    h_PN = grouped_w8a8(x_MK, ..., *routing[:2], ...)            w8a8, x rounded once per token
+    out_MN = combine(h_PN, routing, weight_MT)                   sum over the experts of a token
+
+Shapes: M tokens of T experts each (top-k), P = M T pairs, sorted by expert; E experts, N outputs, K inputs, G groups.
+A token may go to an expert twice, an expert may have no token. Expert E is none: its pairs come last, as zeros.
+
+Two paths, the same numbers up to the order of the sums: one launch of Triton for all experts (`triton.grouped_gemm`),
+where it has nothing against the weights (`ops.why_not_weight_only`, `ops.why_not_w8a8`); else a loop over the experts
+that have tokens, each by the operator of `ops`, which on a CPU are compiled products. Only x gets a gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.errors import InputError
+from compress.kernels.layouts.words import Planar, planar_words
+from compress.kernels.operators.register import operator
+from compress.kernels.operators.words import (
+    w8a8_linear,
+    weight_only_gradient,
+    weight_only_linear,
+    why_not_w8a8,
+    why_not_weight_only,
+)
+
+
+class Routing(NamedTuple):
+    """Pairs sorted by expert. token int32 [P]: their tokens; start int32 [E + 1]: the first pair of each expert, and of
+    those without; place int64 [P]: which of the pairs [M, T] each is."""
+
+    token: Tensor
+    start: Tensor
+    place: Tensor
+
+
+def sort_by_expert(expert_MT: Tensor, experts: int) -> Routing:
+    """The pairs of tokens and experts, any integers from 0 to `experts` (none). Waits for nothing on a GPU."""
+    chosen, place = expert_MT.flatten().sort(stable=True)
+    start = torch.searchsorted(chosen, torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device))
+    token = torch.div(place, expert_MT.shape[1], rounding_mode="floor")
+    return Routing(token.to(torch.int32), start.to(torch.int32), place)
+
+
+def combine(out_PN: Tensor, routing: Routing, weight_MT: Tensor) -> Tensor:
+    """[M, N] what the experts of each token return, weighted and summed in fp32, in the dtype of out."""
+    by_token = torch.empty_like(out_PN)
+    by_token[routing.place] = out_PN
+    parts_MTN = by_token.view(*weight_MT.shape, -1).to(torch.float32)
+    return (parts_MTN * weight_MT.to(torch.float32).unsqueeze(-1)).sum(1).to(out_PN.dtype)
+
+
+def reference(x_MK: Tensor, weight_ENK: Tensor, token_P: Tensor, start_E: Tensor, bias_EN: Tensor | None) -> Tensor:
+    """[P, N] by dense weights in the dtype of x, an expert after the other: the truth of every path."""
+
+    def product(x_MK: Tensor, e: int) -> Tensor:
+        return torch.nn.functional.linear(x_MK, weight_ENK[e], _of(bias_EN, e))
+
+    return _by_expert(x_MK, token_P, start_E, weight_ENK.shape[1], product)
+
+
+def _experts(start_E: Tensor, pairs: int) -> Iterator[tuple[int, slice]]:
+    """(expert, its pairs) of experts that have any."""
+    ends = start_E.tolist()
+    assert 0 <= ends[0] <= ends[-1] <= pairs
+    return ((e, slice(first, last)) for e, (first, last) in enumerate(pairwise(ends)) if first < last)
+
+
+def _by_expert(
+    x_MK: Tensor, token_P: Tensor, start_E: Tensor, N: int, product: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """[P, N] by a product per expert."""
+    out_PN = x_MK.new_zeros(len(token_P), N)
+    for e, pairs in _experts(start_E, len(token_P)):
+        out_PN[pairs] = product(x_MK[token_P[pairs].long()], e)
+    return out_PN
+
+
+def _of(parts: Tensor | None, e: int) -> Tensor | None:
+    return None if parts is None else parts[e]
+
+
+def _check(x: Tensor, columns: int, wanted: int, experts: int, start: Tensor) -> None:
+    if x.dim() != 2 or columns != wanted:
+        raise InputError(f"x is {list(x.shape)}; allowed: tokens by the {columns} columns that the weights hold")
+    if experts == 0 or len(start) != experts + 1:
+        raise InputError(f"{len(start)} starts for {experts} experts; allowed: one for each and one for none")
+
+
+@operator("compress::grouped_weight_only")
+def grouped_weight_only(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    """[P, N] = x_token(p) weight_e(p)^T + bias_e(p), in the dtype of x [M, K], of pairs sorted by expert.
+
+    words int16 [E, N, W], scale [E, G, N], zero uint8 [E, G, N] or None, bias [E, N]: the parts of one `pack.Planar`
+    per expert, stacked. token and start as in `Routing`.
+    """
+    _check(x, words.shape[2], planar_words(x.shape[-1], bits), len(words), start)
+    weight = Planar(words, scale, zero, group_size, bits)
+    x_MK = x if x.stride(1) == 1 else x.contiguous()
+    if not why_not_weight_only(x_MK, weight):
+        from compress.kernels.triton.grouped_gemm import grouped_gemm
+
+        return grouped_gemm(x_MK, token, start, weight, bias)
+
+    def product(x_MK: Tensor, e: int) -> Tensor:
+        return weight_only_linear(x_MK, words[e], scale[e], _of(zero, e), _of(bias, e), bits, group_size)
+
+    return _by_expert(x_MK, token, start, words.shape[1], product)
+
+
+@grouped_weight_only.register_fake
+def _(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+) -> Tensor:
+    return x.new_empty(token.shape[0], words.shape[1])
+
+
+def _save_weight_only(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, words, scale, zero, _, token, start, bits, group_size = inputs
+    ctx.save_for_backward(words, scale, zero, token, start)
+    ctx.layout = (bits, group_size, *x.shape)
+
+
+def _weight_only_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grouped_weight_only_gradient(grad, *ctx.saved_tensors, *ctx.layout), *[None] * 8
+
+
+grouped_weight_only.register_autograd(_weight_only_gradient, setup_context=_save_weight_only)
+
+
+@operator("compress::grouped_weight_only_gradient")
+def grouped_weight_only_gradient(
+    grad: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    tokens: int,
+    columns: int,
+) -> Tensor:
+    """[tokens, columns] the gradient of x in `grouped_weight_only`, given that of its result [P, N]."""
+
+    def back(grad_MN: Tensor, e: int) -> Tensor:
+        return weight_only_gradient(grad_MN, words[e], scale[e], _of(zero, e), bits, group_size, columns)
+
+    return _to_tokens(grad, token, start, tokens, columns, back)
+
+
+@grouped_weight_only_gradient.register_fake
+def _(
+    grad: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    bits: int,
+    group_size: int,
+    tokens: int,
+    columns: int,
+) -> Tensor:
+    return grad.new_empty(tokens, columns)
+
+
+def _to_tokens(
+    grad_PN: Tensor, token_P: Tensor, start_E: Tensor, M: int, K: int, back: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    """[M, K] the gradients of x by each expert, summed in fp32 (fp64 for fp64)."""
+    work = torch.promote_types(grad_PN.dtype, torch.float32)
+    sums_MK = grad_PN.new_zeros((M, K), dtype=work)
+    for e, pairs in _experts(start_E, len(token_P)):
+        sums_MK.index_add_(0, token_P[pairs].long(), back(grad_PN[pairs], e).to(work))
+    return sums_MK.to(grad_PN.dtype)
+
+
+@operator("compress::grouped_w8a8")
+def grouped_w8a8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    symmetric: bool,
+) -> Tensor:
+    """[P, N] = quantize(x)_token(p) weight_e(p)^T scaled + bias_e(p), in the dtype of x [M, K], of pairs sorted by
+    expert.
+
+    weight int8 [E, N, K]; weight_scale fp32, row_sum int32 and bias [E, N]; input_scale, input_zero and symmetric as in
+    `ops.w8a8_linear`; token and start as in `Routing`. A token is rounded once, whatever its experts.
+    """
+    _check(x, weight.shape[2], x.shape[-1], len(weight), start)
+    if row_sum is None and (input_zero is not None or (input_scale is None and not symmetric)):
+        raise InputError("asymmetric activations need the row sums of the weights")
+    x_MK = x if x.stride(1) == 1 else x.contiguous()
+    if not why_not_w8a8(x_MK, weight[0]):
+        from compress.kernels.triton.grouped_int8 import grouped_int8_gemm
+        from compress.kernels.triton.int8_quantize import quantize_static, quantize_tokens
+
+        if input_scale is None:
+            codes_MK, scale, zero = quantize_tokens(x_MK, symmetric)
+        else:
+            codes_MK, scale, zero = quantize_static(x_MK, input_scale, input_zero), input_scale, input_zero
+        return grouped_int8_gemm(codes_MK, token, start, scale, zero, weight, weight_scale, row_sum, bias, x.dtype)
+
+    def product(x_MK: Tensor, e: int) -> Tensor:
+        return w8a8_linear(
+            x_MK, weight[e], weight_scale[e], _of(row_sum, e), _of(bias, e), input_scale, input_zero, symmetric
+        )
+
+    return _by_expert(x_MK, token, start, weight.shape[1], product)
+
+
+@grouped_w8a8.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    row_sum: Tensor | None,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    input_zero: Tensor | None,
+    token: Tensor,
+    start: Tensor,
+    symmetric: bool,
+) -> Tensor:
+    return x.new_empty(token.shape[0], weight.shape[1])
+
+
+@operator("compress::grouped_w8a8_gradient")
+def grouped_w8a8_gradient(
+    grad: Tensor, weight: Tensor, weight_scale: Tensor, token: Tensor, start: Tensor, tokens: int
+) -> Tensor:
+    """[tokens, K] the gradient of x in `grouped_w8a8`, straight through its rounding."""
+
+    def back(grad_MN: Tensor, e: int) -> Tensor:
+        return grad_MN @ (weight[e].to(torch.float32) * weight_scale[e].unsqueeze(-1)).to(grad_MN.dtype)
+
+    return _to_tokens(grad, token, start, tokens, weight.shape[2], back)
+
+
+@grouped_w8a8_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, weight_scale: Tensor, token: Tensor, start: Tensor, tokens: int) -> Tensor:
+    return grad.new_empty(tokens, weight.shape[2])
+
+
+def _save_w8a8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1], inputs[2], inputs[7], inputs[8])
+    ctx.tokens = inputs[0].shape[0]
+
+
+def _w8a8_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grouped_w8a8_gradient(grad, *ctx.saved_tensors, ctx.tokens), *[None] * 9
+
+
+grouped_w8a8.register_autograd(_w8a8_gradient, setup_context=_save_w8a8)

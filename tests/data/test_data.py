@@ -1,0 +1,264 @@
+"""Text and tokens: every format, the windows cut from it, which of them are taken, and what is said about it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from combinations import every
+from commands import CONTEXT, VOCABULARY
+from places import SHARED
+from transformers import AutoTokenizer, PretrainedConfig
+
+from compress.checkpoint.read.source import DEMO
+from compress.data.text import DEFAULT_LENGTH, batches_of, default_length, load_tokens, read_text, windows
+from compress.errors import InputError
+
+CONFIG = PretrainedConfig()
+CONFIG.vocab_size, CONFIG.max_position_embeddings = VOCABULARY, CONTEXT
+STORIES = ["Once upon a time\nthere was a cat.", "Ein Bär, 熊 und ein Fuchs.", "The end\u2028of it."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def never() -> object:
+    raise AssertionError("token ids need no tokenizer")
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_txt_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(STORIES[1], encoding="utf-8")
+    assert read_text(str(path), "calibration") == STORIES[1]
+
+
+def test_jsonl_and_parquet_join_documents_by_a_blank_line(tmp_path: Path) -> None:
+    documents = [STORIES[0], "  ", *STORIES[1:]]  # blank documents are nothing
+    jsonl = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": d, "id": i}, ensure_ascii=False) for i, d in enumerate(documents)]
+    jsonl.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": documents, "id": [1, 2, 3, 4]}), parquet)
+    assert read_text(str(jsonl), "calibration") == "\n\n".join(STORIES)
+    assert read_text(str(parquet), "calibration") == "\n\n".join(STORIES)
+
+
+@every("ending", ["txt", "jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"a.{ending}"
+    content = STORIES[0] if ending == "txt" else json.dumps({"text": STORIES[0]})
+    path.write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert read_text(str(path), "calibration") == STORIES[0]
+
+
+def test_windows_line_endings_of_jsonl_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert read_text(str(path), "calibration") == "one\n\ntwo"
+
+
+def test_demo_calibration_and_demo_held_out_text_share_less_than_a_hundredth() -> None:
+    seen, unseen = (read_text("demo", what) for what in ("calibration", "held-out"))
+    known = set(seen.split("\n\n"))
+    shared = sum(len(p) for p in unseen.split("\n\n") if p in known)
+    assert shared < 0.01 * len(unseen)
+    assert min(len(seen), len(unseen)) > 100_000
+
+
+def test_a_dataset_is_read_by_id_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(*arguments: object, **keywords: object) -> object:
+        asked.append((arguments, keywords))
+        return datasets.Dataset.from_dict({"text": STORIES, "id": [1, 2, 3]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_text("owner/name:small", "calibration") == "\n\n".join(STORIES)
+    assert asked == [(("owner/name", "small"), {"split": "train"})]
+
+
+def test_a_dataset_without_text_is_refused_with_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    found = datasets.Dataset.from_dict({"story": STORIES, "id": [1, 2, 3]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    with pytest.raises(InputError, match=r"'owner/name' has no column 'text'; it has story, id"):
+        read_text("owner/name", "calibration")
+
+
+# --- windows -------------------------------------------------------------------------------------------------------
+
+
+def test_windows_follow_each_other_and_a_partial_last_one_is_dropped(tokenizer: object) -> None:
+    text = read_text("demo", "held-out")[:5000]
+    ids = tokenizer(text)["input_ids"]
+    cut = windows(text, tokenizer, 50, "demo")
+    assert cut.shape == (len(ids) // 50, 50)
+    assert len(ids) % 50  # or nothing was dropped
+    assert cut.flatten().tolist() == ids[: len(ids) // 50 * 50]
+
+
+def test_exactly_one_window_is_enough_and_one_token_less_is_not(tokenizer: object) -> None:
+    text = STORIES[0]
+    count = len(tokenizer(text)["input_ids"])
+    assert windows(text, tokenizer, count, "t").shape == (1, count)
+    with pytest.raises(InputError, match=f"t has {count} tokens; at least one window of {count + 1} is needed"):
+        windows(text, tokenizer, count + 1, "t")
+
+
+def test_samples_are_spread_evenly_from_the_first_window_to_the_last(tokenizer: object) -> None:
+    every = load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32).ids
+    count = len(every)
+    picked = load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32, samples=7)
+    expected = [round(i * (count - 1) / 6) for i in range(7)]
+    assert torch.equal(picked.ids, every[expected])
+    assert picked.notes == ()
+
+
+def test_one_sample_and_all_samples_are_allowed(tokenizer: object) -> None:
+    every = load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32).ids
+    assert torch.equal(load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32, samples=1).ids, every[:1])
+    whole = load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32, samples=len(every))
+    assert torch.equal(whole.ids, every)
+    assert whole.notes == ()
+
+
+def test_too_few_windows_are_noted_with_both_numbers(tokenizer: object, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(STORIES[0] * 20, encoding="utf-8")
+    found = load_tokens(str(path), tokenizer, CONFIG, what="calibration", length=32, samples=500)
+    assert len(found.notes) == 1
+    assert f"gives {len(found.ids)} samples of 32 tokens, fewer than the 500 asked for" in found.notes[0]
+
+
+def test_the_default_length_is_the_context_at_most_2048(tokenizer: object) -> None:
+    assert load_tokens("demo", tokenizer, CONFIG, what="held-out").ids.shape[1] == CONTEXT
+    long = PretrainedConfig()
+    long.max_position_embeddings = 32768
+    assert default_length(long) == DEFAULT_LENGTH == 2048
+    older = PretrainedConfig()
+    older.n_positions = 512
+    assert default_length(older) == 512
+    assert default_length(PretrainedConfig()) == 2048
+
+
+def test_a_tokenizer_is_loaded_for_text_only_when_it_is_needed(tokenizer: object) -> None:
+    calls = []
+    ids = load_tokens("demo", lambda: calls.append(1) or tokenizer, CONFIG, what="held-out", length=32).ids
+    assert calls == [1]
+    assert torch.equal(ids, load_tokens("demo", tokenizer, CONFIG, what="held-out", length=32).ids)
+
+
+def test_calibration_and_held_out_choose_the_demo_text(tokenizer: object) -> None:
+    first, second = (
+        load_tokens("demo", tokenizer, CONFIG, what=what, length=32) for what in ("calibration", "held-out")
+    )
+    assert first.fingerprint() != second.fingerprint()
+    assert first.source == second.source == "demo"
+
+
+# --- token ids -----------------------------------------------------------------------------------------------------
+
+
+@every("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_pt_and_tensor_give_their_rows_as_int64(tmp_path: Path, dtype: torch.dtype) -> None:
+    ids = torch.randint(200, (5, 9), generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "ids.pt"
+    torch.save(ids.to(dtype), path)
+    from_file = load_tokens(str(path), never, CONFIG, what="calibration")
+    from_tensor = load_tokens(ids.to(dtype), never, CONFIG, what="calibration")
+    for found in (from_file, from_tensor):
+        assert found.ids.dtype == torch.int64
+        assert torch.equal(found.ids, ids)
+        assert found.notes == ()
+    assert from_file.source == str(path)
+    assert from_file.fingerprint() == from_tensor.fingerprint()
+
+
+@every("dtype", [np.int64, np.int32, np.uint16, np.uint32, np.uint8])
+def test_npy_gives_its_rows_as_int64(tmp_path: Path, dtype: type) -> None:
+    ids = np.random.default_rng(0).integers(0, 200, (5, 9))
+    np.save(tmp_path / "ids.npy", ids.astype(dtype))
+    found = load_tokens(str(tmp_path / "ids.npy"), never, CONFIG, what="calibration").ids
+    assert found.dtype == torch.int64
+    assert found.tolist() == ids.tolist()
+
+
+def test_samples_are_the_first_rows_of_token_ids() -> None:
+    ids = torch.arange(60).view(6, 10)
+    assert torch.equal(load_tokens(ids, never, CONFIG, what="calibration", samples=4).ids, ids[:4])
+    short = load_tokens(ids, never, CONFIG, what="calibration", samples=7)
+    assert torch.equal(short.ids, ids)
+    assert "gives 6 samples of 10 tokens, fewer than the 7 asked for" in short.notes[0]
+
+
+def test_the_last_id_of_the_vocabulary_and_the_whole_context_are_allowed() -> None:
+    ids = torch.full((2, CONTEXT), VOCABULARY - 1)
+    assert torch.equal(load_tokens(ids, never, CONFIG, what="calibration", length=CONTEXT).ids, ids)
+    with pytest.raises(InputError, match=f"from {VOCABULARY} to {VOCABULARY}; the vocabulary is 0 to {VOCABULARY - 1}"):
+        load_tokens(ids + 1, never, CONFIG, what="calibration")
+    with pytest.raises(InputError, match=f"windows of {CONTEXT + 1} tokens; the model reads at most {CONTEXT}"):
+        load_tokens(torch.zeros(1, CONTEXT + 1, dtype=torch.int64), never, CONFIG, what="calibration")
+
+
+def test_unsigned_64_bit_ids_beyond_int64_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.full((2, 3), 2**64 - 1, dtype=np.uint64))
+    with pytest.raises(InputError, match="the vocabulary is 0 to 2047"):
+        load_tokens(str(tmp_path / "ids.npy"), never, CONFIG, what="calibration")
+
+
+def test_a_pickle_that_runs_code_is_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, (f"open({str(tmp_path / 'boom')!r}, 'w')",)
+
+    torch.save(Bomb(), tmp_path / "ids.pt")
+    with pytest.raises(InputError, match="damaged or holds no tensor"):
+        load_tokens(str(tmp_path / "ids.pt"), never, CONFIG, what="calibration")
+    assert not (tmp_path / "boom").exists()
+
+
+# --- micro-batches -------------------------------------------------------------------------------------------------
+
+
+def test_batches_hold_every_row_once_in_order_with_a_short_last_one() -> None:
+    ids = torch.arange(50).view(5, 10)
+    batches = batches_of(ids, 2)
+    assert [len(b["input_ids"]) for b in batches] == [2, 2, 1]
+    assert torch.equal(torch.cat([b["input_ids"] for b in batches]), ids)
+
+
+def test_ready_made_batches_stay_as_they_are() -> None:
+    given = [{"input_ids": torch.ones(1, 3), "attention_mask": torch.ones(1, 3)}]
+    assert batches_of(given, 8) == given
+    with pytest.raises(InputError, match="holds no batch"):
+        batches_of([], 8)
+    with pytest.raises(InputError, match="a calibration batch is Tensor; give token ids"):
+        batches_of([torch.ones(1, 3)], 8)
+    with pytest.raises(InputError, match="use_cache; leave it out"):
+        batches_of([{"input_ids": torch.ones(1, 3), "use_cache": True}], 8)
+    with pytest.raises(InputError, match="a calibration batch is dict"):
+        batches_of([{}], 8)
+
+
+# --- real data beside the project ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the texts beside the project")
+def test_published_files_are_read_whole(tokenizer: object) -> None:
+    stories = SHARED / "text" / "tinystories" / "heldout_eval.jsonl"
+    with stories.open(encoding="utf-8") as file:
+        documents = [json.loads(line)["text"] for line in file]
+    assert read_text(str(stories), "held-out").count("\n\n") >= len(documents) - 1
+    tokens = load_tokens(str(SHARED / "tokens" / "babyllama-105.eval.pt"), never, None, what="held-out")
+    assert tokens.ids.shape == (500, 256)

@@ -1,0 +1,28 @@
+"""Runs `interpreter_cases.py` and its neighbours under the interpreter, in one process: Triton decides at import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from places import SUPPORT
+
+pytest.importorskip("triton")
+
+NAMES = ("cases", "sums", "grouped", "invariance", "int8_words", "fp8_blocks")
+CASES = [SUPPORT / "interpreter" / f"interpreter_{name}.py" for name in NAMES]
+
+
+def test_kernels_under_the_interpreter():
+    # Without our conftest, whose imports take as long as half of the cases.
+    words = ["-q", "-p", "no:cacheprovider", "--noconftest", *map(str, CASES)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=SUPPORT.parent,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

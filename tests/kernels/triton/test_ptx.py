@@ -1,0 +1,143 @@
+"""The inline assembly, run by a small emulator, against what the portable path computes: every word, bit for bit."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton.language as tl
+
+from compress.kernels.layouts.words24 import TOP_BIT
+from compress.kernels.triton.int8_gemm import PRMT_BF16, PRMT_FP16, power8
+from compress.kernels.triton.int8_planar_gemm import BYTES_4, BYTES_4_ZERO, BYTES_8, RAISED
+from compress.kernels.triton.sparse24_gemm import expand_ptx
+from compress.kernels.triton.unpack import LOP3_BF16, LOP3_FP16, power4
+
+
+def lop3(a, b, c, table):
+    out = np.zeros_like(a)
+    for row in range(8):
+        if int(table) >> row & 1:
+            out |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return out
+
+
+def prmt(a, b, selector):
+    """Bytes 0 to 3 come from a, 4 to 7 from b; with bit 3 of a selector, eight copies of the top bit of that byte."""
+    source = [a >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
+    source += [b >> np.uint32(8 * i) & np.uint32(255) for i in range(4)]
+    out = np.zeros_like(a)
+    for i in range(4):
+        pick = int(selector) >> 4 * i & 15
+        byte = source[pick & 7]
+        if pick & 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        out |= byte << np.uint32(8 * i)
+    return out
+
+
+OPERATIONS = {
+    "lop3.b32": lambda a, b, c, table: lop3(a, b, c, table.flat[0]),
+    "prmt.b32": lambda a, b, selector: prmt(a, b, selector.flat[0]),
+    "shr.u32": lambda a, count: a >> count,
+    "shl.b32": lambda a, count: a << count,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "sub.u32": lambda a, b: a - b,
+    "mov.b32": lambda a: a,
+    "add.f32": lambda a, b: (a.view(np.float32) + b.view(np.float32)).view(np.uint32),
+}
+
+
+def emulate(ptx, outputs, word, *more):
+    """Values of registers $0 ... after running `ptx` on $<outputs> = word (uint32 array), and more after it."""
+    registers = {f"${outputs + i}": given for i, given in enumerate((word, *more))}
+
+    def value(operand):
+        if operand in registers:
+            return registers[operand]
+        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        return np.full_like(word, number)
+
+    for statement in re.split(r"[;{}\n]+", ptx):
+        statement = statement.strip()
+        if not statement or statement.startswith(".reg"):
+            continue
+        operation, operands = statement.split(None, 1)
+        target, *sources = [part.strip() for part in operands.split(",")]
+        registers[target] = OPERATIONS[operation](*map(value, sources))
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def halves(registers):
+    """The two 16-bit patterns of each 32-bit register: [2, count]."""
+    return np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)]).astype(np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("ptx", "bits", "dtype"),
+    [
+        (LOP3_FP16, 4, torch.float16),
+        (LOP3_BF16, 4, torch.bfloat16),
+        (PRMT_FP16, 8, torch.float16),
+        (PRMT_BF16, 8, torch.bfloat16),
+    ],
+)
+def test_unpacking_matches_the_portable_path(ptx, bits, dtype):
+    low = np.arange(2**16, dtype=np.uint32)
+    high = np.random.default_rng(0).permutation(low)
+    language = tl.float16 if dtype == torch.float16 else tl.bfloat16
+    for plane, register in enumerate(emulate(ptx, 16 // bits, low | high << np.uint32(16))):
+        power = power4(plane, language) if bits == 4 else power8(language)
+        for pattern, word in zip(halves(register), (low, high), strict=True):
+            codes = torch.from_numpy((word >> np.uint32(bits * plane) & np.uint32(2**bits - 1)).astype(np.int32))
+            portable = (codes + power).to(dtype)
+            assert torch.equal(torch.from_numpy(pattern.astype(np.int32)), portable.view(torch.int16).int() & 0xFFFF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_subtracting_power_and_zero_point_is_exact(bits, dtype):
+    """In half precision, code + power minus zero + power is the integer code - zero, for every pair."""
+    language = tl.float16 if dtype == torch.float16 else tl.bfloat16
+    powers = {power4(plane, language) for plane in range(4)} if bits == 4 else {power8(language)}
+    codes = torch.arange(2**bits)
+    for power in powers:
+        stored = (codes + power).to(dtype)
+        zero = codes.to(dtype) + torch.tensor(power, dtype=dtype)
+        assert torch.equal((stored[:, None] - zero[None, :]).double(), (codes[:, None] - codes[None, :]).double())
+
+
+@pytest.mark.parametrize(("ptx", "bits", "zero"), [(BYTES_4, 4, False), (BYTES_4_ZERO, 4, True), (BYTES_8, 8, False)])
+def test_words_become_bytes_of_planes(ptx, bits, zero):
+    """Four words that follow each other, in two registers, give four bytes of every plane: every word in every place,
+    with every zero point."""
+    rng, planes = np.random.default_rng(0), 16 // bits
+    words = np.stack([rng.permutation(2**16).astype(np.uint32) for _ in range(4)])
+    zeros = rng.integers(0, 16, (planes, 2**16), dtype=np.uint32)
+    given = [words[0] | words[1] << np.uint32(16), words[2] | words[3] << np.uint32(16)]
+    given += [z * np.uint32(0x01010101) for z in zeros] if zero else []
+    for plane, register in enumerate(emulate(ptx, planes, *given)):
+        for place, word in enumerate(words):
+            byte = (register >> np.uint32(8 * place) & np.uint32(255)).astype(np.uint8).view(np.int8)
+            code = (word >> np.uint32(bits * plane) & np.uint32(2**bits - 1)).astype(np.int64)
+            centred = code - zeros[plane] if zero else (code - 2 ** (bits - 1)) * (RAISED if bits == 4 else 1)
+            assert np.array_equal(byte, centred)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_expansion_of_quads_matches_the_layout(quarter):
+    """Every pattern of kept bits in both halves, with other bits around them, against what `pack24` says of it."""
+    rng = np.random.default_rng(quarter)
+    kept = rng.integers(0, 2**32, 2**12, dtype=np.uint32)
+    v0, v1 = (rng.integers(0, 2**32, 2**12, dtype=np.uint32) for _ in range(2))
+    columns = [halves(out) for out in emulate(expand_ptx(quarter), 4, v0, v1, kept)]
+    for half in range(2):
+        bits = halves(kept)[half].astype(np.int64)
+        m0, m1, m2, m3 = (bits >> top - 2 * quarter & 1 for top in TOP_BIT)
+        a, b = halves(v0)[half], halves(v1)[half]
+        expected = (m0 * a, m1 * np.where(m0, b, a), m2 * np.where(m3, a, b), m3 * b)
+        for mine, truth in zip(columns, expected, strict=True):
+            assert np.array_equal(mine[half], truth)

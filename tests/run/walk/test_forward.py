@@ -1,0 +1,279 @@
+"""Capture and suspended forward: same numbers as the model itself, one forward per block and micro-batch."""
+
+import pytest
+import torch
+from combinations import each, every
+from models import DECODERS, FAMILIES, build, tokens
+from replay_helper import replay
+from torch import nn
+
+import compress
+from compress.data.text import batches_of
+from compress.errors import CompressError
+from compress.model.calls import Call, hidden_of, real_tokens, token_mask, without_cache
+from compress.model.layers import find_stacks, layers_of
+from compress.run.installed import Versions
+from compress.run.residency import Local
+from compress.run.walk.capture import capture, output_shape
+from compress.run.walk.decide import decide
+from compress.run.walk.forward import suspended_forward
+from compress.run.walk.sites import structure_of
+from compress.run.walk.state import Streams
+from compress.system.comm import Comm
+
+PLAIN = {"drift": 0.0, "clip": False, "refit": 0, "sweeps": 0}
+
+
+def captured(model, batches, residency=None):
+    residency = residency or Local(torch.device("cpu"))
+    (stack,) = find_stacks(model)
+
+    def first_output(args, kwargs):
+        return output_shape(stack.blocks[0][1], args, kwargs)
+
+    with without_cache(model):
+        return stack, capture(model, stack, batches, residency, first_output)
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "bert"])
+def test_chained_blocks_compute_what_the_model_computes(kind):
+    model = build(kind)
+    batches = batches_of(tokens(), 4)
+    stack, calls = captured(model, batches)
+    expected: list[torch.Tensor] = []
+    last = stack.blocks[-1][1]
+    hook = last.register_forward_hook(lambda _, __, out: expected.append(hidden_of(out)))
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+        hook.remove()
+        for j in range(len(batches)):
+            hidden = calls[0][j].hidden
+            for i, (_, block) in enumerate(stack.blocks):
+                call = calls[i][j].with_hidden(hidden)
+                hidden = hidden_of(block(*call.args, **call.kwargs))
+            torch.testing.assert_close(hidden, expected[j], rtol=0, atol=0)
+
+
+def test_sliding_and_full_attention_blocks_keep_their_own_masks():
+    # Gemma 2 alternates them; 16 tokens are longer than its window of 4.
+    _, calls = captured(build("gemma2"), batches_of(tokens(), 6))
+    sliding, full = (of_block[0].kwargs["attention_mask"] for of_block in calls)
+    assert sliding is None or full is None or not torch.equal(sliding, full)
+
+
+def test_capture_leaves_the_model_as_it_was():
+    model = build("llama")
+    blocks = list(model.model.layers)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    captured(model, batches_of(tokens(), 3))
+    assert list(model.model.layers) == blocks
+    assert model.config.use_cache is True
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_layers_that_read_one_tensor_form_one_site():
+    model = build("llama")
+    stack, calls = captured(model, batches_of(tokens(), 6))
+    name, block = stack.blocks[0]
+    found = structure_of(block, calls[0][0], layers_of(block, name))
+    inside = [[n.rsplit(".", 1)[1] for n in site] for site in found.sites]
+    assert inside == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    assert found.traced
+    assert found.unreached == ()
+    assert found.repeated == ()
+
+
+class Shared(nn.Module):
+    """A block that calls one layer twice, another never, and branches on data."""
+
+    def __init__(self, branch: bool) -> None:
+        super().__init__()
+        self.twice, self.once, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.branch = branch
+
+    def forward(self, x):
+        x = self.once(self.twice(self.twice(x)))
+        if self.branch and float(x.sum()) > 1e9:
+            return -x
+        return x
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_structure_names_layers_that_cannot_be_calibrated(branch):
+    block = Shared(branch)
+    call = Call((torch.randn(2, 3, 8),), {}, 0, None)
+    found = structure_of(block, call, layers_of(block, "b"))
+    assert found.sites == (("b.once",),)
+    assert found.unreached == ("b.never",)
+    assert found.repeated == ("b.twice",)
+    assert found.traced is not branch
+
+
+# An encoder-decoder runs as one block; its calibration needs decoder inputs.
+@every(("kind", "drift"), each(sorted(FAMILIES.keys() - {"t5"}), [0.0, 1.0]))
+def test_each_stream_runs_each_block_once_per_micro_batch(kind, drift):
+    model = build(kind)
+    counts: dict[nn.Module, int] = {}
+    (stack,) = find_stacks(model)
+    for _, block in stack.blocks:
+        original = block.forward
+
+        def counting(*args, block=block, original=original, **kwargs):
+            hidden = args[0] if args else next(iter(kwargs.values()))
+            if type(hidden) is torch.Tensor:  # tracing runs on fake tensors, at no cost
+                counts[block] = counts.get(block, 0) + 1
+            return original(*args, **kwargs)
+
+        block.forward = counting
+    options = {**PLAIN, "drift": drift}
+    result = compress.quantize(model, compress.GPTQ(group_size=16, **options), calibration=tokens(6), batch_size=2)
+    streams = 2 if drift else 1
+    assert list(counts.values()) == [3 * streams] * len(stack.blocks)
+    assert result.record.block_forwards == 3 * streams * len(stack.blocks)
+
+
+@pytest.mark.parametrize("drift", [0.0, 1.0])
+def test_suspended_forward_decides_the_codes_of_a_replay_in_a_fraction_of_the_forwards(drift):
+    p = compress.GPTQ(group_size=16, statistics="float64", **{**PLAIN, "drift": drift})
+    batches = batches_of(tokens(), 2)
+    model = build("llama")
+    expected, replayed = replay(model, p, batches)
+    ours = build("llama")
+    result = compress.quantize(ours, p, calibration=tokens(), batch_size=2)
+    for name, codes in expected.items():
+        scheme = ours.get_submodule(name).weight
+        assert torch.equal(scheme, model.get_submodule(name).weight), name
+        assert codes.shape == scheme.shape
+    assert replayed == 5 * result.record.block_forwards
+
+
+class Waiting:
+    """A block of two layers, the first with a hook of its own, and two micro-batches on their way into it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.block[0].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+        self.layers = layers_of(self.block, "")
+        self.calls = [Call((torch.randn(2, 3, 16),), {}, 0, None) for _ in range(2)]
+        self.versions = Versions()
+
+    def hooks(self) -> list[int]:
+        return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.block]
+
+    @torch.no_grad()
+    def forward(self, visit, reference=()):
+        sites = [[layer] for layer in self.layers]
+        return suspended_forward(self.block, self.calls, sites, visit, reference, self.versions)
+
+    @torch.no_grad()
+    def plain(self) -> list[torch.Tensor]:
+        return [self.block(*call.args) for call in self.calls]
+
+    def round(self, layer) -> None:
+        p = compress.RTN(scheme="w8a8", group_size=-1)
+        with Local(torch.device("cpu")).open(self.block) as opened:
+            self.versions.install(layer, decide(p, [layer], opened, Comm())[layer.name])
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_rounding_that_is_decided_while_forwards_wait_acts_when_they_go_on():
+    waiting = Waiting()
+    before = waiting.plain()
+    seen = {}
+
+    def visit(site, arrivals):
+        seen[site[0].name] = [arrival.x_MK for arrival in arrivals]
+        waiting.round(site[0])
+        assert same(seen[site[0].name], [arrival.x_MK for arrival in arrivals])
+
+    outputs, others = waiting.forward(visit, waiting.calls)
+    assert same(outputs, waiting.plain())
+    assert not same(outputs, before)
+    assert same(others, before)
+    # What is collected is what the layer's own hook makes of its input, before it is rounded.
+    assert same(seen["0"], [call.hidden.flatten(0, 1) + 1 for call in waiting.calls])
+    with waiting.versions.original():
+        assert same(waiting.plain(), before)
+
+
+def test_layers_that_are_not_rounded_have_no_hooks_afterwards():
+    waiting = Waiting()
+    waiting.forward(lambda site, _: waiting.round(site[0]) if site[0].name == "2" else None)
+    assert waiting.hooks() == [1, 0, 1]
+
+    def fail(site, arrivals):
+        list(arrivals)
+        raise CompressError("it broke")
+
+    waiting = Waiting()
+    with pytest.raises(CompressError, match="it broke"):
+        waiting.forward(fail)
+    assert waiting.hooks() == [1, 0, 0]
+
+
+def test_streams_hand_hidden_states_on_and_leave_a_whole_model_alone():
+    old, new = torch.zeros(1, 2, 4), torch.ones(1, 2, 4)
+    own = Call((old,), {"mask": 7}, 0, None)
+    streams = Streams([Call((old,), {"mask": 1}, 0, None)], []).after([(new, "rest")], []).called_as([own])
+    assert streams.calls[0].hidden is new
+    assert streams.calls[0].kwargs == {"mask": 7}
+    assert streams.reference == []
+    whole = Streams([Call((), {"input_ids": old}, None, None)], [])
+    assert whole.end
+    assert whole.after([None], []).called_as([own]) is whole
+
+
+def test_pad_tokens_never_count():
+    ids, extra = tokens(4, 12), 5
+    padded = torch.cat([ids, torch.zeros(4, extra, dtype=torch.int64)], 1)
+    mask = torch.cat([torch.ones(4, 12), torch.zeros(4, extra)], 1).to(torch.int64)
+    p = compress.GPTQ(group_size=16, statistics="float64", **{**PLAIN, "drift": 1.0})
+    short, long = build("llama").double(), build("llama").double()
+    one = compress.quantize(short, p, calibration=[{"input_ids": ids}])
+    two = compress.quantize(long, p, calibration=[{"input_ids": padded, "attention_mask": mask}])
+    assert [r.figures["tokens"] for r in two.record.layers] == [48] * 14
+    assert [r.figures["loss"] for r in one.record.layers] == pytest.approx(
+        [r.figures["loss"] for r in two.record.layers], rel=1e-6
+    )
+    for (name, a), b in zip(short.named_parameters(), long.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_padding_that_cannot_be_matched_is_refused():
+    call = Call((), {}, 0, token_mask({"attention_mask": torch.tensor([[1, 0]])}))
+    with pytest.raises(CompressError, match="padding mask"):
+        real_tokens(torch.zeros(3, 4), call)
+
+
+def test_a_model_that_changes_the_hidden_state_between_blocks_runs_as_one_block():
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) + 1
+            return x
+
+    torch.manual_seed(0)
+    model, x = Between(), torch.randn(64, 8)
+    expected = model(x)
+    p = compress.GPTQ(scheme="w8a16", group_size=-1)
+    result = compress.quantize(model, p, calibration=[{"x": x}])
+    assert any("one block" in note for note in result.record.notes)
+    assert len(result.record.layers) == 2
+    assert (model(x) - expected).norm() < 0.02 * expected.norm()
+
+
+def test_comm_of_one_process_changes_nothing():
+    comm, x = Comm(), torch.arange(6.0).view(3, 2)
+    assert comm.all_reduce(x.clone()).equal(x)
+    assert comm.gather_rows(x, [3]).equal(x)
+    assert comm.rows_of(3) == slice(0, 3)
+    assert comm.assign({"a": 1.0, "b": 2.0}) == {"a": 0, "b": 0}
