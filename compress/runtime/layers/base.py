@@ -64,13 +64,86 @@ class InStrips(OnCodes):
         """Undo what converting the layer by `fn` rounded of the buffers that were these before."""
 
 
-class QuantLinear(InStrips):
+class StoredRows(InStrips):
+    """A layer whose state_dict holds the tensors of a checkpoint, not the buffers that its kernels read."""
+
+    scheme: Scheme
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+    spoken_for: bool  # another module saves and loads this one's tensors (`FusedLinear`, `SumLinear`)
+
+    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
+        """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
+        raise NotImplementedError
+
+    def parts(self, rows: slice) -> dict[str, Tensor]:
+        """Inverse of `fill`."""
+        raise NotImplementedError
+
+    def whole(self) -> slice:
+        return slice(0, self.out_features)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.spoken_for:
+            self.save_rows(self.whole(), destination, prefix)
+
+    def save_rows(self, rows: slice, destination: dict[str, Any], prefix: str) -> None:
+        """Write a part of the layer into a state_dict."""
+        for name, part in self.parts(rows).items():
+            destination[prefix + name] = part
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias.detach()[rows]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not self.spoken_for:
+            self.load_rows(self.whole(), state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
+
+    def load_rows(
+        self,
+        rows: slice,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Read a part of the layer from a state_dict, the way `nn.Module` reports what does not fit."""
+        shape = (rows.stop - rows.start, self.in_features)
+        wanted = self.scheme.parts(*shape)
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        own: set[str] = set() if self.bias is None else {"bias"}
+        needed = own | {name for name, part in wanted.items() if not part.optional}
+        missing = sorted(needed - set(given))
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
+        if missing:
+            return
+        parts = {name: given[name] for name in wanted if name in given}
+        problem = _problem(prefix, parts, self.scheme, shape)
+        if problem is not None:
+            error_msgs.append(problem)
+            return
+        self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
+        if self.bias is not None:
+            self.bias.data[rows] = given["bias"].to(self.bias)
+
+
+class QuantLinear(StoredRows):
     """y = x W^T + b on packed codes. x [..., in_features] in the dtype of the layer, y [..., out_features] in the same.
 
     Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
     """
 
-    bias: nn.Parameter | None
     stackable: ClassVar[bool] = True  # whether rows of several such layers can be one product (`FusedLinear`)
     row_unit: ClassVar[int] = 1  # rows that share what they have: one that others follow has a multiple of them
     rounds_inputs: ClassVar[bool] = False  # whether it is for layers that round their input
@@ -85,7 +158,6 @@ class QuantLinear(InStrips):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__()
         self.scheme, self.in_features, self.out_features = scheme, in_features, out_features
-        # Set where another module speaks for this one's tensors (`FusedLinear`, `SumLinear`).
         self.spoken_for = False
         # A token's result must not depend on how many tokens share the product (`kernels.operators.words`).
         self.batch_invariant = False
@@ -157,10 +229,6 @@ class QuantLinear(InStrips):
             if now.dtype != dtype:
                 setattr(self, name, held.to(now.device, dtype))
 
-    def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
-        raise NotImplementedError
-
     def hold(self, found: Mapping[str, Tensor | None], rows: slice) -> None:
         """Keep tensors by the names of buffers: as they are when the layer is new, else in the place of some rows."""
         again = self.in_strips
@@ -176,10 +244,6 @@ class QuantLinear(InStrips):
                 buffer[... if along is None else (slice(None),) * along + (rows,)] = tensor
         if again:
             self.lay_in_strips()
-
-    def parts(self, rows: slice) -> dict[str, Tensor]:
-        """Inverse of `fill`."""
-        raise NotImplementedError
 
     def values(self) -> Tensor:
         """[N, K] what the stored weight stands for, not rounded to a dtype of the layer that is narrower."""
@@ -222,9 +286,6 @@ class QuantLinear(InStrips):
         """`dequantize()`, for code that looks at the weight of a linear layer; made anew each time."""
         return self.dequantize()
 
-    def whole(self) -> slice:
-        return slice(0, self.out_features)
-
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
@@ -235,59 +296,6 @@ class QuantLinear(InStrips):
         if torch.is_autocast_enabled(x.device.type):
             return x.to(self.dtype)
         raise InputError(f"x is {x.dtype}, the layer computes in {self.dtype}; convert the model with .to(dtype)")
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if not self.spoken_for:
-            self.save_rows(self.whole(), destination, prefix)
-
-    def save_rows(self, rows: slice, destination: dict[str, Any], prefix: str) -> None:
-        """Write a part of the layer into a state_dict."""
-        for name, part in self.parts(rows).items():
-            destination[prefix + name] = part
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias.detach()[rows]
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        if not self.spoken_for:
-            self.load_rows(self.whole(), state_dict, prefix, missing_keys, unexpected_keys, error_msgs)
-
-    def load_rows(
-        self,
-        rows: slice,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Read a part of the layer from a state_dict, the way `nn.Module` reports what does not fit."""
-        shape = (rows.stop - rows.start, self.in_features)
-        wanted = self.scheme.parts(*shape)
-        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        own: set[str] = set() if self.bias is None else {"bias"}
-        needed = own | {name for name, part in wanted.items() if not part.optional}
-        missing = sorted(needed - set(given))
-        missing_keys += [prefix + name for name in missing]
-        unexpected_keys += [prefix + name for name in sorted(set(given) - needed - set(wanted))]
-        if missing:
-            return
-        parts = {name: given[name] for name in wanted if name in given}
-        problem = _problem(prefix, parts, self.scheme, shape)
-        if problem is not None:
-            error_msgs.append(problem)
-            return
-        self.fill({name: part.to(self.device) for name, part in parts.items()}, rows)
-        if self.bias is not None:
-            self.bias.data[rows] = given["bias"].to(self.bias)
 
 
 def _problem(prefix: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> str | None:
