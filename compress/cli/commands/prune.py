@@ -53,7 +53,8 @@ class MaskMethod(click.Option):
     "--allocate",
     help="Of wanda and sparsegpt: whether all layers lose the same share (uniform), or by outliers (owl), or by what "
     "each loses, weighed by the KL of the model with that layer alone pruned (layer-loss: takes forwards of the model "
-    "on 4096 tokens, half as many as it has layers).  [default: uniform]",
+    "on 4096 tokens, half as many as it has layers; KL of a small model at 60 % zeros: 2.56, 2.20, 2.04).  "
+    "[default: uniform]",
 )
 @setting_option
 @run_options

@@ -52,7 +52,8 @@ class SparsityBudget(Prune):
     """Who loses how much: all layers the same share, blocks with more outliers less (owl), or each layer as much as
     adds least to the losses of all, a layer's loss weighed by the KL of the model with that layer alone pruned
     (layer-loss); found in a walk over the original model, with layer-loss beside forwards of it on 4096 tokens, half
-    as many as it has layers."""
+    as many as it has layers. At 60 % zeros wanda's KL (uniform, owl, layer-loss) is 2.56, 2.20, 2.04 and 0.24, 0.29,
+    0.16 in two small models."""
 
     outlier: float = OUTLIER
     """1 or more: what makes an outlier of a product |W_ij| |X_j|, in means of its block (M of owl; 5 to 7 there)."""
