@@ -76,6 +76,7 @@ class Bar:
     def __init__(self, title: str, progress: Progress) -> None:
         self.progress, self.task, self.title = progress, progress.add_task(title, total=None), title
         self.pace = Pace()
+        self.at = (0, 0)
 
     def step(self, done: int, total: int, what: str) -> None:
         left = self.pace.left(done, total, what)
@@ -83,12 +84,34 @@ class Bar:
         self.progress.update(self.task, completed=done, total=total, end=end)
         if what:
             self.progress.update(self.task, description=f"{self.title} {visible(what)}")
+        elif done < self.at[0] or total != self.at[1]:  # other work begins
+            self.progress.update(self.task, description=self.title)
+        self.at = done, total
 
     def note(self, message: str) -> None:
         self.progress.console.print(f"note: {message}", highlight=False)
         if self.progress.finished:  # work of which nobody knows how long it takes
+            begun = self._row.start_time
             self.progress.reset(self.task, description=f"{self.title} finishing", end=None)
-            self.progress.tasks[self.progress.task_ids.index(self.task)].total = None
+            self._row.total, self._row.start_time = None, begun
+
+    def finish(self) -> None:
+        """Leave on the screen the steps and their time, or nothing where none were counted."""
+        done, total = self.at
+        if total == 0:
+            self.progress.update(self.task, visible=False)
+        elif self._row.total is None:
+            self.progress.update(self.task, description=self.title, completed=done, total=total)
+
+    @property
+    def _row(self) -> Task:
+        return self.progress.tasks[self.progress.task_ids.index(self.task)]
+
+
+def columns() -> list[ProgressColumn]:
+    """What a bar says: the work and its step, how much of it is done, how long it took and will take."""
+    step = TextColumn("{task.description}", markup=False)
+    return [step, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeft()]
 
 
 @contextmanager
@@ -100,12 +123,7 @@ def reporting(title: str, quiet: bool) -> Iterator[Reporter]:
     elif not terminal.is_terminal:
         yield Lines(title)
     else:
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeLeft(),
-        )
-        with Progress(*columns, console=terminal) as progress:
-            yield Bar(title, progress)
+        with Progress(*columns(), console=terminal) as progress:
+            bar = Bar(title, progress)
+            yield bar
+            bar.finish()

@@ -10,7 +10,10 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
+
+from compress.system.narrow import fitted
 
 WIDTH = 160  # columns where standard output is no terminal
 SPELLED = "compress.spelled"  # an error handler of encodings
@@ -45,7 +48,14 @@ def spell_what_streams_lack() -> None:
 
 
 class PlainConsole(Console):
-    """Every string that is printed, alone, in a cell or as a title, is text and nothing else, and can be encoded."""
+    """Every string that is printed, alone, in a cell or as a title, is text and nothing else, and can be encoded. On a
+    terminal a table fits (`compress.system.narrow`)."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        shown: list[Any] = []
+        for each in objects:
+            shown += fitted(each, self) if self.is_terminal and isinstance(each, Table) else [each]
+        super().print(*shown, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         shown = visible(text).encode(self.encoding, SPELLED).decode(self.encoding)

@@ -1,6 +1,7 @@
 """The time that is left: from the steps themselves, not from what was before them."""
 
 import io
+import re
 
 import pytest
 from commands import Outcome, StopAfterOne, command, fast_gptq, make_llama
@@ -10,7 +11,7 @@ from rich.progress import Progress
 
 import compress
 from compress.cli import progress
-from compress.cli.progress import Bar, Lines, TimeLeft
+from compress.cli.progress import Bar, Lines, TimeLeft, columns
 from compress.run import pipeline
 from compress.run.walk import block
 
@@ -88,6 +89,37 @@ def test_a_note_breaks_between_words_and_a_full_bar_stands_for_what_comes_after(
         "is broken",
     ]
     assert (shown.tasks[0].total, shown.tasks[0].description) == (None, "work finishing")
+
+
+def test_a_bar_forgets_the_name_of_a_step_when_other_work_begins() -> None:
+    shown = Progress(console=Console(file=io.StringIO()))
+    bar = Bar("train", shown)
+    named = []
+    for done, total, what in ((0, 0, ""), (12, 16, "range test"), (12, 16, ""), (0, 6, ""), (1, 6, "step 1")):
+        bar.step(done, total, what)
+        named.append(shown.tasks[0].description)
+    assert named == ["train", "train range test", "train range test", "train", "train step 1"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [([(0, 2), (1, 2), (2, 2)], "work ━ 2/2 0:00:09"), ([(0, 0)], ""), ([(0, 2), (1, 2)], "work a ━ 1/2 0:00:06")],
+)
+def test_what_stays_of_a_bar_is_the_work_that_it_counted_and_its_time(
+    steps: list[tuple[int, int]], left: str, clock: Clock
+) -> None:
+    """Whatever came after the last step: it is not 0 of an unknown number."""
+    shown = Progress(*columns(), get_time=clock.monotonic, auto_refresh=False, console=Console(file=io.StringIO()))
+    bar = Bar("work", shown)
+    for done, total in steps:
+        bar.step(done, total, "a")
+        clock.now += 3
+    bar.note("verifying")
+    bar.finish()
+    out = io.StringIO()
+    Console(file=out, width=80).print(shown)
+    words = re.sub("━+", "━", " ".join(out.getvalue().split()))
+    assert words.startswith(left) if left else not words
 
 
 def test_a_run_times_its_new_blocks_alone(clock, monkeypatch, tmp_path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.write.record import RangeRecord
 from compress.cli import tables as show
+from compress.cli import tasks
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
 from compress.cli.tasks import answered
@@ -99,6 +101,69 @@ def test_titles_and_cells_are_text_wherever_they_are_printed(monkeypatch: pytest
     PlainConsole(file=out, width=500).print(table, NASTY)
     check(out.getvalue())
     assert out.getvalue().count(SHOWN) == 5
+
+
+def shown(table: Table, width: int) -> list[str]:
+    """What a terminal of so many columns shows of a table, without the blanks behind its lines."""
+    out = io.StringIO()
+    PlainConsole(file=out, force_terminal=True, no_color=True, width=width).print(table)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    return [line.rstrip() for line in plain.splitlines()]
+
+
+def layers() -> Table:
+    table = Table(
+        "layer", "shape", "bytes", "remark", title="all layers of the model, by their names", title_justify="left"
+    )
+    for i in range(3):
+        table.add_row(f"model.layers.{i}.post_attention_layernorm.weight", "128 x 256", "16912", "loss 1.00e-03, damp")
+    table.add_row("", "256", "512", "")
+    return table
+
+
+def test_a_table_that_fits_a_terminal_stays_a_table() -> None:
+    found = shown(layers(), 120)
+    assert found[0] == "all layers of the model, by their names"
+    assert len({len(line) for line in found[1:]}) == 1
+
+
+def test_where_a_table_is_too_wide_a_row_becomes_two_paragraphs() -> None:
+    assert shown(layers(), 50)[:4] == [
+        "all layers of the model, by their names",
+        "model.layers.0.post_attention_layernorm.weight",
+        "  shape: 128 x 256; bytes: 16912; remark: loss",
+        "  1.00e-03, damp",
+    ]
+    assert shown(layers(), 50)[-1] == "  shape: 256; bytes: 512"  # of the row above
+
+
+def test_few_rows_and_many_columns_change_places() -> None:
+    """The figures of a model beside the original's, at 80 columns: whole."""
+    table = Table("model", *(f"figure {i}" for i in range(9)), title="of two models, and a sentence of some length")
+    table.add_row("demo", *"-" * 9)
+    table.add_row("OUT", *("26.4524 ± 4.7372" for _ in range(9)))
+    title, *found = shown(table, 80)
+    assert title == "of two models, and a sentence of some length"
+    assert [line.split("│")[1:4] for line in found if "figure 8" in line] == [
+        [" figure 8 ", "    - ", " 26.4524 ± 4.7372 "]
+    ]
+    assert not any("…" in line for line in found)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_every_table_is_whole_at_any_width(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def narrow(stderr: bool = False) -> PlainConsole:
+        return PlainConsole(force_terminal=True, no_color=True, width=width)
+
+    for module in (show, tasks):
+        monkeypatch.setattr(module, "console", narrow)
+    for act, _ in PRINTED.values():
+        act()
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "…" not in out
+    assert unwrapped(SHOWN) in unwrapped(out)
 
 
 def test_a_stream_without_a_character_is_given_it_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
