@@ -13,9 +13,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-# Every command and snippet of the documents, on the built-in model.
+# Every command and snippet of the documents, on the built-in model. One process a core: no case needs another's output.
 documents: $(STAMP)
-	$(BIN)/pytest -m documents tests/test_documents.py
+	$(BIN)/pytest -m documents --numprocesses auto --maxprocesses 8 --dist worksteal tests/test_documents.py
 
 check: $(STAMP) format lint types test documents
 

@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 import transformers
-from commands import command
+from commands import command, shorten_benchmarks
 from documents import ROOT, Snippet, snippets
 from vision import conv_bn
 
@@ -44,7 +44,7 @@ NOT_RUN = {
 QUICK = {
     ("qat",): ["--steps", "4"],
     ("distill", "--output"): ["--steps", "4"],
-    ("bench",): ["--quick"],
+    ("bench",): ["--quick", "--rounds", "1"],
     ("--calibration", "demo"): ["--samples", "8", "--length", "32"],
     ("evaluate", "--text", "demo"): ["--samples", "8", "--length", "32"],
 }
@@ -97,6 +97,7 @@ def text(folder: Path) -> Path:
 @pytest.fixture
 def desk(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a reader: the texts, recipes and files that documents speak of."""
+    shorten_benchmarks(monkeypatch)
     text(tmp_path)
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=shutil.ignore_patterns("results"))
     recipe = next(each.text for each in OTHERS if each.language == "yaml")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import command
+from commands import command, shorten_benchmarks
 from models import build, tokens
 from planar import spoil
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from compress.evaluation.report.page import as_html
 from compress.evaluation.speed import check, decoder, dense, linears, memory, models, options, plot, table
 from compress.evaluation.speed.generation import Generation
 from compress.evaluation.speed.report import Report
-from compress.kernels.measure import benchmark, ceilings
+from compress.kernels.measure import benchmark
 from compress.runtime.check import twin
 from compress.runtime.load.assembly import compressed_layers, fuse
 
@@ -34,10 +34,7 @@ MODEL = ("bench", "tiny", "--device", "cpu", "--batch", "1,3", "--prompt", 6, "-
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "CACHE_BYTES", 1)
-    monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 2**16})
-    monkeypatch.setattr(ceilings, "SIDE", {"cpu": 32})
-    monkeypatch.setattr(ceilings, "MAX_ROUNDS", 20)
+    shorten_benchmarks(monkeypatch)
 
 
 def written(path: Path) -> dict:
