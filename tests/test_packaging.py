@@ -401,12 +401,15 @@ def test_cards_and_the_command_line_name_all_schemes_and_calibrators() -> None:
             assert all(name in parameter.help for name in CALIBRATORS)
 
 
-def test_links_of_the_guides_lead_somewhere() -> None:
-    home = PACKAGE.parent
+def guides() -> list[Path]:
+    """The Markdown files of the project, but those of tests and results."""
     folders = ("", "recipes", "evaluation", "kernels", *(f"compress/{path.name}" for path in PACKAGE.iterdir()))
-    guides = [path for folder in folders for path in (home / folder).glob("*.md")]
-    assert len(guides) > 6
-    for guide in guides:
+    return [path for folder in folders for path in (PACKAGE.parent / folder).glob("*.md")]
+
+
+def test_links_of_the_guides_lead_somewhere() -> None:
+    assert len(guides()) > 6
+    for guide in guides():
         for link in re.findall(r"\]\((?!http)([^)\s]+)\)", guide.read_text(encoding="utf-8")):
             path, _, anchor = link.partition("#")
             target = guide.parent / path if path else guide
@@ -415,3 +418,17 @@ def test_links_of_the_guides_lead_somewhere() -> None:
                 heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
                 slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
                 assert anchor in slugs, (guide, link)
+
+
+def test_files_and_functions_that_the_guides_name_are_there() -> None:
+    named = 0
+    for guide in guides():
+        text = guide.read_text(encoding="utf-8")
+        for path, name in re.findall(r"`(\w[\w./]*/[\w./]+\.(?:py|yaml))`(?:\s\(`(?:\w+\.)?(\w+)`)?", text):
+            places = [folder / path for folder in (ROOT, PACKAGE, guide.parent)]
+            source = next((place for place in places if place.exists()), None)
+            assert source is not None, (guide, path)
+            if name:
+                named += 1
+                assert re.search(rf"^ *(?:def|class) {name}\b", source.read_text("utf-8"), re.MULTILINE), (path, name)
+    assert named > 10
