@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from compress.checkpoint.read.source import Source, own_code
+from compress.checkpoint.read.source import Source
 from compress.evaluation.document import Figure, SensitivityResult
 from compress.evaluation.provenance import named, size_of
 from compress.evaluation.quality import noise
@@ -47,7 +47,7 @@ class Original:
         self.arithmetic = next(network.parameters()).dtype
         self.sensitivity: SensitivityResult | str = sensitivity_of(model) if cache else NOT_READ
         self.tasks = tasks
-        keeps = cache and isinstance(model, Source) and not own_code(model.config)
+        keeps = cache and isinstance(model, Source) and not model.code
         self.answered = [] if tasks is None else self._answered(tasks, next(network.parameters()), keeps)
         self.whole: nn.Module | None = None if all(known is not None for _, known in self.answered) else network
         self.asked: Predictor | None = None
@@ -103,7 +103,7 @@ class Original:
     def _places(self, asked: Predictor) -> list[Path | None]:
         """Where what it says of each text is kept; nowhere, with a note, where it cannot be."""
         assert isinstance(self.model, Source)
-        why_not = "it brings code of its own, which may change" if own_code(self.model.config) else asked.why
+        why_not = "it brings code of its own, which may change" if self.model.code else asked.why
         if why_not:
             self.note(f"what the reference says is not kept: {why_not}")
             return [None for _ in self.texts]

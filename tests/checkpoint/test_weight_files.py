@@ -1,5 +1,6 @@
 """A checkpoint is opened once: what has been read from its headers is passed on, not read again."""
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,20 @@ def test_a_loaded_model_keeps_no_file_open(llama_w4: Path) -> None:
     model = compress.load(llama_w4)
     config: Any = model.config
     assert config.quantization_config.source is None
+
+
+def test_a_configuration_is_read_once_here_and_once_by_transformers(llama_w4: Path) -> None:
+    opened: list[str] = []
+    watching = True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and Path(str(arguments[0])).parent == llama_w4:
+            opened.append(Path(str(arguments[0])).name)
+
+    sys.addaudithook(note)  # for good: there is no way to take one back
+    compress.load(llama_w4)
+    watching = False
+    assert opened.count("config.json") == 2
 
 
 def test_nothing_else_opens_weight_files_but_what_reads_unfinished_runs() -> None:

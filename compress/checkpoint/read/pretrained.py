@@ -1,5 +1,6 @@
 """Models, configurations and tokenizers by way of transformers: what does not fit is one clear line."""
 
+import copy
 import hashlib
 from contextlib import suppress
 from typing import Any
@@ -27,13 +28,20 @@ from compress.errors import CheckpointError, CompressError, InputError, first_li
 
 
 def read_config(source: Source) -> PretrainedConfig:
-    """The configuration as transformers reads it. Raises CheckpointError where it cannot, or where it asks for more
-    layers than the files can fill; InputError for one that needs code which is not trusted."""
+    """The configuration as transformers reads it: a copy of what was read once, for the caller to change.
+
+    Raises CheckpointError where transformers cannot read it, or where it asks for more layers than the files can fill;
+    InputError for one that needs code which is not trusted.
+    """
+    return copy.deepcopy(source.once("configuration", lambda: _configuration(source)))
+
+
+def _configuration(source: Source) -> PretrainedConfig:
     check_counts(source.config, source.headers, source.path / "config.json")
     try:
         return AutoConfig.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
-        code = own_code(source.config).get("AutoConfig")
+        code = source.code.get("AutoConfig")
         if code is not None and not source.trusted:
             raise needs_code(source, "configuration", code) from None
         raise CheckpointError(
@@ -45,7 +53,7 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
     """The class of the model: what comes with it where that is trusted, transformers' own otherwise. Raises InputError
     for one that transformers does not have and that comes as code which is not trusted."""
     names = source.config.get("architectures") or []
-    own = {task: code for task, code in own_code(source.config).items() if task.startswith("AutoModel")}
+    own = {task: code for task, code in source.code.items() if task.startswith("AutoModel")}
     # Several tasks may have a class each; the weights are those of the architecture that is named.
     task = next((task for task, code in own.items() if code.rpartition(".")[2] in names[:1]), None)
     if source.trusted and own:
@@ -95,7 +103,7 @@ def from_pretrained(
         check_room(source, empty)
     if path is not None and source.weights.of_variant:  # the very files that were found, whatever else lies there
         arguments["variant"] = VARIANT
-    if source.trusted and own_code(source.config):  # such a class does not find its configuration by itself
+    if source.trusted and source.code:  # such a class does not find its configuration by itself
         arguments.setdefault("config", read_config(source))
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
@@ -137,7 +145,14 @@ def from_pretrained(
 
 
 def empty_model(source: Source) -> nn.Module:
-    """The model that a checkpoint's configuration describes, without memory."""
+    """The model that a checkpoint's configuration describes, on the meta device. Made once: callers only look at it.
+
+    Raises CheckpointError where transformers makes none.
+    """
+    return source.once("empty model", lambda: _empty_model(source))
+
+
+def _empty_model(source: Source) -> nn.Module:
     config = read_config(source)
     config.__dict__.pop("quantization_config", None)
     kind = _model_class(source, None)
@@ -168,7 +183,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
         settings = source.path / "tokenizer_config.json"
-        own = own_code(source.config) | (own_code(read_json(settings)) if settings.exists() else {})
+        own = {**source.code} | (own_code(read_json(settings)) if settings.exists() else {})
         code = own.get("AutoTokenizer")
         if code is not None and not source.trusted:
             raise needs_code(source, "tokenizer", code) from None

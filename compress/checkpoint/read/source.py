@@ -59,6 +59,11 @@ class Source:
     def quantization(self) -> dict[str, Any] | None:
         return self.config.get("quantization_config")
 
+    @property
+    def code(self) -> Mapping[str, str]:
+        """`own_code` of its configuration."""
+        return self.once("code", lambda: own_code(self.config))
+
     def fingerprint(self) -> str:
         """SHA-256 over the configuration and each weight file's name, size, header and evenly spread samples."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
