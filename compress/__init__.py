@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from compress.api.own_loop import Prepared, prepare_qat
     from compress.api.quantize import quantize
     from compress.api.verify import verify
-    from compress.checkpoint.export.dense import Exported, export_dense
-    from compress.checkpoint.export.two_of_four import export_sparse24
+    from compress.checkpoint.export.write import Exported, export, export_dense, export_sparse24
     from compress.evaluation.document import Evaluation
     from compress.evaluation.evaluate import evaluate
     from compress.evaluation.quality.classifiers import evaluate_classifier
@@ -76,7 +75,7 @@ _HOMES = {
     "Candidate": "compress.search.candidate",
     "Embeddings": "compress.passes.embeddings",
     "Evaluation": "compress.evaluation.document",
-    "Exported": "compress.checkpoint.export.dense",
+    "Exported": "compress.checkpoint.export.write",
     "Grid": "compress.weights.grid",
     "KVCache": "compress.passes.kv_cache",
     "LowRank": "compress.passes.low_rank",
@@ -104,8 +103,9 @@ _HOMES = {
     "evaluate": "compress.evaluation.evaluate",
     "evaluate_classifier": "compress.evaluation.quality.classifiers",
     "evaluate_encoder": "compress.evaluation.quality.encoders",
-    "export_dense": "compress.checkpoint.export.dense",
-    "export_sparse24": "compress.checkpoint.export.two_of_four",
+    "export": "compress.checkpoint.export.write",
+    "export_dense": "compress.checkpoint.export.write",
+    "export_sparse24": "compress.checkpoint.export.write",
     "fake_quantize": "compress.weights.grid",
     "fold_batch_norm": "compress.model.batchnorm",
     "grid_of_candidates": "compress.search.candidate",
@@ -166,6 +166,7 @@ __all__ = [
     "evaluate",
     "evaluate_classifier",
     "evaluate_encoder",
+    "export",
     "export_dense",
     "export_sparse24",
     "fake_quantize",

@@ -287,6 +287,7 @@ AT_ONCE = (
     (2, "quantize demo --output out --recipe no.yaml"),
     (2, "quantize demo --output out --fsdp"),
     (2, "inspect demo --device cpu"),
+    (2, "export demo --to gguff --output out"),
     (2, "report a --diff"),
     (2, "bench --schemes w4a16"),
     (2, "demo --overwrite"),

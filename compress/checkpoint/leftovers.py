@@ -1,17 +1,22 @@
 """Files that runs leave in the folders of OUT.partial, known by their names: what else lies there is somebody's own."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypedDict
 
-from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD
+from compress.checkpoint.files import INDEX, OWN_INDEX, RECORD, read_json, write_json
 from compress.checkpoint.scratch import becomes
+from compress.system.schema import fits
 from compress.train.loop.metrics import METRICS, RATE, UNFINISHED
 from compress.train.loop.metrics import TRAINING as CURVES
 
 BLOCKS, MODEL, TRAINING = "blocks", "model", "training"
+EXPECTED = "expected.json"  # in OUT.partial
+# What goes with the weights wherever they go.
+LEGAL = ("LICENSE*", "NOTICE*")
 # What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
 COMPANIONS = (
     "tokenizer*",
@@ -25,8 +30,7 @@ COMPANIONS = (
     "*preprocessor_config.json",
     "processor_config.json",
     "*.py",
-    "LICENSE*",
-    "NOTICE*",
+    *LEGAL,
 )
 BESIDE = (RECORD, "config.json", INDEX, OWN_INDEX, CURVES, "README.md", *COMPANIONS)
 OF_BLOCKS = re.compile(r"((block|edits|part)-\d{5}|rest)(-rank\d+)?\.safetensors|\.tmp\w{6}")  # safetensors' scratch
@@ -44,15 +48,35 @@ def of_checkpoint(name: str) -> bool:
     return WEIGHTS.fullmatch(name) is not None or any(fnmatchcase(name, pattern) for pattern in BESIDE)
 
 
-def is_left(folder: str, path: Path, within: str) -> bool:
-    """True for a kind and name (`within` the folder) that a run leaves in a folder of OUT.partial."""
+class _Expected(TypedDict):
+    files: list[str]
+
+
+def expect(partial: Path, names: Iterable[str]) -> None:
+    """Say that files of these names in model/ are ours, before they are written."""
+    write_json(partial / EXPECTED, {"files": sorted(names)})
+
+
+def expected(partial: Path) -> frozenset[str]:
+    """Names that `expect` was told. Raises CheckpointError for a file of that name that is somebody else's."""
+    path = partial / EXPECTED
+    if not path.exists():
+        return frozenset()
+    found = read_json(path)
+    fits(found, _Expected, path)
+    return frozenset(found["files"])
+
+
+def is_left(folder: str, path: Path, within: str, names: Container[str] = ()) -> bool:
+    """True for a kind and name (`within` the folder) that a run leaves in a folder of OUT.partial. names: of files that
+    this run in particular leaves in model/ (`expected`)."""
     if path.is_symlink():
         return False
     if path.is_dir():
         return folder == TRAINING and FOLDER_OF_TRAINING.fullmatch(within) is not None
     known = {
         BLOCKS: lambda: OF_BLOCKS.fullmatch(within) is not None,
-        MODEL: lambda: of_checkpoint(within),
+        MODEL: lambda: of_checkpoint(within) or (becomes(within) or within) in names,
         TRAINING: lambda: OF_TRAINING.fullmatch(within) is not None,
     }
     return path.is_file() and known[folder]()
@@ -60,21 +84,28 @@ def is_left(folder: str, path: Path, within: str) -> bool:
 
 def strangers_in(partial: Path) -> Iterator[Path]:
     """Paths in the folders of OUT.partial that no run leaves."""
+    names = expected(partial)
     for folder in (BLOCKS, MODEL, TRAINING):
         for path in sorted((partial / folder).rglob("*")):
             within = path.relative_to(partial / folder).as_posix()
-            if not is_left(folder, path, within) and (path.exists() or path.is_symlink()):  # a live run's may be gone
+            ours = is_left(folder, path, within, names)
+            if not ours and (path.exists() or path.is_symlink()):  # a live run's may be gone
                 yield path
 
 
 def clear(partial: Path) -> None:
-    """Remove what runs leave in the folders of OUT.partial, and the folders, but for what is somebody's own."""
+    """Remove what runs leave in the folders of OUT.partial, and the folders, but for what is somebody's own; last the
+    names by which files are known."""
+    names = expected(partial)
     for folder in (BLOCKS, TRAINING, MODEL):
         place = partial / folder
         for path in sorted(place.rglob("*"), reverse=True):  # what is in a folder comes before it
-            if is_left(folder, path, path.relative_to(place).as_posix()):
+            if is_left(folder, path, path.relative_to(place).as_posix(), names):
                 _remove(path)
         _remove(place)
+    for path in partial.iterdir():
+        if EXPECTED in (path.name, becomes(path.name)):
+            path.unlink()
 
 
 def _remove(path: Path) -> None:

@@ -21,6 +21,7 @@ KEYS = (
     {"sensitivity", "allocation", "achieved_kl", "rounds"},  # quantize --budget
     {"output", "samples", "tokens", "top_k", "mass"},  # distill --cache-logits
     {"output", "layers", "bytes", "lost"},  # export
+    {"model", "exports"},  # export --list
     {"layers", "size"},  # inspect
     {"device", "libraries", "layers"},
     {"model", "ranges"},

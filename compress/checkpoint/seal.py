@@ -108,7 +108,7 @@ def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
     """Remarks about documents that have changed."""
     for name, known in expected["files"].items():
         path = directory / name
-        found = checksum_of(path.read_bytes()) if path.is_file() else ABSENT
+        found = _of_file(path) if path.is_file() else ABSENT
         if found in known:
             continue
         how = "is missing" if found == ABSENT else "is not what was written"
@@ -138,10 +138,16 @@ def _of_files(directory: Path, names: Iterable[str]) -> dict[str, Any]:
     weights = [name for name in names if name.endswith(".safetensors")]
     others = [name for name in names if name not in weights]
     return {
-        "files": {name: [checksum_of((directory / name).read_bytes())] for name in others},
+        "files": {name: [_of_file(directory / name)] for name in others},
         "headers": {name: _header(directory / name) for name in weights},
         "configuration": _of_configuration(directory / CONFIG),
     }
+
+
+def _of_file(path: Path) -> str:
+    """SHA-256 of a file, which may be larger than memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _header(path: Path) -> str:

@@ -12,7 +12,7 @@ from compress.cli.options import given
 from compress.errors import InputError
 
 if TYPE_CHECKING:
-    from compress.checkpoint.export.dense import Exported
+    from compress.checkpoint.export.write import Exported
     from compress.checkpoint.saving import Saving
     from compress.checkpoint.write.record import RunRecord
     from compress.passes.protocol.base import Pass
@@ -98,13 +98,13 @@ def end(record: "RunRecord", output: str, *, promised: bool, allowed: bool, firs
     too_little(saving, output, why(record))
 
 
-def end_of_export(made: "Exported", output: str) -> None:
-    """Leave with 1 where `compress export --sparse24` has saved less than `LEAST`."""
+def end_of_export(made: "Exported", kind: str, output: str) -> None:
+    """Leave with 1 where an export that is to save bytes has saved less than `LEAST`. kind: of the exporter."""
     from compress.checkpoint.saving import Saving
 
     saving = Saving(made.bytes_before, made.bytes)
     if saving.share < LEAST:
-        too_little(saving, output, f"{made.layers} layers are 2:4, and the others are stored as they were")
+        too_little(saving, output, f"{made.layers} layers are {kind}, and the others are stored as they were")
 
 
 def too_little(saving: "Saving", output: str, reason: str) -> None:

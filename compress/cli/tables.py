@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from compress.api.job import Result
+from compress.checkpoint.export.write import Offer
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord
 from compress.cli.saving import headline
@@ -227,6 +228,17 @@ def calibration(ranges: Sequence[RangeRecord]) -> None:
     out = console()
     out.print(table)
     out.print(clipped(ranges))
+
+
+def exports(offers: Sequence[Offer]) -> None:
+    """One row per way to write a checkpoint: its word, what it writes, and whether that fits."""
+    table = Table()
+    table.add_column("--to", no_wrap=True)
+    for heading in ("writes", "fits"):
+        table.add_column(heading, overflow="fold")
+    for offer in offers:
+        table.add_row(offer.name, offer.about, f"no: {'; '.join(offer.why_not)}" if offer.why_not else "yes")
+    console().print(table)
 
 
 def inspection(rows: Sequence[Row], size: Size) -> None:

@@ -461,7 +461,7 @@ MASKS: dict[str, Case] = {
     ),
     "little allowed of a dense export": (
         lambda d: command("export", d.model, "--dense", "--allow-little", "--output", d.output),
-        ("--dense makes a checkpoint larger", "drop --allow-little"),
+        ("--to dense promises no smaller checkpoint", "drop --allow-little"),
     ),
     "heads that no configuration counts": (
         lambda d: command("prune", "demo", "--structure", "heads", "--calibration", d.tokens, "--output", d.output),
@@ -839,11 +839,23 @@ OTHERS: dict[str, Case] = {
     ),
     "export: nothing said": (
         lambda d: command("export", d.model, "--output", d.output),
-        ("say what to export: --dense", "a plain checkpoint", "--sparse24"),
+        ("say what to export: --to dense or --to sparse24", "`compress export OUT --list`"),
     ),
     "export: both": (
         lambda d: command("export", d.model, "--dense", "--sparse24", "--output", d.output),
-        ("say what to export: --dense", "or --sparse24"),
+        ("dense and sparse24 are two exports", "ask for one"),
+    ),
+    "export: to what is not known": (
+        lambda d: command("export", d.model, "--to", "sparse", "--output", d.output),
+        ("unknown export 'sparse'", "did you mean 'sparse24'"),
+    ),
+    "export: no output": (
+        lambda d: command("export", d.model, "--to", "dense"),
+        ("--output DIR is missing",),
+    ),
+    "export: a list that is to be written": (
+        lambda d: command("export", d.model, "--list", "--output", d.output),
+        ("--list writes no checkpoint", "drop --output"),
     ),
     "export: no record": (
         lambda d: command("export", d.model, "--sparse24", "--output", d.output),

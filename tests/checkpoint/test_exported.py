@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress.checkpoint.export import dense as exported
+from compress.checkpoint.export import place
 from compress.checkpoint.files import INDEX, RECORD
 from compress.checkpoint.write import shards
 from compress.errors import CheckpointError, CompressError, InputError
@@ -94,7 +94,7 @@ def test_what_dense_weights_leave_out_is_said(passes, says, llama, tmp_path):
 
 def test_large_models_are_several_files_and_one_layer_is_dense_at_a_time(llama_w4, tmp_path, monkeypatch):
     whole = compress.export_dense(llama_w4, tmp_path / "whole")
-    monkeypatch.setattr(exported, "PART_BYTES", 1)
+    monkeypatch.setattr(place, "PART_BYTES", 1)
     monkeypatch.setattr(shards, "SHARD_BYTES", 100_000)
     with Largest() as largest:
         cut = compress.export_dense(llama_w4, tmp_path / "cut")
@@ -142,7 +142,7 @@ def test_nothing_is_left_of_an_export_that_fails(llama_w4, copy_of, tmp_path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(exported, "save_file", full)
+    monkeypatch.setattr(place, "save_file", full)
     with pytest.raises(CompressError, match=r"cannot write .*dense: .*No space left"):
         compress.export_dense(llama_w4, target)
     assert [p.name for p in tmp_path.iterdir()] == ["copy"]

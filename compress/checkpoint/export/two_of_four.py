@@ -1,27 +1,25 @@
 """A checkpoint whose layers are 2:4 (numbers with zeros, or codes) without those zeros, for `compress.load`.
 
-    OUT --layer by layer--> DIR.partial --> DIR        values the same, `quant_method: compress`
-
 Dense zeros, and codes with zeros in the words of compressed-tensors, are what a run writes: every reader takes them.
 What is 2:4 of that is stored as `weights.formats.sparse24` here, whatever pass pruned it. Layers that are not 2:4, or
 take no less space so, stay as they are stored, with the reason.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compress.checkpoint.export.dense import Export, Exported, write_export
-from compress.checkpoint.files import OWN_WHOLE, RECORD, checksum
-from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.export.exporter import Exporter, Written
+from compress.checkpoint.export.place import Place
+from compress.checkpoint.files import RECORD, checksum
+from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.checkpoint.shown import command
+from compress.checkpoint.write.join import LOADING
 from compress.checkpoint.write.manifest import read_record
 from compress.errors import InputError
-from compress.system.progress import Reporter, Silent
 from compress.weights.formats.dense import dense
 from compress.weights.formats.sparse24 import sparse24
 from compress.weights.own_words import groups_of
@@ -36,44 +34,70 @@ class Layer24(NamedTuple):
     checksum: str
 
 
-def export_sparse24(
-    model: str | Path, output: str | Path, *, overwrite: bool = False, reporter: Reporter | None = None
-) -> Exported:
-    """Write a checkpoint of this tool with its 2:4 layers stored as such: of every four weights two, and where they
-    are. The values are the same; only `compress.load` reads them so.
+class Found(NamedTuple):
+    """The layers of a checkpoint that are stored smaller as 2:4 (without their tensors), how many tensors those have,
+    and why others are not, by layer."""
 
-    model: a directory with the record of its run, which names the layers. output, overwrite: as of `export_dense`.
-    Which layers stay as they are, and why, goes to the reporter, into the record and into what is returned.
+    layers: dict[str, Layer24]
+    parts: int
+    refused: dict[str, str]
 
-    Raises InputError, having written nothing, where no layer is 2:4 or the output is in the way; CompressError where it
-    cannot be written.
-    """
-    reporter, source = reporter or Silent(), find_source(str(model))
-    if not (source.path / RECORD).exists():
-        raise InputError(f"{source.name} holds no {RECORD}, which names the layers that are pruned; prune it first")
-    found: dict[str, Layer24] = {}
+
+class TwoOfFour(Exporter):
+    """2:4 layers as such: of every four weights two, and where they are. The values are the same."""
+
+    about = "2:4 layers, numbers or codes, without their zeros, for compress.load alone"
+    kind = "2:4"
+    smaller = True
+
+    def why_not(self, checkpoint: Source) -> list[str]:
+        """A run of this tool has to name a layer that is 2:4 and takes less space so."""
+        if not (checkpoint.path / RECORD).exists():
+            return [f"it holds no {RECORD}, which names the layers that are pruned; prune it first"]
+        found = found24(checkpoint)
+        if found.layers:
+            return []
+        first = ", like {}: {}".format(*next(iter(found.refused.items()))) if found.refused else ": it names none"
+        return [f"it has no layer that is stored smaller as 2:4{first}"]
+
+    def write(self, checkpoint: Source, place: Place) -> Written:
+        """Write the 2:4 layers, one made after the other, the others as they are, and a configuration in our words."""
+        found = found24(checkpoint)
+        for name, why in found.refused.items():
+            place.note(f"{name} stays as it is stored: {why}")
+        total = found.parts + sum(1 for _, sparse in written(checkpoint, found.layers) if not sparse)
+        place.tensors(tensors(checkpoint, found.layers), total, own=True)
+        place.json("config.json", configuration(checkpoint, found.layers))
+        place.text("README.md", LOADING)
+        return Written(len(found.layers), record_of(checkpoint, found.layers, place.lost))
+
+
+def found24(source: Source) -> Found:
+    """The 2:4 layers among those that the run has treated, looked for once."""
+    return source.once("2:4 layers", lambda: _found24(source))
+
+
+def _found24(source: Source) -> Found:
+    layers: dict[str, Layer24] = {}
     refused: dict[str, str] = {}
     parts = 0
     for name in dict.fromkeys(layer["name"] for layer in read_record(source.path)["layers"]):
         try:
             made = layer24(source, name)
-            found[name] = made._replace(parts={})
+            layers[name] = made._replace(parts={})
             parts += len(made.parts)
         except InputError as why:
             refused[name] = str(why)
-    if not found:
-        first = ", like {}: {}".format(*next(iter(refused.items()))) if refused else ": it names none"
-        raise InputError(f"{source.name} has no layer that is stored smaller as 2:4{first}")
-    lost = tuple(f"{name} stays as it is stored: {why}" for name, why in refused.items())
+    return Found(layers, parts, refused)
+
+
+def configuration(source: Source, found: Mapping[str, Layer24]) -> dict[str, Any]:
+    """config.json of a checkpoint whose layers in `found` are stored 2:4."""
     schemes = {name: layer.scheme for name, layer in stored_in(source).layers.items()}
     quantization = groups_of(schemes | {name: layer.scheme for name, layer in found.items()})
     if cache := (source.quantization or {}).get("kv_cache_scheme"):
         quantization["kv_cache_scheme"] = cache
-    config = {**source.config, "quantization_config": quantization}
-    total = parts + sum(1 for _, sparse in written(source, found) if not sparse)
-    record = record_of(source, found, lost)
-    export = Export(tensors(source, found), total, len(found), config, record, lost, OWN_WHOLE)
-    return write_export(source, export, output, overwrite, reporter)
+    return {**source.config, "quantization_config": quantization}
 
 
 def layer24(source: Source, name: str) -> Layer24:
@@ -117,7 +141,7 @@ def tensors(source: Source, found: Collection[str]) -> Iterator[tuple[str, Tenso
             yield name, source.weights.tensor(name)
 
 
-def record_of(source: Source, found: Mapping[str, Layer24], lost: tuple[str, ...]) -> dict[str, Any]:
+def record_of(source: Source, found: Mapping[str, Layer24], lost: Sequence[str]) -> dict[str, Any]:
     """The record of the run that pruned, with what is said of the layers that are stored otherwise now."""
     before = read_record(source.path)
     layers = [
@@ -128,7 +152,7 @@ def record_of(source: Source, found: Mapping[str, Layer24], lost: tuple[str, ...
     ]
     return {
         **before,
-        "identity": {"export": "2:4", "model": source.fingerprint()},
+        "identity": {"export": TwoOfFour.kind, "model": source.fingerprint()},
         "command": command(),
         "coverage": None,
         "layers": layers,

@@ -4,6 +4,7 @@
     OUT.partial/    of the run that works, or was stopped
       lock            held by the live process; the kernel lets go of it when the process dies
       progress.json   what is safely on disk (`compress.checkpoint.write.journal`)
+      expected.json   names of files in model/ that no checkpoint has, of an export (`compress.checkpoint.leftovers`)
       blocks/         finished blocks, and what is needed to go on
       training/       checkpoints of a run that trains
       model/          the checkpoint as it will be; renamed to OUT at the end
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from compress.checkpoint.files import INDEX, RECORD, read_json
-from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, MODEL, TRAINING, clear, strangers_in
+from compress.checkpoint.leftovers import BLOCKS, COMPANIONS, EXPECTED, MODEL, TRAINING, clear, strangers_in
 from compress.checkpoint.scratch import becomes
 from compress.checkpoint.shown import command
 from compress.checkpoint.write.journal import PROGRESS, Journal
@@ -231,7 +232,7 @@ def _is_own(path: Path) -> bool:
     kind = path.stat(follow_symlinks=False).st_mode
     if path.name in (BLOCKS, MODEL, REPLACED, TRAINING):
         return stat.S_ISDIR(kind)
-    return stat.S_ISREG(kind) and (path.name in (LOCK, PROGRESS) or path.name.startswith(f".{PROGRESS}."))
+    return stat.S_ISREG(kind) and (becomes(path.name) or path.name) in (LOCK, PROGRESS, EXPECTED)
 
 
 def holder_of(lock: Path) -> dict[str, Any] | None:

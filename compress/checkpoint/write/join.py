@@ -1,6 +1,6 @@
 """From the blocks of a run to one checkpoint: weight files, copied byte by byte, and everything beside them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from compress.checkpoint.files import (
     write_json,
     write_whole,
 )
-from compress.checkpoint.leftovers import COMPANIONS, MODEL, is_left
+from compress.checkpoint.leftovers import COMPANIONS, MODEL, expected, is_left
 from compress.checkpoint.read.weight_files import WeightFiles
 from compress.checkpoint.saving import bytes_of
 from compress.checkpoint.seal import write_record
@@ -108,27 +108,46 @@ def write_beside(
     tokenizer and the like belong to it."""
     own = is_own((config or {}).get("quantization_config"))
     extra_files = {**({"README.md": LOADING} if own else {}), **extra_files}
-    weights = sorted(set(weight_map.values()))
-    names = {*weights, *extra_files}
-    if len(weights) > 1:
-        total = sum((model / file).stat().st_size for file in weights)
-        index = OWN_INDEX if own else INDEX
-        write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    names = {*weight_map.values(), *extra_files}
+    if write_index(model, weight_map, index := OWN_INDEX if own else INDEX):
         names.add(index)
     if config is not None:
         write_json(model / "config.json", config)
         names.add("config.json")
-    beside = [] if companions is None else [p for c in COMPANIONS for p in sorted(companions.glob(c)) if p.is_file()]
-    for path in beside:
-        write_whole(model / path.name, path.read_bytes())
-        names.add(path.name)
+    if companions is not None:
+        names |= copy_companions(model, companions, COMPANIONS, extra_files)
     for name, text in extra_files.items():
         write_whole(model / name, text)
+    seal(model, names, record)
+
+
+def write_index(model: Path, weight_map: Mapping[str, str], index: str) -> bool:
+    """Write the file that says which tensor is in which weight file; returns False, having written nothing, where there
+    is at most one of those."""
+    weights = sorted(set(weight_map.values()))
+    if len(weights) <= 1:
+        return False
+    total = sum((model / file).stat().st_size for file in weights)
+    write_json(model / index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    return True
+
+
+def copy_companions(model: Path, source: Path, patterns: Iterable[str], but: Container[str]) -> set[str]:
+    """Copy the files of a source that match a pattern, but for some names; returns their names."""
+    found = {path.name: path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()}
+    for name, path in found.items():
+        if name not in but:
+            write_whole(model / name, path.read_bytes())
+    return {name for name in found if name not in but}
+
+
+def seal(model: Path, names: Collection[str], record: Mapping[str, Any]) -> None:
+    """Write the record of an output all of whose files are in `model`, and leave nothing else there."""
     write_record(model, {**record, "files": sorted(names)})
     for path in sorted(model.iterdir()):
         if path.name in {RECORD, *names}:
             continue
-        if not is_left(MODEL, path, path.name):
+        if not is_left(MODEL, path, path.name, expected(model.parent)):
             raise CheckpointError(f"{path} is in the way of the checkpoint, and no run left it; move it")
         path.unlink()
     sync_directory(model)

@@ -5,23 +5,35 @@ from dataclasses import asdict
 import click
 
 import compress
+from compress.checkpoint.export.registry import EXPORTERS, exporter_named
 from compress.cli.exits import exits_cleanly
-from compress.cli.options import begin, given, json_option, overwrite_option, plugin_option, quiet_option, write_report
+from compress.cli.options import (
+    PLUGINS,
+    begin,
+    given,
+    json_option,
+    overwrite_option,
+    plugin_option,
+    quiet_option,
+    write_report,
+)
 from compress.cli.saving import change, end_of_export
-from compress.errors import InputError
+from compress.errors import InputError, one_of
 from compress.system.terminal import visible
 
 
-@click.command(short_help="Write a checkpoint another way: as a plain, dense one, or its 2:4 layers as such.")
+@click.command(short_help="Write a checkpoint another way, for other readers or in fewer bytes.")
 @click.argument("model")
-@click.option("--dense", is_flag=True, help="The dense weights that the codes stand for, as transformers writes them.")
-@click.option("--sparse24", is_flag=True, help="Layers of which two in four weights are pruned, without their zeros.")
-@click.option("--output", required=True, metavar="DIR", help="The directory to write. It appears when it is complete.")
+@click.option("--to", metavar="NAME", help=f"The way to write it: {', '.join(EXPORTERS)}, or one of a plugin.")
+@click.option("--dense", is_flag=True, help="The same as --to dense.")
+@click.option("--sparse24", is_flag=True, help="The same as --to sparse24.")
+@click.option("--output", metavar="DIR", help="The directory to write. It appears when it is complete.")
+@click.option("--list", "listing", is_flag=True, help="Only show which ways fit MODEL, and why others do not.")
 @overwrite_option("Replace an output that this tool wrote.")
 @click.option(
     "--allow-little",
     is_flag=True,
-    help="Of --sparse24: end with exit code 0 where less than 5 % of the bytes are saved, too.",
+    help="Of --to sparse24: end with exit code 0 where less than 5 % of the bytes are saved, too.",
 )
 @plugin_option
 @json_option
@@ -29,9 +41,11 @@ from compress.system.terminal import visible
 @exits_cleanly
 def export(
     model: str,
+    to: str | None,
     dense: bool,
     sparse24: bool,
-    output: str,
+    output: str | None,
+    listing: bool,
     overwrite: bool,
     allow_little: bool,
     json_file: str | None,
@@ -39,32 +53,73 @@ def export(
 ) -> None:
     """Write a checkpoint of this tool another way, with exactly the same values.
 
-    With --dense as a plain checkpoint of transformers, for readers that do not know compression: it takes the bytes of
-    the original again. With --sparse24 the layers that are pruned to 2:4, be they numbers or codes, as the two of four
-    that are kept and their places, for `compress.load` alone: 9 bits a weight instead of 16, 3 instead of 4. Layers
-    that are not 2:4 stay as they are, and are named.
+    \b
+    dense     the weights that the codes stand for, as a plain checkpoint of
+              transformers, for readers that do not know compression: it takes
+              the bytes of the original again
+    sparse24  layers that are pruned to 2:4, numbers or codes, as the two of
+              four that are kept and their places, for `compress.load` alone:
+              9 bits a weight instead of 16, 3 instead of 4; other layers stay
+              as they are, and are named
 
     \b
-    compress export OUT --dense --output DIR
-    compress export OUT --sparse24 --output DIR
+    compress export OUT --list
+    compress export OUT --to dense --output DIR
     """
-    if dense == sparse24:
-        raise InputError(
-            "say what to export: --dense, the weights that the codes stand for, as a plain checkpoint, or --sparse24, "
-            "layers that are 2:4 without their zeros"
-        )
-    if dense and given("allow_little"):
-        raise InputError("--dense makes a checkpoint larger, and is not refused for that; drop --allow-little")
+    flags = {"dense": dense, "sparse24": sparse24}
+    names = list(dict.fromkeys([*([] if to is None else [to]), *(name for name, said in flags.items() if said)]))
+    silent = quiet or json_file == "-"
+    if listing:
+        _check_listing()
+        begin()
+        _list(model, json_file, silent)
+        return
+    _check(names, output)
+    (name,) = names
+    assert output is not None
     begin()
+    exporter = exporter_named(name)
+    if given("allow_little") and not exporter.smaller:
+        raise InputError(f"--to {name} promises no smaller checkpoint, and is not held to one; drop --allow-little")
     from compress.checkpoint.saving import Saving
     from compress.cli.progress import reporting
 
     with reporting("export", quiet) as reporter:
-        how = compress.export_dense if dense else compress.export_sparse24
-        made = how(model, output, overwrite=overwrite, reporter=reporter)
+        made = compress.export(model, output, exporter, overwrite=overwrite, reporter=reporter)
     write_report(json_file, asdict(made))
-    if not quiet and json_file != "-":
+    if not silent:
         said = change(Saving(made.bytes_before, made.bytes))
-        click.echo(visible(f"{model} -> {output}: {said}; {made.layers} layers {'dense' if dense else '2:4'}"))
-    if sparse24 and not allow_little:
-        end_of_export(made, output)
+        click.echo(visible(f"{model} -> {output}: {said}; {made.layers} layers {exporter.kind}"))
+    if exporter.smaller and not allow_little:
+        end_of_export(made, exporter.kind, output)
+
+
+def _check_listing() -> None:
+    """Refuse options of writing beside --list. (--overwrite is of --json, too.)"""
+    for option in ("to", "dense", "sparse24", "output", "allow_little"):
+        if given(option):
+            raise InputError(f"--list writes no checkpoint; drop --{option.replace('_', '-')}")
+
+
+def _check(names: list[str], output: str | None) -> None:
+    """Refuse all but one known name and an output. A name may be a plugin's, which is not imported yet."""
+    if not names:
+        known = " or ".join(f"--to {name}" for name in EXPORTERS)
+        raise InputError(f"say what to export: {known}; `compress export OUT --list` shows which of them fit")
+    if len(names) > 1:
+        raise InputError(f"{names[0]} and {names[1]} are two exports; ask for one")
+    if not click.get_current_context().meta.get(PLUGINS):
+        one_of("export", names[0], EXPORTERS)
+    if output is None:
+        raise InputError("--output DIR is missing: the directory to write")
+
+
+def _list(model: str, json_file: str | None, silent: bool) -> None:
+    """The ways to write a checkpoint, and why some do not fit."""
+    from compress.checkpoint.export.write import offers
+    from compress.cli import tables as show
+
+    found = offers(model)
+    write_report(json_file, {"model": model, "exports": [asdict(offer) for offer in found]})
+    if not silent:
+        show.exports(found)

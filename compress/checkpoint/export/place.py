@@ -1,0 +1,118 @@
+"""The files of an export while they are made. None is seen under the output's name before all of them are there.
+
+DIR.partial/blocks   tensors that are made, in files of bounded size
+DIR.partial/model    the files as they will be, side by side: there are no folders in it
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compress.checkpoint.files import INDEX, OWN_INDEX, OWN_WHOLE, RECORD, WHOLE, checksum, write_json, write_whole
+from compress.checkpoint.leftovers import LEGAL, expect, of_checkpoint
+from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.join import copy_companions, seal, write_index
+from compress.checkpoint.write.shards import pieces_of, planned, write_shard
+from compress.system.progress import Reporter
+
+# Of tensors that wait in memory to be written.
+PART_BYTES = 2**28
+
+
+class Place:
+    """Takes the files of an export.
+
+    Every file that is written through a method here is named and sealed by the record, counted, replaced with
+    --overwrite, and removed where the export fails or is killed. An OSError in between becomes one line for the person.
+
+    lost: remarks so far. sums: {tensor: SHA-256} of those that `tensors` has written.
+    """
+
+    def __init__(self, directory: Directory, reporter: Reporter) -> None:
+        self.lost: list[str] = []
+        self.sums: dict[str, str] = {}
+        self._directory, self._reporter = directory, reporter
+        self._folder = directory.model
+        self._folder.mkdir(exist_ok=True)
+        self._names: set[str] = set()
+        self._weights: set[str] = set()
+
+    def note(self, line: str) -> None:
+        """Say what the output lacks or keeps as it was: to the person, in the record and in what is returned."""
+        self.lost.append(line)
+        self._reporter.note(line)
+
+    def step(self, done: int, total: int, what: str) -> None:
+        """Say that `done` of `total` steps are finished, the last one of which is `what`."""
+        self._reporter.step(done, total, what)
+
+    def file(self, name: str) -> Path:
+        """The path at which to write a file that holds weights, of whatever format."""
+        self._weights.add(name)
+        return self._take(name)
+
+    def text(self, name: str, content: str) -> None:
+        """Write a file that holds no weights."""
+        write_whole(self._take(name), content)
+
+    def json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a JSON file, config.json say."""
+        write_json(self._take(name), value)
+
+    def tensors(self, tensors: Iterable[tuple[str, Tensor]], total: int, *, own: bool = False) -> None:
+        """Write named tensors, `total` in all, as safetensors files with the usual names, and an index where there are
+        several. Of what is made lazily at most PART_BYTES, or one tensor, are in memory at a time.
+
+        own: the configuration is in words of compress alone (`weights.own_words`), and so are the names.
+        """
+        for i, part in enumerate(batches(tensors)):
+            save_file(part, self._directory.blocks / f"part-{i:05d}.safetensors", metadata={"format": "pt"})
+            self.sums |= {name: checksum(tensor) for name, tensor in part.items()}
+            self.step(len(self.sums), total, next(reversed(part)))
+        weight_map = self._join(OWN_WHOLE if own else WHOLE)
+        if write_index(self._folder, weight_map, index := OWN_INDEX if own else INDEX):
+            self._take(index)
+
+    def finish(self, companions: Iterable[str], source: Path, record: Mapping[str, Any]) -> int:
+        """Copy the licence and the companions (patterns) that lie in `source`, but for those that were written already,
+        then seal the files; returns the bytes of those that hold weights."""
+        self._names |= copy_companions(self._folder, source, [*companions, *LEGAL], self._names)
+        seal(self._folder, self._names, {**record, **({"tensors": self.sums} if self.sums else {})})
+        return sum((self._folder / name).stat().st_size for name in self._weights)
+
+    def _take(self, name: str) -> Path:
+        """The path of a file, which a later run knows for one of ours even if this one is killed now."""
+        assert Path(name).name == name != RECORD, name
+        self._names.add(name)
+        if not of_checkpoint(name):
+            expect(self._directory.partial, self._names)
+        return self._folder / name
+
+    def _join(self, whole: str) -> dict[str, str]:
+        """Copy the parts, each of which goes then, into weight files; returns {tensor: file}."""
+        parts = sorted(self._directory.blocks.iterdir())
+        plan = planned([piece for part in parts for piece in pieces_of(part)], whole)
+        left = {part: len(pieces_of(part)) for part in parts}
+        for file, pieces in plan.items():
+            write_shard(self.file(file), pieces, self.sums)
+            for piece in pieces:
+                left[piece.file] -= 1
+                if not left[piece.file]:
+                    piece.file.unlink()
+        return {piece.name: file for file, pieces in plan.items() for piece in pieces}
+
+
+def batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors of at most PART_BYTES together, one at least."""
+    batch: dict[str, Tensor] = {}
+    room = PART_BYTES
+    for name, tensor in tensors:
+        if batch and tensor.nbytes > room:
+            yield batch
+            batch, room = {}, PART_BYTES
+        batch[name] = tensor.contiguous()
+        room -= tensor.nbytes
+    yield batch

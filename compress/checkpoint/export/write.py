@@ -1,0 +1,121 @@
+"""A checkpoint written another way, by any exporter.
+
+    MODEL --why_not--> nothing, or one line    --write--> DIR.partial --record, seal--> DIR
+
+DIR appears when it is complete, as the output of a run does (`checkpoint.write.directory`), with a record of the same
+kind: `--overwrite` knows it again, and a reader of the layout can be held to it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from compress.checkpoint.export.exporter import Exporter
+from compress.checkpoint.export.place import Place
+from compress.checkpoint.export.registry import EXPORTERS, exporter_named
+from compress.checkpoint.read.source import Source, find_source
+from compress.checkpoint.shown import shown
+from compress.checkpoint.write.directory import claimed
+from compress.checkpoint.write.manifest import manifest
+from compress.checkpoint.write.record import RunRecord
+from compress.errors import CompressError, InputError
+from compress.system.comm import Comm
+from compress.system.progress import Reporter, Silent
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export made: the directory, how many layers of it are stored another way than before, the bytes of its
+    weight files, what was lost or left as it was (`lost`), and the bytes of the weight files that were read
+    (`bytes_before`)."""
+
+    output: Path
+    layers: int
+    bytes: int
+    lost: tuple[str, ...]
+    bytes_before: int
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An exporter by its word, and the reasons why a checkpoint cannot be written so: none where it can."""
+
+    name: str
+    about: str
+    why_not: tuple[str, ...]
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    to: str | Exporter = "dense",
+    *,
+    overwrite: bool = False,
+    reporter: Reporter | None = None,
+) -> Exported:
+    """Write a checkpoint another way.
+
+    model: directory or hub id. output: a directory to make; one that is there is replaced with `overwrite` only, and
+    only if this tool wrote it. to: a word of `EXPORTERS`, or an exporter. What the output lacks, or keeps as it was,
+    goes to the reporter, into the record and into what is returned. Formats of a plugin are known once its module is
+    imported.
+
+    Raises InputError, having written nothing, for a model that cannot be written so or an output that is in the way;
+    CompressError where it cannot be written.
+    """
+    exporter = exporter_named(to) if isinstance(to, str) else to
+    reporter, source = reporter or Silent(), find_source(str(model))
+    if Path(output).exists() and Path(output).samefile(source.path):
+        raise InputError(f"output {str(output)!r} is the model itself; give another directory")
+    if reasons := exporter.why_not(source):
+        raise InputError(f"{source.name} cannot be exported as {exporter.kind}: {'; '.join(reasons)}")
+    with claimed(output, Comm(), resume=False, overwrite=overwrite, model=source.path) as directory:
+        assert directory is not None
+        try:
+            place = Place(directory, reporter)
+            written = exporter.write(source, place)
+            record = {**_record(source, exporter, place), **written.record}
+            size = place.finish(exporter.companions, source.path, record)
+        except (OSError, SafetensorError) as error:
+            raise CompressError(f"cannot write {directory.output}: {error}") from None
+        directory.take_name(overwrite)
+    before = sum(path.stat().st_size for path in source.weights.paths)
+    return Exported(directory.output, written.layers, size, tuple(place.lost), before)
+
+
+def export_dense(
+    model: str | Path, output: str | Path, *, overwrite: bool = False, reporter: Reporter | None = None
+) -> Exported:
+    """Write a compressed checkpoint as a plain one of transformers, with the dense weights that its codes stand for:
+    bit for bit those of `load(model, dequantize=True)`. `export` to "dense": arguments and errors are its."""
+    return export(model, output, "dense", overwrite=overwrite, reporter=reporter)
+
+
+def export_sparse24(
+    model: str | Path, output: str | Path, *, overwrite: bool = False, reporter: Reporter | None = None
+) -> Exported:
+    """Write a checkpoint of this tool with its 2:4 layers stored as such: of every four weights two, and where they
+    are. The values are the same; only `compress.load` reads them so.
+
+    `export` to "sparse24": arguments and errors are its. model: with the record of its run, which names the layers.
+    """
+    return export(model, output, "sparse24", overwrite=overwrite, reporter=reporter)
+
+
+def offers(model: str | Path) -> list[Offer]:
+    """The exporters that there are, and why some cannot write this checkpoint. Some read its weights to know."""
+    source = find_source(str(model))
+    found = ((name, exporter_named(name)) for name in EXPORTERS)
+    return [Offer(name, exporter.about, tuple(exporter.why_not(source))) for name, exporter in found]
+
+
+def _record(source: Source, exporter: Exporter, place: Place) -> dict[str, object]:
+    """The record of an export but for its tensors and files."""
+    return manifest(
+        RunRecord(notes=place.lost),
+        model=shown(source.name),
+        identity={"export": exporter.kind, "model": source.fingerprint()},
+        calibration=None,
+        ranks=1,
+    )
