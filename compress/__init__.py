@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-# Where each name lives; the imports above say the same to type checkers. No module is called like a public name: its
-# import would put the module in the name's place.
+# The module of each public name; the imports above say the same to type checkers. No module may have a public name's
+# name: importing it would replace the public name by the module.
 _HOMES = {
     "AWQ": "compress.passes.awq",
     "GPTQ": "compress.passes.gptq",
@@ -187,7 +187,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name on its first use (PEP 562); afterwards it is an ordinary attribute."""
+    """Imports a public name on its first use (PEP 562) and keeps it as an ordinary attribute."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

@@ -4,7 +4,7 @@ import os
 import signal
 from types import FrameType
 
-# What a shell reports for a command that was interrupted, or terminated.
+# Exit codes that shells report for an interrupted and for a terminated command, and the line to print.
 CODES = {signal.SIGINT: (130, b"compress: stopped\n"), signal.SIGTERM: (143, b"compress: stopped by SIGTERM\n")}
 
 

@@ -17,11 +17,11 @@ class CheckpointError(InputError):
 
 
 class WriteError(CompressError):
-    """A file could not be written, on a disk that is full, say. What was written before it stays."""
+    """A file could not be written, for example to a full disk. Files written before it stay."""
 
 
 class RankLostError(CompressError):
-    """Another process of a sharded run has ended; what this one was doing cannot be finished."""
+    """Another process of a sharded run has ended, so that this one cannot finish its work."""
 
 
 def install(extra: str) -> str:
@@ -34,14 +34,14 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of a library says, in a line; its type where it says nothing."""
+    """The first line of an exception's message, or its type where the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def one_of(what: str, given: str, allowed: Iterable[str], meant: str | None = None) -> str:
-    """`given` when it is allowed; otherwise an InputError that names the allowed values and the likeliest of them.
+    """`given` when it is allowed. Otherwise raises InputError, which names the allowed values and the likeliest one.
 
-    meant: the likeliest, quoted, where the caller knows better than by its letters; nothing where none is likely.
+    meant: the likeliest value, quoted, from a caller that knows it better than a comparison of letters; "" for none.
     """
     names = list(allowed)
     if given in names:
@@ -52,7 +52,8 @@ def one_of(what: str, given: str, allowed: Iterable[str], meant: str | None = No
 
 
 def likeliest(given: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant, quoted: `given` in other capitals or with other dashes, or the closest one."""
+    """The name that was probably meant, quoted: `given` in other capitals or with other dashes, or the closest name.
+    None where no name is close."""
     known = {_plain(name): name for name in names}
     close = [_plain(given)] if _plain(given) in known else get_close_matches(_plain(given), known, n=1, cutoff=0.5)
     return repr(known[close[0]]) if close else None

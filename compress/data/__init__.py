@@ -1,1 +1,1 @@
-"""Calibration text and tokens, and files of what a teacher said of them."""
+"""Calibration text and tokens, and files of a teacher's logits on them."""

@@ -1,9 +1,8 @@
-"""What a teacher said, in a file: the log-probabilities of its k most probable tokens, for every token that is trained
-on.
+"""Files of a teacher's predictions: log-probabilities of its k most probable tokens at every trained position.
 
-One .safetensors file: `log_probs` float32 [N, T, k] and `indices` int32 [N, T, k], of the N samples of a training set
-and their T tokens that have a next one; in its metadata the checksums of the teacher, of the training set, and of these
-two tensors.
+One .safetensors file holds `log_probs` float32 [N, T, k] and `indices` int32 [N, T, k], for the N samples of a training
+set and the T positions of each that have a next token. Its metadata holds the checksums of the teacher, of the training
+set and of these two tensors.
 """
 
 import json
@@ -27,7 +26,7 @@ from compress.train.inputs.rows import Rows
 from compress.train.losses.options import LossOptions
 
 ENTRY, VERSION = "compress.cached_logits", 1
-ROUNDING = 1e-3  # of the logarithm of a probability of 1
+ROUNDING = 1e-3  # how far above 0 rounding may put the logarithm of a probability of 1
 HOW = "write it anew with compress distill TEACHER --cache-logits"
 
 
@@ -43,12 +42,12 @@ class About(TypedDict):
 
 
 def checksum_of(rows: Rows) -> str:
-    """Of a training set."""
+    """The checksum of a training set, over the tensors of its rows."""
     return fingerprint({name: checksum(tensor) for name, tensor in rows.tensors.items()})
 
 
 def holds_cached(path: Path) -> bool:
-    """True for a file that says it is one of these."""
+    """True for a file whose metadata say that it holds cached logits."""
     try:
         with safe_open(path, framework="pt") as file:
             return ENTRY in (file.metadata() or {})
@@ -57,7 +56,7 @@ def holds_cached(path: Path) -> bool:
 
 
 def write_cached(path: Path, said: TopKRows, teacher: str, rows: Rows) -> None:
-    """teacher: its checksum. Raises OSError."""
+    """Write a teacher's predictions of a training set. teacher: its checksum. Raises OSError."""
     tensors = {"log_probs": said.log_probs_NTk.contiguous(), "indices": said.indices_NTk.contiguous()}
     about = {
         "version": VERSION,
@@ -71,8 +70,9 @@ def write_cached(path: Path, said: TopKRows, teacher: str, rows: Rows) -> None:
 
 
 def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, str]:
-    """(What a teacher said of a training set, the file's checksum). Raises CheckpointError for a file that is damaged
-    or something else, InputError for one that was made of other data or at another temperature."""
+    """(A teacher's predictions of a training set, the file's checksum). Raises CheckpointError for a file that is
+    damaged or of another kind, InputError for one that does not exist or was made of other data or at another
+    temperature."""
     path = regular(path_of(name, "teacher"), "teacher")
     if not path.is_file():
         raise InputError(f"teacher file {name!r} does not exist; {HOW} {name}")
@@ -102,7 +102,7 @@ def read_cached(name: str, rows: Rows, options: LossOptions) -> tuple[TopKRows, 
 
 
 def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError for what is no such file, or no longer what was written."""
+    """Raises CheckpointError for a file of another kind or version, and for content that is not what was written."""
     wanted = {"log_probs": torch.float32, "indices": torch.int32}
     if not isinstance(about, dict) or {key: t.dtype for key, t in tensors.items()} != wanted:
         raise CheckpointError(f"{name} holds no cached logits; {HOW}")
@@ -117,7 +117,7 @@ def _check(name: str, about: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _nonsense(about: Mapping[str, Any], log_probs_NTk: Tensor, indices_NTk: Tensor) -> str | None:
-    """The reason why values cannot be what a teacher said; None where they can."""
+    """The reason why values cannot be a teacher's predictions; None where they can."""
     if log_probs_NTk.ndim != 3 or log_probs_NTk.shape != indices_NTk.shape or 0 in log_probs_NTk.shape:
         shapes = f"{list(log_probs_NTk.shape)} and {list(indices_NTk.shape)}"
         return f"log_probs and indices have the shapes {shapes}; both must be [samples, tokens, k]"

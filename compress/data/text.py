@@ -1,4 +1,4 @@
-"""Text and tokens: from what a person has to micro-batches of token ids."""
+"""Text and tokens: converts text, token files and tensors that a person gives to micro-batches of token ids."""
 
 import hashlib
 import logging
@@ -27,7 +27,7 @@ TOKEN_INPUTS = ("input_ids", "decoder_input_ids")  # of a batch
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids [samples, length], what they came from, and what the person should know about them."""
+    """Token ids [samples, length], the name of their source, and notes that the person should read."""
 
     ids: Tensor
     source: str
@@ -37,7 +37,7 @@ class Tokens:
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
 
     def described(self) -> dict[str, Any]:
-        """What the record of a run says about them."""
+        """The entry about these tokens in the record of a run."""
         return {
             "source": shown(self.source),
             "samples": len(self.ids),
@@ -127,7 +127,7 @@ def _from_hub(source: str) -> str:
 
 
 def read_tokens(source: str) -> Any:
-    """What a .pt or .npy file holds; `checked_ids` says whether it is token ids."""
+    """The content of a .pt or .npy file, not yet checked to be token ids (see `checked_ids`). Raises InputError."""
     path = regular(path_of(source, "token file"), "token file")
     if not path.is_file():
         raise InputError(f"token file {source!r} does not exist")
@@ -143,7 +143,7 @@ def read_tokens(source: str) -> Any:
 
 
 def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:
-    """Raises InputError for token ids that are none of a vocabulary of this size (None: it is not known)."""
+    """Raises InputError for token ids outside a vocabulary of this size. vocabulary: None where it is not known."""
     if int(ids.min()) < 0 or (vocabulary is not None and int(ids.max()) >= vocabulary):
         raise InputError(
             f"{source} holds token ids from {int(ids.min())} to {int(ids.max())}; the vocabulary is "
@@ -152,7 +152,7 @@ def check_vocabulary(ids: Tensor, source: str, vocabulary: int | None) -> None:
 
 
 def _unusual(tensor: Tensor) -> str | None:
-    """A word for a tensor that is more, or less, than rows of numbers; None for one that is not."""
+    """The kind of a tensor that is not plain: nested, sparse, quantized or meta. None for a plain tensor."""
     kinds = {
         "nested": tensor.is_nested,
         "sparse": tensor.layout is not torch.strided,
@@ -163,7 +163,7 @@ def _unusual(tensor: Tensor) -> str | None:
 
 
 def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tensor:
-    """int64 [samples, length] token ids inside the vocabulary, or an InputError."""
+    """int64 [samples, length] token ids inside the vocabulary. Raises InputError for anything else."""
     if isinstance(value, Tensor) and (kind := _unusual(value)) is not None:
         raise InputError(f"{source} holds a {kind} tensor; token ids must be integers of shape [samples, length]")
     if (
@@ -185,7 +185,7 @@ def checked_ids(value: Any, source: str, vocabulary: int | None = None) -> Tenso
 
 
 def tokenized(text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> Tensor:
-    """Ids [N] of a text, with what the tokenizer puts before and after one. Raises InputError for an empty text."""
+    """Ids [N] of a text, with the special tokens that the tokenizer adds. Raises InputError for an empty text."""
     if not text.strip():
         raise InputError(f"{source} is empty")
     if len(text) >= LONG:
@@ -205,7 +205,7 @@ def windows(text: str, tokenizer: PreTrainedTokenizerBase, length: int, source: 
 
 
 def check_windows(length: int | None, samples: int | None) -> None:
-    """Raises InputError for windows that hold nothing to predict, and for none of them."""
+    """Raises InputError for windows below 2 tokens, which hold nothing to predict, and for fewer than 1 sample."""
     if length is not None and length < 2:
         raise InputError(f"length {length}; allowed: 2 or more tokens")
     if samples is not None and samples < 1:
@@ -219,7 +219,7 @@ def default_length(config: Any) -> int:
 
 
 def check_context(name: str, length: int, config: Any) -> None:
-    """Raises InputError for windows that are longer than what a model reads."""
+    """Raises InputError for windows longer than the context of a model."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise InputError(f"{name} has windows of {length} tokens; the model reads at most {longest}")
@@ -272,7 +272,8 @@ def load_tokens(
 def batches_of(data: Tensor | Sequence[Mapping[str, Tensor]], size: int, vocabulary: int | None = None) -> list[Batch]:
     """Micro-batches: rows of a tensor of ids, or dictionaries of model inputs as they are.
 
-    Raises InputError for batches that say nothing to any model, or have token ids that the vocabulary has not.
+    Raises InputError for no batches, for batches without model inputs or with all tokens masked, for `use_cache`, and
+    for token ids outside the vocabulary.
     """
     if isinstance(data, Tensor):
         return [{"input_ids": part} for part in data.split(size)]

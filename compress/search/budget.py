@@ -1,11 +1,11 @@
-"""`allocate`: a recipe out of sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
+"""`allocate`: makes a recipe from sensitivities and one budget, solved exactly (`solvers.allocation.choose`).
 
-    KL of a model ~ f(sum over units of the score of what each of them gets)
+    KL of a model ~ f(sum over units of the score of the candidate chosen for each)
 
-f goes through the points (sum of scores, measured KL) of the uniform models, straight between them on logarithmic axes,
-and is proportional beyond them: cross terms between layers are taken to be those of a uniform model that loses as much.
-These models have no layer that makes up for another. One of them is quantized as the result will be, where every layer
-is decided behind the others: f is scaled by what that changes of its KL.
+f interpolates the points (sum of scores, measured KL) of the uniform models linearly on logarithmic axes and is
+proportional outside them. This assumes that cross terms between layers equal those of a uniform model of the same sum.
+In these models no layer compensates for the errors of earlier ones. One of them is also quantized as the result will
+be, each layer after the ones before it, and f is scaled by the ratio of its two KLs.
 """
 
 import math
@@ -35,13 +35,13 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Budget:
-    """What a checkpoint may take: bits per weight of the layers that are compressed, or bytes of its weight files."""
+    """The size limit of a checkpoint: bits per weight of the compressed layers, or bytes of the weight files."""
 
     bits_per_weight: float | None = None
     bytes: int | None = None
 
     def of_units(self, found: Sensitivity) -> float:
-        """Bytes for all units together."""
+        """Bytes that all units together may take."""
         if self.bits_per_weight is not None:
             return self.bits_per_weight * found.weights / 8
         assert self.bytes is not None
@@ -53,8 +53,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What each unit gets. chosen: {unit: candidate}; predicted_kl: None where no KL was measured; scored_by: what the
-    sum was of that is least. bytes: of the units, weights: theirs."""
+    """A candidate for each unit.
+
+    chosen: {unit: candidate}. recipe: as a recipe file holds it. predicted_kl: None where no KL was measured.
+    scored_by: the score whose sum is minimal. bytes: of all units. total_bytes: of the weight files.
+    bits_per_weight: over the units.
+    """
 
     chosen: dict[str, str]
     recipe: dict[str, Any]
@@ -72,7 +76,7 @@ class Allocation:
 
 
 def parse_budget(words: str) -> Budget:
-    """From words like 3.5bpw and 2.1GB. Raises InputError."""
+    """Parses a budget like 3.5bpw or 2.1GB. Raises InputError."""
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(bpw|[kmg]i?b|b)", words.strip(), re.IGNORECASE)
     if found is None or not float(found[1]):
         raise InputError(f"budget {words!r}; allowed: {FORM}")
@@ -83,12 +87,12 @@ def parse_budget(words: str) -> Budget:
 def allocate(
     found: Sensitivity, budget: Budget | str | None = None, *, max_kl: float | None = None, by: By | None = None
 ) -> Allocation:
-    """The candidate of every unit with which the sum of their scores is least within the budget; or, with `max_kl`, the
-    bytes are least at which a KL of no more is predicted.
+    """Choose a candidate for every unit: the least sum of scores within the budget, or, with `max_kl`, the fewest bytes
+    at which the predicted KL is at most `max_kl` (nats per token).
 
-    budget: words like 3.5bpw and 2.1GB do, too. by: the score: kl (of a model with that unit alone replaced; the
-    default where it was measured), or loss (of the layers' outputs, as a part of those). Raises InputError for what
-    cannot be reached, with what can.
+    budget: a Budget, or words like 3.5bpw and 2.1GB. by: the score, kl (of a model with that unit alone replaced; the
+    default where it was measured) or loss (the relative squared error of the layers' outputs). Raises InputError for a
+    budget or KL that cannot be reached; the message names the closest that can.
     """
     if (budget is None) == (max_kl is None):
         raise InputError("give a budget or max_kl, one of them")
@@ -101,7 +105,7 @@ def allocate(
         raise InputError("these sensitivities have no KL of each unit; measure with score=kl, or allocate by loss")
     names = {unit.name: list(unit.tried) for unit in found.units}
     scores = {unit.name: [_score(tried, by) for tried in unit.tried.values()] for unit in found.units}
-    files = budget is None or budget.bytes is not None  # of which headers are a part
+    files = budget is None or budget.bytes is not None  # sizes are of weight files, and so include their headers
     sizes = {
         unit.name: [tried.bytes + files * tried.header_bytes for tried in unit.tried.values()] for unit in found.units
     }
@@ -135,7 +139,7 @@ def _score(tried: Tried, by: By) -> float:
 def _within(
     scores: Mapping[str, Sequence[float]], sizes: Mapping[str, Sequence[int]], budget: Budget, found: Sensitivity
 ) -> dict[str, int]:
-    """Which option each unit gets within a budget."""
+    """{unit: index of its option} with the least sum of scores within a budget. Raises InputError where none fits."""
     units = {name: [Option(b, s) for b, s in zip(sizes[name], scores[name], strict=True)] for name in scores}
     taken = choose(units, budget.of_units(found))
     if taken is None:
@@ -151,7 +155,7 @@ def _below(
     predict: Callable[[float], float] | None,
     max_kl: float,
 ) -> dict[str, int]:
-    """Which option each unit gets in the fewest bytes."""
+    """{unit: index of its option} with the fewest bytes at a predicted KL of at most `max_kl`. Raises InputError."""
     if predict is None:
         raise InputError("max_kl needs held-out text, and a model that predicts a next token; give a budget instead")
     best = sum(min(each) for each in scores.values())
@@ -162,7 +166,7 @@ def _below(
         )
     low, high = best, sum(max(each) for each in scores.values())
     if predict(high) > max_kl:
-        for _ in range(200):  # halvings, until there is no number between
+        for _ in range(200):  # bisect until no float64 lies between
             middle = (low + high) / 2
             low, high = (middle, high) if predict(middle) <= max_kl else (low, middle)
         high = low
@@ -173,7 +177,7 @@ def _below(
 
 
 def prediction(found: Sensitivity, by: By) -> Callable[[float], float] | None:
-    """f, from a sum of scores to a KL; None where no KL was measured."""
+    """The function f, from a sum of scores to a KL; None where no KL was measured."""
     points = []
     for name, kl in found.uniform_kl.items():
         if all(name in unit.tried for unit in found.units):
@@ -181,12 +185,12 @@ def prediction(found: Sensitivity, by: By) -> Callable[[float], float] | None:
             points.append((math.log(max(total, TINY)), math.log(max(kl, TINY))))
     if not points:
         return None
-    # What making up for earlier layers brings, of the uniform model of which it was measured.
+    # The ratio of KLs with and without compensation for earlier layers, of the uniform model that was run both ways.
     made_up = [kl / found.uniform_kl[name] for name, kl in found.run_kl.items() if found.uniform_kl.get(name)]
     factor = math.log(max(made_up[0], TINY)) if made_up else 0.0
     points = [(x, y + factor) for x, y in points]
     points.sort()
-    highest = -math.inf  # never falling, so that a bound on the KL is one on the sum
+    highest = -math.inf  # f must not fall: then a bound on the KL is a bound on the sum of scores
     rising = []
     for x, y in points:
         highest = max(highest, y)
@@ -207,7 +211,7 @@ def prediction(found: Sensitivity, by: By) -> Callable[[float], float] | None:
 
 
 def recipe_of(found: Sensitivity, chosen: Mapping[str, str]) -> dict[str, Any]:
-    """An ordinary recipe: the passes of every candidate that a unit got, each for the layers of these units alone."""
+    """An ordinary recipe: the passes of every chosen candidate, each with `only` for the layers of its units."""
     layers: dict[str, list[str]] = {}
     for unit in found.units:
         layers.setdefault(chosen[unit.name], []).extend(unit.layers)
@@ -221,7 +225,7 @@ def recipe_of(found: Sensitivity, chosen: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _short(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step without the options that are what they are by default."""
+    """A step without the options that have their default values (but with its scheme)."""
     ((name, options),) = step.items()
     known = options_of(pass_class(name))
     kept = {key: value for key, value in options.items() if key == "scheme" or value != known[key].default}
@@ -229,8 +233,8 @@ def _short(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def patterns(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
-    """Shell-style patterns that match just these layers: one for all layers whose names differ in numbers only, where
-    all of them are meant; the names of the others."""
+    """Shell-style patterns that match exactly these layers. Layers whose names differ in numbers only share a pattern
+    when all of them are meant; every other layer has its own."""
     meant, found = set(layers), []
     for layer in layers:
         pattern = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", escape(layer))
@@ -242,7 +246,7 @@ def patterns(layers: Sequence[str], everything: Sequence[str]) -> list[str]:
 
 
 def write_recipe(path: str | Path, allocation: Allocation, about: str) -> None:
-    """Write a recipe that `compress quantize --recipe` runs. about: lines of comment to begin it with. Raises
+    """Write a recipe that `compress quantize --recipe` runs. about: lines of comment for its beginning. Raises
     InputError where it cannot be written."""
     parse_recipe(allocation.recipe, "the recipe")
     lines = "".join(f"# {line}\n" for line in [*about.splitlines(), MARK])

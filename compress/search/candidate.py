@@ -1,4 +1,4 @@
-"""What may become of a layer: passes, one after the other, that are tried beside others (`search.swaps`)."""
+"""Candidates: sequences of passes that `search.swaps` compares on every layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from compress.weights.formats.sparse24 import TWO_OF_FOUR
 
 @dataclass(frozen=True)
 class Candidate:
-    """What may become of a layer. name: how tables call it; passes: one after the other, without `only` or `but`."""
+    """Passes to try on a layer, one after the other. name: as tables show it; passes: without `only` or `but`. Raises
+    InputError for passes that do more than decide about weights layer by layer, and for none."""
 
     name: str
     passes: tuple[Pass, ...]
@@ -32,12 +33,12 @@ class Candidate:
 
     @property
     def halved(self) -> bool:
-        """Whether a layer is stored without the zeros that a pass makes."""
+        """True where layers are stored without the zeros that a pass makes (2:4)."""
         return any(isinstance(p, Prune) and p.store for p in self.passes)
 
     def suits(self, layer: str, shape: tuple[int, int], has_format: bool = True) -> str | None:
-        """Why it cannot treat a layer of this shape (N, K); None where it can. has_format: of codes or fewer numbers,
-        in which the layer can be stored."""
+        """The reason why it cannot treat a layer of this shape (N, K); None where it can. has_format: the layer can be
+        stored in a compressed format."""
         if self.halved and not has_format:
             return f"{layer} has no form without its zeros"
         try:
@@ -61,9 +62,13 @@ def grid_of_candidates(
     patterns: Sequence[str] = (NO_PATTERN,),
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Candidate, ...]:
-    """Every combination. method: a pass with a scheme, like gptq, rtn or spqr; options: what all of them have. group
-    size 0: the usual one of the model, -1: a scale per output channel. patterns: N:M of zeros that sparsegpt makes
-    first, or none; those of 2:4 are not stored. Raises InputError for what the method has not."""
+    """A candidate for every combination of the lists.
+
+    method: a pass with a scheme, like gptq, rtn or spqr. options: shared by all candidates. group_sizes: 0 for the
+    usual size of the model, -1 for one scale per output channel. outliers: shares of weights that stay exact.
+    patterns: N:M patterns that sparsegpt prunes to first, or "none"; the zeros of 2:4 are not stored. Raises
+    InputError for values that are missing or repeated, and for options that the method lacks.
+    """
     lists: dict[str, Sequence[Any]] = {"bits": bits, "group sizes": group_sizes, "outliers": outliers}
     for what, values in {**lists, "patterns": patterns}.items():
         if not values or len(set(values)) < len(values):
@@ -92,7 +97,8 @@ def grid_of_candidates(
 
 
 def described(candidates: Sequence[Candidate]) -> dict[str, list[dict[str, Any]]]:
-    """{name: passes} of candidates, every option spelled out. Raises InputError where two have one name."""
+    """{name: passes as recipes hold them} of candidates, every option spelled out. Raises InputError where two have one
+    name."""
     found = {each.name: describe(each.passes)["passes"] for each in candidates}
     if len(found) < len(candidates):
         raise InputError("two candidates have one name; give each its own")

@@ -1,4 +1,4 @@
-"""The speed of the original that all recipes of a sweep are held against, taken once."""
+"""The speed of the original model, measured once, with which all recipes of a sweep are compared."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from compress.system.schema import built, fits
 
 @dataclass(frozen=True)
 class _Kept:
-    """original.json."""
+    """The content of original.json."""
 
     model: str
     speed: SpeedResult
@@ -25,7 +25,7 @@ class _Kept:
 
 @dataclass
 class OriginalSpeed:
-    """The original's speed, taken when it is first asked for, unless a sweep before this one took it here."""
+    """The original's speed: measured on first use, or read from `place`, where an earlier sweep has written it."""
 
     place: Path
     model: str
@@ -35,7 +35,7 @@ class OriginalSpeed:
     taken: SpeedResult | None = None
 
     def speed(self) -> SpeedResult | None:
-        """None where it cannot be taken, for which every recipe then has the reason."""
+        """The speed; None where it cannot be measured. The row of every recipe then gives the reason."""
         if self.taken is None:
             self.taken = self._before()
         if self.taken is None:
@@ -49,7 +49,8 @@ class OriginalSpeed:
         return find_source(self.model, self.trusted).fingerprint()
 
     def _before(self) -> SpeedResult | None:
-        """What a sweep before this one has taken, of the same model in the same surroundings."""
+        """The speed that an earlier sweep measured of the same model, on the same device with as many threads; or
+        None."""
         try:
             found = read_json(self.place) if self.place.is_file() else None
             fits(found, _Kept, self.place)

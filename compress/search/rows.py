@@ -1,4 +1,4 @@
-"""What came of the recipes of a sweep, a row for each, and which of them nothing beats."""
+"""Results of a sweep: a row for each recipe, with the Pareto front of size and KL marked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,9 +12,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe. problem: why it has no figures. front: no other recipe has fewer bytes and a lower KL. evaluation:
-    the file, beside the index. tasks: by their names accuracy and, less the original's, difference. decode: tokens a
-    second."""
+    """The figures of one recipe.
+
+    bytes: of the weight files. tasks: {name: {accuracy, difference}}, difference being accuracy minus the original's.
+    decode: tokens per second. front: no other recipe beats it in both bytes and KL. evaluation: path of the file,
+    relative to the index. problem: the reason why there are no figures.
+    """
 
     name: str
     recipe: dict[str, Any]
@@ -32,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All rows, in the order of their bytes, those without figures last."""
+    """All rows, ordered by bytes; rows without figures come last."""
 
     model: str
     text: str
@@ -41,12 +44,12 @@ class Sweep:
 
     @property
     def failed(self) -> list[Row]:
-        """Recipes that came to nothing."""
+        """Rows of recipes that failed."""
         return [row for row in self.rows if row.problem is not None]
 
 
 def row_of(name: str, recipe: dict[str, Any], found: Evaluation, place: str) -> Row:
-    """The figures of an evaluation that lies at a place beside the index."""
+    """The row for an evaluation. place: path of its file, relative to the index."""
     return Row(
         name,
         recipe,
@@ -67,7 +70,7 @@ def _accuracy(found: TaskResult) -> dict[str, float]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Rows by their bytes, with those of the front marked."""
+    """Rows ordered by bytes, with those on the Pareto front marked."""
     measured = [(row.bytes, row.kl_mean, row) for row in rows if row.bytes is not None and row.kl_mean is not None]
     best = undominated([(size, kl) for size, kl, _ in measured])
     front = {id(row) for i, (_, _, row) in enumerate(measured) if i in best}

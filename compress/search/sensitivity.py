@@ -1,7 +1,7 @@
-"""`measure_sensitivity`: what each layer of a model loses by each candidate, measured once and kept.
+"""`measure_sensitivity`: measures the loss of each layer of a model under each candidate, and caches the result.
 
-What was measured is kept in the cache directory ($COMPRESS_CACHE_DIR/sensitivity) under the hash of the model, both
-texts, the candidates and the rest that it depends on.
+The cache directory is $COMPRESS_CACHE_DIR/sensitivity. The key is a hash of the model, both texts, the candidates and
+everything else that the result depends on.
 """
 
 from collections.abc import Sequence
@@ -45,17 +45,17 @@ from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
 
 Score = Literal["kl", "loss"]
-# Suits any layer: says which are treated, and on which data.
+# A pass that suits any layer; it stands in for the candidates while layers are chosen and data are read.
 PROBE = GPTQ(scheme="w8a16", group_size=-1, drift=0.0)
 HELD_OUT = 16  # windows
-LEAST = 4  # windows of calibration for each that is held out
-# Bytes of a weight file beside its tensors and their entries: its length, metadata and filling.
+LEAST = 4  # windows of calibration data for each held-out window, at least
+# Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
 HEADER = 64
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and the held-out rows on which: None of a model that predicts no next token."""
+    """A table of sensitivities and the held-out rows of its KLs. rows: None for a model that predicts no next token."""
 
     table: Sensitivity
     rows: Tokens | None
@@ -79,15 +79,17 @@ def measure_sensitivity(
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Measured:
-    """Let every candidate decide about every layer of the original model, and measure what that costs.
+    """Apply every candidate to every layer of the original model, and measure the loss.
 
     calibration, samples, length, batch_size, ignore, device: as in `quantize`. text: held-out text, or token ids
-    [samples, length], of which up to 16 windows count; by default the last windows of the calibration data, up to a
-    fifth, which no candidate is shown then. score: `kl` measures the KL of a model with one unit replaced, for each
-    unit and candidate; `loss` only that of each layer's output, and the KL of whole models. fused: layers that read one
-    tensor get the same candidate. cached: take what an earlier call has measured of the same.
+    [samples, length], of which up to 16 windows are used. By default the last windows of the calibration data are held
+    out, at most 16 and at most a fifth; no candidate sees them. score: `kl` measures, for each unit and candidate, the
+    KL (nats per token) of a model with that unit replaced; `loss` measures the error of each layer's output and the KL
+    of uniform models only. fused: layers that read one tensor get the same candidate. cached: reuse the result of an
+    earlier call with equal inputs.
 
-    Raises InputError for candidates that suit no layer, and for models that cannot be measured so.
+    Raises InputError for candidates that suit no layer, for a model without a next token and score="kl", and for more
+    than one process.
     """
     one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
@@ -120,7 +122,7 @@ def measure_sensitivity(
 
 
 def _job(request: Request, reporter: Reporter) -> Job:
-    """The layers of a model and the data that they are shown."""
+    """Prepares a request: opens the model, reads the calibration data and plans the layers. Raises InputError."""
     comm = Comm()
     if comm.active:
         raise InputError("sensitivities are measured by one process; start it without torchrun")
@@ -137,7 +139,7 @@ def _measured(
     extent: Extent,
     rows: Tokens | None,
 ) -> Sensitivity:
-    """Walk through the model of a job. words: the candidates as recipes have them."""
+    """Measure all candidates in one walk over the model. words: the candidates as recipes hold them."""
     with evaluating(job.model):
         made = job.walk(partial(measured, candidates=candidates, extent=extent))
     if not made.units:
@@ -157,7 +159,8 @@ def _measured(
 
 
 def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate], dict[str, list[dict[str, Any]]]]:
-    """Candidates whose options are settled for all layers of a job together, and as recipes have them."""
+    """(Candidates with options settled for all treated layers together, the same as recipes hold them). Raises
+    InputError where none suits any layer."""
     treated = job.plan.treated
     layers = [layer for of_block in job.plan.layers.values() for layer in of_block if layer.name in treated]
     widths = {layer.shape[1] for layer in layers}
@@ -170,7 +173,8 @@ def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate],
 
 
 def _run_kl(job: Job, candidates: Sequence[Candidate], found: Sensitivity, rows: Tokens) -> dict[str, float]:
-    """The KL of one uniform model as `quantize` makes it, of those that decide by data: the one in the middle."""
+    """{candidate: KL} of one uniform model as `quantize` makes it, with compensation for earlier layers. The candidate
+    is the one of median KL among those that use calibration data and suit every unit. Empty where there is none."""
     known = [c for c in candidates if found.uniform_kl.get(c.name) and any(p.needs() for p in c.passes)]
     known = [c for c in known if all(c.name in unit.tried for unit in found.units)]
     if not known:
@@ -189,7 +193,7 @@ def _run_kl(job: Job, candidates: Sequence[Candidate], found: Sensitivity, rows:
 
 
 def _shown(job: Job) -> Calibration:
-    """What the candidates of a job are shown."""
+    """The calibration data of a job, as `quantize` takes them."""
     return list(job.batches) if job.tokens is None else job.tokens.ids
 
 
@@ -198,8 +202,8 @@ def _name(job: Job) -> str:
 
 
 def _held_out(job: Job, text: str | Tensor | None, length: int | None, batch_size: int) -> Tokens | None:
-    """Rows that no candidate is shown; taken off the calibration data of a job where no text is given. None of a model
-    that predicts no next token."""
+    """Rows that no candidate sees: windows of `text`, or without it the last calibration windows, which are removed
+    from the job. None for a model that predicts no next token. Raises InputError."""
     config = getattr(job.model, "config", None)
     if not hasattr(job.model, "generate") or getattr(config, "is_encoder_decoder", False):
         if text is not None:
@@ -227,7 +231,7 @@ def _most(text: str | Tensor) -> int:
 
 
 def _other_bytes(model: nn.Module, units: Sequence[Unit]) -> int:
-    """Of a checkpoint without its units' tensors."""
+    """Bytes of the checkpoint's weight files without the tensors of its units."""
     inside = {f"{layer}.weight" for unit in units for layer in unit.layers}
     rest = {name: p for name, p in model.named_parameters() if name not in inside} | dict(stored_buffers(model))
     headers = sum(header_bytes(name, tensor.shape) for name, tensor in rest.items())

@@ -1,9 +1,9 @@
-"""The walk that measures sensitivities: block by block over the original model, every candidate for every layer.
+"""The walk that measures sensitivities: block by block over the original model, every candidate on every layer.
 
-    capture -> for block: statistics -> candidates decide -> their losses, bytes -> swap each into held-out rows -> on
+    capture -> each block: statistics -> candidates decide -> their losses, bytes -> KL of each swap on held-out rows
 
-Statistics are those of the original model, whose inputs no earlier candidate has changed, so that all candidates share
-one forward. What a candidate decides lives as long as its block.
+Statistics are those of the original model: no candidate changes the inputs of later layers, so that all candidates
+share one forward. The decisions of a candidate are dropped after their block.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,8 +39,8 @@ from compress.weights.decision import Decision
 
 @dataclass(frozen=True)
 class Extent:
-    """What of the measurement is wanted. held_out: rows for KL, none where losses are enough. each: KL of every unit by
-    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
+    """The extent of a measurement. held_out: rows for KL; empty where losses are enough. each: measure the KL of every
+    unit and candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
 
     held_out: Sequence[Batch]
     each: bool
@@ -49,7 +49,7 @@ class Extent:
 
 @dataclass
 class Found:
-    """What came of it: units, KL of uniform models, and layers without a unit with the reason."""
+    """Measured units, the KL of uniform models ({candidate: KL}), and layers left out ({layer: reason})."""
 
     units: list[Unit] = field(default_factory=list)
     uniform_kl: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Made:
-    """A layer as a candidate makes it: its values as the module stores them, and figures."""
+    """A layer after a candidate. values: as the module stores them. loss: squared error of the output over the
+    calibration data; energy: squared norm of the original output. bytes, header_bytes: in the checkpoint."""
 
     values: Tensor
     loss: float
@@ -67,15 +68,15 @@ class Made:
     header_bytes: int
 
 
-# {candidate: {layer: what it becomes}}
+# {candidate: {layer: the layer after it}}
 OfBlock = dict[str, dict[str, Made]]
 
 
 def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found:
-    """Walk. The run is of one process, and of a plan that treats every layer in question."""
+    """Measure all candidates. The run must have one process and a plan that treats every layer to measure."""
     found = Found()
     run.steps.begin()
-    (stack,) = run.plan.stacks  # what is calibrated and has several is one block
+    (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
     with without_cache(run.model), ExitStack() as entered:
         calls = captured(run, stack)
         streams = Streams(calls[0], [])
@@ -100,7 +101,7 @@ def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found
 
 @contextmanager
 def _open(run: Run, block: nn.Module, whole: Opened | None) -> Iterator[Opened]:
-    """The block, open; of a model that is open as a whole that."""
+    """The opened block. whole: the whole model where it is open already; the block then needs no opening of its own."""
     if whole is not None:
         yield Opened(whole.block, whole.home)
     else:
@@ -122,7 +123,7 @@ class _Block:
         self.sites: list[list[Layer]] = []
 
     def walk(self, streams: Streams) -> Streams:
-        """One forward, in which every candidate decides about every site; the calls of the next block."""
+        """Run one forward, in which every candidate decides about every site. Returns the calls of the next block."""
         structure = structure_of(self.block, streams.calls[0], list(self.layers.values()))
         self.found.left_out |= dict.fromkeys(structure.unreached, "never called during calibration")
         self.found.left_out |= dict.fromkeys(structure.repeated, "called several times in one forward pass")
@@ -150,7 +151,7 @@ class _Block:
     def _decided(
         self, candidate: Candidate, site: Sequence[Layer], statistics: Sequence[Sequence[Mapping[str, Any]]]
     ) -> dict[str, Decision]:
-        """What the passes of a candidate make of a site, one after the other. statistics: of each pass."""
+        """{layer: decision} after all passes of a candidate, run in order on a site. statistics: those of each pass."""
         earlier = Decided(came=self.run.plan.earlier)
         original = {layer.name: layer.weight.clone() for layer in site}
         values: dict[Layer, Tensor] = {}
@@ -178,7 +179,7 @@ class _Block:
         return Made(_values(layer, decision), loss, energy, *self._sizes(layer, stored))
 
     def _sizes(self, layer: Layer, stored: Decision) -> tuple[int, int]:
-        """Bytes of what the checkpoint holds of a layer, and of what the header says of that."""
+        """(Bytes of a layer's tensors in the checkpoint, bytes of their header entries)."""
         if not layer.has_format or stored.dense:
             size = layer.parameter.numel() * self.opened.dtype_of(layer.parameter).itemsize
             return size, header_bytes(f"{layer.name}.weight", layer.parameter.shape)
@@ -187,7 +188,7 @@ class _Block:
         return sum(part.numel() * part.element_size() for part in parts.values()), headers
 
     def enter(self, index: int, held: HeldOut | None) -> None:
-        """Enter the units of the block into what was found, and take held-out rows to the next one."""
+        """Add the units of the block to `found`, and advance the held-out rows to the next block."""
         groups = [g for site in self.sites for g in ([site] if self.extent.fused else [[layer] for layer in site])]
         of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
         for group in map(tuple, groups):
@@ -235,17 +236,17 @@ def _unit(block: str, group: Sequence[Layer], tried: dict[str, Tried]) -> Unit:
 
 
 def _values(layer: Layer, decision: Decision) -> Tensor:
-    """What a decision gives a layer, as its module stores it."""
+    """The decided weight of a layer, in the layout and dtype of its module."""
     return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
 
 
 def _without_reference(p: Pass) -> Pass:
-    """The pass where inputs are those of the original model, so that there is no drift."""
+    """The pass without drift correction: inputs are those of the original model, so that there is no drift."""
     return replace(p, drift=0.0) if isinstance(p, SecondOrder) else p
 
 
 def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:
-    """(All statistics, each once; for each candidate's passes the names that they have among those)."""
+    """({name: factory} of all statistics, each once; {candidate: for each pass {its own name: that name}})."""
     needs: dict[str, StatisticFactory] = {"hessian": partial(Hessian, dtype=torch.float32, reference=False)}
     known = {_signature(needs["hessian"]): "hessian"}
     names: dict[str, list[dict[str, str]]] = {}
@@ -261,7 +262,7 @@ def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory]
 
 
 def _signature(make: StatisticFactory) -> Any:
-    """What two statistics have in common that count the same."""
+    """A key that is equal for factories of equal statistics."""
     if isinstance(make, partial):
         return make.func, make.args, tuple(sorted(make.keywords.items()))
     return make

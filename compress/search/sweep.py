@@ -1,16 +1,15 @@
-"""`sweep`: many recipes on one model, each quantized and evaluated against the original, and what they are worth beside
-each other.
+"""`sweep`: quantizes one model by many recipes, evaluates each against the original, and compares them.
 
     DIR/NAME/model            the checkpoint
     DIR/NAME/evaluation.json  what `compress evaluate --json` writes
-    DIR/NAME/run.json         of what content these are: model, recipe, texts, version; what was asked beside texts
+    DIR/NAME/run.json         hash of the model, recipe, texts and version; the tasks and speed that were asked for
     DIR/sweep.json            a row for each recipe
     DIR/original.json         the original's speed, where that is asked for
-    DIR/report.html, .md      the report on all that have figures
+    DIR/report.html, .md      the report on all recipes that have figures
 
-A recipe that is done, by its content, is not run again; one that was stopped goes on behind its last finished block,
-and one that was asked less than is asked now is only evaluated again. What the original says of texts and answers to
-tasks is kept where `evaluate` keeps it, and its speed is taken once: none of it is measured for the next recipe again.
+A recipe that is done (same hash) is not run again. One that was stopped continues after its last finished block. One
+that was evaluated on less than is asked for now is only evaluated again. The original's logits and answers are cached
+where `evaluate` caches them, and its speed is measured once for all recipes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,13 +70,13 @@ def sweep(
     """Quantize a model by every recipe, evaluate each against it, and write one report on all.
 
     recipes: {name: passes}, or YAML files and names of built-in ones. calibration, training, samples, length,
-    batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length` and
-    the others in `evaluate`. group_size: of every recipe that has groups, instead of its own; others stay as they are.
-    speed: tokens a second, too. output: a directory, new or of a sweep that goes on. keep: whether checkpoints stay
-    once they are evaluated.
+    batch_size: as in `quantize`; text, text_samples, text_length, tasks, questions: as `text`, `samples`, `length`,
+    `tasks` and `questions` in `evaluate`. group_size: replaces that of every recipe that has groups. speed: measure
+    tokens per second, too. output: a directory, new or that of a sweep to continue. keep: keep checkpoints after their
+    evaluation.
 
-    A recipe that fails has a row that says why, and does not end the sweep. Raises InputError, before any work, for a
-    model, recipe, text or task that is not there or cannot be used, and for names that cannot be directories.
+    A recipe that fails has a row with the reason and does not end the sweep. Raises InputError, before any work, for a
+    model, recipe, text or task that does not exist or cannot be used, and for names that cannot be directories.
     """
     place, reporter = Path(output), reporter or Silent()
     steps = _steps(recipes)
@@ -105,8 +104,8 @@ def sweep(
 
 
 def _check_place(place: Path, names: Iterable[str]) -> None:
-    """Raises InputError for files in the way of what a sweep writes that no sweep wrote. What lies beside an index of
-    ours is ours, too, damaged or not, but for reports, which people write as well."""
+    """Raises InputError where a file that no sweep wrote is in the place of one to write. Files beside an index of ours
+    count as ours, even damaged ones. Reports are always checked, since people write such files as well."""
     beside = ((place / INDEX, place / ORIGINAL), *((place / name / RUN, place / name / EVALUATION) for name in names))
     known = [path for says, other in beside for path in (says, *(() if says.exists() else (other,)))]
     for path in (*known, place / PAGE, place / TEXT):
@@ -117,7 +116,7 @@ def _check_place(place: Path, names: Iterable[str]) -> None:
 
 
 def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, keep: bool) -> Common:
-    """What all recipes have in common. Raises InputError for what could not be asked of the model."""
+    """The settings that all recipes share. Raises InputError for an evaluation that the model does not allow."""
     fingerprints = check_asked(
         model,
         text=texts.held_out,
@@ -137,8 +136,8 @@ def _common(model: str, texts: Texts, beside: Beside, original: OriginalSpeed, k
 
 
 def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
-    """{name: passes}. Raises InputError for no recipe, one that cannot be read, two of one name, and a name that is no
-    name of a directory of its own."""
+    """{name: passes}. Raises InputError for no recipe, for a recipe that cannot be read, for two of one name, and for a
+    name that cannot be a directory."""
     if isinstance(recipes, str | Path | Pass):
         raise InputError(f"recipes: {str(recipes)!r} is one; give a list of files, or a mapping of names to passes")
     found: dict[str, tuple[Pass, ...]] = {}
@@ -159,8 +158,8 @@ def _steps(recipes: Recipes) -> dict[str, tuple[Pass, ...]]:
 
 
 def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Reporter) -> dict[str, tuple[Pass, ...]]:
-    """{name: passes} with another group size where there are groups, which is said of those without. Raises InputError
-    where no recipe has any."""
+    """{name: passes} with another group size in every recipe that has groups; a note names the recipes without. Raises
+    InputError where no recipe has groups."""
     found: dict[str, tuple[Pass, ...]] = {}
     without = []
     for name, passes in steps.items():
@@ -177,7 +176,7 @@ def _regrouped(steps: Mapping[str, tuple[Pass, ...]], size: int, reporter: Repor
 
 
 def _report(place: Path, found: Sweep) -> None:
-    """One report on all recipes that have figures, as a page and as Markdown."""
+    """Write one report on all recipes that have figures, as HTML and as Markdown."""
     if evaluations := [str(place / row.evaluation) for row in found.rows if row.evaluation is not None]:
         made = compose(open_runs(evaluations))
         write_whole(place / PAGE, as_html(made))

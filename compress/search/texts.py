@@ -1,4 +1,4 @@
-"""What the recipes of a sweep are shown, and what is measured of them."""
+"""The data of a sweep: texts for calibration, training and evaluation, and the other measurements."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Text = str | Path | Tensor
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, token files or token ids [samples, length], and how much of each."""
+    """The texts of a sweep (text, token files or token ids [samples, length]), and how much of each to use."""
 
     calibration: Text | None
     text: Text
@@ -34,24 +34,26 @@ class Texts:
 
     @property
     def window(self) -> int | None:
-        """Tokens per window of held-out text; rows of token ids are as long as they are."""
+        """Tokens per window of held-out text; None for token ids, whose rows have a length already."""
         return None if in_rows(self.text) else self.text_length
 
     def content(self) -> dict[str, Any]:
-        """All of it by what it holds."""
+        """Every field as JSON, with tensors and files as hashes of their content."""
         return {name: _content(value) for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What is measured beside texts, as in `compress evaluate`: tasks, of each at most so many questions, and speed."""
+    """Measurements besides those on texts, as in `compress evaluate`. tasks: names or files; questions: the most of
+    each task, None for all; speed: measure it."""
 
     tasks: tuple[str, ...] = ()
     questions: int | None = None
     speed: bool = False
 
     def words(self, fingerprints: Sequence[str | None]) -> list[str]:
-        """Each of it by its content. fingerprints: of the tasks, None where a task has none: its name must do."""
+        """A word for each measurement, equal for equal content. fingerprints: of the tasks; None for a task without
+        one, which is named instead."""
         found = [
             f"task {content or f'{name}, questions {self.questions}'}"
             for name, content in zip(self.tasks, fingerprints, strict=True)
@@ -60,12 +62,12 @@ class Beside:
 
 
 def in_rows(text: Text | None) -> bool:
-    """Whether a text is rows of token ids, which have their length."""
+    """True for rows of token ids, whose length is fixed."""
     return isinstance(text, Tensor) or str(text).endswith(TOKEN_FORMATS)
 
 
 def _content(value: Any) -> Any:
-    """Token ids and files as hashes of what is in them; anything else as it is."""
+    """The hash of token ids and of a file's content; any other value as it is."""
     if isinstance(value, Tensor):
         return checksum(value)
     if isinstance(value, str | Path) and Path(value).is_file():

@@ -1,4 +1,4 @@
-"""One recipe of a sweep: quantized, evaluated, and found again by the content of all that it depends on."""
+"""One recipe of a sweep: quantizes, evaluates, and finds earlier results by a hash of all that they depend on."""
 
 import shutil
 from dataclasses import asdict, dataclass
@@ -26,8 +26,9 @@ RUN, MODEL = "run.json", "model"
 
 @dataclass(frozen=True)
 class Common:
-    """What all recipes of a sweep have in common. about: the model, the texts and the version, by their content; asked:
-    what is measured beside texts, by its content. keep: whether checkpoints stay once they are evaluated."""
+    """Settings that all recipes of a sweep share. about: hashes of the model and the texts, and the version. asked: the
+    other measurements (`Beside.words`). trusted: code of the model's repository may run. keep: keep checkpoints after
+    their evaluation."""
 
     model: str
     texts: Texts
@@ -51,7 +52,8 @@ class Trial:
     common: Common
 
     def row(self) -> Row:
-        """What it has come to, by work or as it was found; why it came to nothing, whatever happened."""
+        """The figures of the recipe, computed or from an earlier sweep; a row with the problem where it failed,
+        whatever the error."""
         recipe = describe(self.passes)
         try:
             found = self._found()
@@ -67,11 +69,12 @@ class Trial:
 
     @property
     def identity(self) -> str:
-        """Of the checkpoint."""
+        """A hash of everything that the checkpoint depends on."""
         return fingerprint({**self.common.about, "recipe": describe(self.passes)})
 
     def _begun(self) -> list[str] | None:
-        """What was asked beside texts of what lies in the directory; None where that is of another content."""
+        """The other measurements that the trial in the directory was begun with; None where the directory holds no
+        trial of this identity."""
         try:
             found = read_json(self.place / RUN) if (self.place / RUN).is_file() else {}
             return list(found.get("asked", ())) if found.get("identity") == self.identity else None
@@ -79,14 +82,15 @@ class Trial:
             return None
 
     def _found(self) -> Evaluation | None:
-        """The evaluation of an earlier sweep of the same content, which has all that is asked now."""
+        """The evaluation of an earlier sweep with this identity; None where there is none, or one that lacks something
+        that is asked for now."""
         before = self._begun()
         if before is None or not {*self.common.asked} <= {*before} or not (self.place / EVALUATION).is_file():
             return None
         return read_evaluation(self.place / EVALUATION)
 
     def _made(self) -> Evaluation:
-        """Quantize, unless the checkpoint is there, and evaluate."""
+        """Quantize, unless the finished checkpoint exists, and evaluate."""
         begun, target = self._begun() is not None, self.place / MODEL
         if not begun and target.exists():
             self.common.reporter.note(f"{self.name}: of another recipe, model or text, and made anew")

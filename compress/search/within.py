@@ -1,8 +1,8 @@
-"""`quantize_within`: a model quantized so that it keeps to a budget, or to a KL, each unit by a scheme of its own.
+"""`quantize_within`: quantizes a model within a budget or a KL, with a scheme for each unit.
 
     measure -> allocate -> quantize by the recipe -> evaluate on the held-out rows
 
-A KL that is asked for and missed is aimed at again, by as much lower as it was missed.
+Where the KL is above the one asked for, the next round aims lower by the factor of the miss.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,9 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Mixed:
-    """What came of it. achieved_kl: of the checkpoint, on the rows that sensitivities were measured on; seen: whether
-    calibration has seen these, too. rounds: how many recipes were tried."""
+    """The result of `quantize_within`. achieved_kl: of the checkpoint, in nats per token, on the held-out rows of the
+    sensitivities; None for a model that predicts no next token. seen: the calibration of the checkpoint used these
+    rows, too. rounds: the number of recipes tried."""
 
     result: Result
     sensitivity: Sensitivity
@@ -62,10 +63,11 @@ def quantize_within(
     trust_remote_code: bool = False,
     reporter: Reporter | None = None,
 ) -> Mixed:
-    """Measure, allocate, quantize and evaluate. Options are those of `measure_sensitivity`, `allocate` and `quantize`;
-    candidates, say, of `grid_of_candidates`.
+    """Measure sensitivities, allocate, quantize and evaluate. Options are those of `measure_sensitivity`, `allocate`
+    and `quantize`; `grid_of_candidates` makes candidates.
 
-    With max_kl the recipe is tried again with a lower aim, up to four times in all, while the checkpoint's KL is above.
+    With max_kl, a checkpoint whose KL is above it is made again by a recipe of a lower aim, up to four times in all.
+    Raises InputError.
     """
     if Path(output).exists() and not overwrite:
         raise InputError(f"output {str(output)!r} exists; give another, or replace it with --overwrite")

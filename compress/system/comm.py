@@ -15,7 +15,7 @@ Reduction = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True)
 class RowShard:
-    """This rank's rows (`Comm.rows_of`) of a tensor that has so many."""
+    """This rank's rows (`Comm.rows_of`) of a tensor of `rows` rows."""
 
     part: Tensor
     rows: int
@@ -44,7 +44,7 @@ class Comm:
         return tensor
 
     def gather_rows(self, part: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Concatenate every rank's rows along dim 0, of which each has so many, on every rank. Of any dtype."""
+        """Concatenate every rank's rows along dim 0, on every rank. lengths: the rows of each rank. Any dtype."""
         if not self.active:
             return part
         own, part = part.dtype, part.contiguous()
@@ -57,7 +57,7 @@ class Comm:
         return torch.cat([each[:length] for each, length in zip(parts, lengths, strict=True)]).view(own)
 
     def rows_of(self, rows: int, rank: int | None = None) -> slice:
-        """The contiguous rows of a [rows, ...] tensor that a rank (this one when not given) works on."""
+        """The contiguous rows of a [rows, ...] tensor that a rank works on (by default this rank)."""
         longest = -(-rows // self.world)
         start = min(rows, longest * (self.rank if rank is None else rank))
         return slice(start, min(rows, start + longest))
@@ -71,8 +71,8 @@ class Comm:
         return values
 
     def fail_together(self, problem: str | WriteError | None) -> None:
-        """Raise CompressError on every rank where any rank has a problem (WriteError for one of that kind): a rank that
-        raises alone leaves the others waiting in a collective for ever."""
+        """Raise on every rank when any rank has a problem: its WriteError, or CompressError with its message. A rank
+        that raised alone would leave the others waiting in a collective for ever."""
         first = next((p for p in self.gather_objects(problem) if p is not None), None)
         if first is not None:
             raise first if isinstance(first, WriteError) else CompressError(first)
@@ -82,7 +82,7 @@ class Comm:
             dist.barrier(group=self.group)
 
     def assign(self, costs: Mapping[str, float]) -> dict[str, int]:
-        """{name: rank}, heaviest first to the least loaded rank; the same on every rank."""
+        """{name: rank}: gives each task, the most expensive first, to the least loaded rank. Equal on every rank."""
         load = [0.0] * self.world
         owners: dict[str, int] = {}
         for name in sorted(costs, key=lambda n: (-costs[n], n)):

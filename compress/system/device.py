@@ -1,4 +1,4 @@
-"""Which device to work on, and whether it can be used, before anything is loaded."""
+"""Chooses the device to work on and checks, before anything is loaded, that torch can use it."""
 
 import os
 
@@ -25,7 +25,7 @@ def find_device(wanted: str | torch.device | None) -> torch.device:
 
 
 def _why(error: Exception) -> str:
-    """A short reason. torch lists all that it knows: of kinds of devices, and of backends for an operator."""
+    """A short reason. torch's own messages list every kind of device, or every backend of an operator."""
     said = first_line(error)
     if said.startswith("Expected one of"):
         return "torch knows no device of this name"

@@ -1,7 +1,8 @@
-"""What the other ranks of a sharded run make of one that ends in the middle: they say which it was, and end, too.
+"""Detects that a rank of a sharded run has ended in the middle: the other ranks name it and end, too.
 
-The next collective of the others fails, in words of the communication library; or torchrun, which has seen the rank
-end, stops them by SIGTERM first. Ranks know each other's processes, so that those on one machine can look who is gone.
+The next collective of the others fails with a message of the communication library; or torchrun, which has seen the
+rank end, stops them by SIGTERM first. Every rank knows the host and process id of every other, so that ranks on the
+same machine can check which process is gone.
 """
 
 import os
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from compress.errors import RankLostError, Terminated, first_line
 from compress.system.comm import Comm
 
-PATIENCE_S = 2.0  # for a process whose connections are closed already to be gone, too
+PATIENCE_S = 2.0  # time for a process that has closed its connections to end
 PAUSE_S = 0.02
 GONE = ("Z", "X")  # of /proc/PID/stat: ended, and nobody has asked how
 
@@ -32,9 +33,9 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def watching(comm: Comm) -> Iterator[None]:
-    """Within: a rank that ends is a RankLostError on the others, which names it where it was on this machine.
+    """Raises RankLostError in the body when another rank ends. The error names ranks that ran on this machine.
 
-    A collective where there are several ranks.
+    Entering is a collective where there are several ranks.
     """
     if not comm.active:
         yield
@@ -56,12 +57,12 @@ def watching(comm: Comm) -> Iterator[None]:
 
 
 def _of_the_group(error: RuntimeError) -> bool:
-    """Whether communication failed, rather than what is computed. Gloo's errors have no type of their own."""
+    """True for an error of communication, not of the computation. Gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _lost(processes: Sequence[tuple[str, int]]) -> list[int]:
-    """The ranks of this machine whose processes are gone, soon after one of them has closed its connections."""
+    """The ranks of this machine whose processes are gone. Waits up to PATIENCE_S for the first; empty for none."""
     here, until = socket.gethostname(), time.monotonic() + PATIENCE_S
     while True:
         lost = [rank for rank, (host, pid) in enumerate(processes) if host == here and not _runs(pid)]
@@ -71,7 +72,7 @@ def _lost(processes: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there."""
+    """True for a process that runs; also where this cannot be found out."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in GONE

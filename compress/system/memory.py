@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system."""
+"""Gives freed memory back to the system."""
 
 import ctypes
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The C library of this process, where it has what is needed (glibc)."""
+    """The C library of this process; None where it has no `malloc_trim` (it is not glibc)."""
     try:
         library = ctypes.CDLL(None)
     except (OSError, TypeError):
@@ -15,8 +15,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def give_back() -> None:
-    """Give free memory back. glibc keeps what was freed in pieces below 32 MiB, a size that many weights have: block
-    after block leaves some of it in pieces into which the next tensor does not fit."""
+    """Give free memory back to the system. glibc keeps freed pieces below 32 MiB, a size that many weights have. They
+    become fragments into which the next tensor does not fit, more of them after every block."""
     library = _library()
     if library is not None:
         library.malloc_trim(0)

@@ -1,7 +1,7 @@
 """Tables on a terminal that is too narrow for them: no cell is cut and no word is broken.
 
-A table that fits stays as it is. Of one that does not, rows and columns change places where that fits: few models, many
-figures. Where that does not fit either, every row is a name and, below it, what the other columns say.
+A table that fits stays as it is. One that does not is transposed, where that fits (few models, many figures). Otherwise
+every row becomes a name and, below it, the other cells with their headings.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ UNBOUNDED = 1 << 16  # columns
 
 
 def fitted(table: Table, console: Console) -> Iterator[RenderableType]:
-    """What shows a table on this console. A title that is wider than its table is a line of its own: rich would break
-    it at the table's width."""
+    """Renderables that show a table on this console. A title wider than its table comes first, as a line of its own:
+    rich would break it at the table's width."""
     title = table.title
     if title is not None and len(str(title)) > min(natural_width(table, console), console.width):
         table.title = None
@@ -35,7 +35,7 @@ def fitted(table: Table, console: Console) -> Iterator[RenderableType]:
 
 
 def natural_width(table: Table, console: Console) -> int:
-    """Columns of a terminal in which no cell is wrapped."""
+    """The least width of a terminal, in columns, at which no cell is wrapped."""
     return Measurement.get(console, console.options.update(width=UNBOUNDED), table).maximum
 
 
@@ -45,7 +45,7 @@ def cells_of(table: Table) -> list[tuple[str, ...]]:
 
 
 def transposed(table: Table) -> Table:
-    """The same with a row for every column but the first, whose cells are the headings."""
+    """The table with rows and columns exchanged. The cells of the first column become the headings."""
     first, *others = table.columns
     turned = Table(str(first.header))
     for row, (name, *_) in zip(table.rows, cells_of(table), strict=True):
@@ -56,8 +56,8 @@ def transposed(table: Table) -> Table:
 
 
 def stacked(table: Table) -> Iterator[RenderableType]:
-    """Two paragraphs for every row: its first cell, and the others behind their headings. An empty cell is left out: a
-    first one says that the row belongs to the one above it."""
+    """Two paragraphs for every row: its first cell, then the others, each after its heading. Empty cells are left out;
+    a row whose first cell is empty belongs to the row above it."""
     _, *headings = (str(column.header) for column in table.columns)
     for row, (name, *cells) in zip(table.rows, cells_of(table), strict=True):
         if name:

@@ -1,4 +1,4 @@
-"""Where long work says how far it is."""
+"""Reporters: objects to which long work reports its progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 
 class Reporter(Protocol):
-    """Where work says how far it is."""
+    """Receives the progress and the notes of long work."""
 
     def step(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` steps are finished; `what` names the last one. Without a name: the next step begins now,
-        and the steps so far say nothing about the time that the others take."""
+        """`done` of `total` steps are finished; `what` names the last one. With an empty `what`, the next step begins
+        now, and the time of the steps so far must not be used to estimate the time of the others."""
         ...
 
     def note(self, message: str) -> None:
@@ -20,7 +20,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Says nothing."""
+    """A reporter that shows nothing."""
 
     def step(self, done: int, total: int, what: str) -> None:
         return
@@ -31,21 +31,21 @@ class Silent:
 
 @dataclass
 class Counted:
-    """Steps that are done, by whoever does them, of all there are."""
+    """Counts finished steps of `total`, whoever does them, and reports the count."""
 
     reporter: Reporter
     total: int
     done: int = 0
 
     def __call__(self, more: int, what: str) -> None:
-        """So many more are done. what: as in `Reporter.step`."""
+        """Count `more` finished steps. what: as in `Reporter.step`."""
         self.done += more
         self.reporter.step(self.done, self.total, what)
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within: the bars of libraries that draw them unasked, and cannot be told not to, stay away."""
+    """Disables tqdm's progress bars in the body, for libraries that draw them and have no option against it."""
     from tqdm import tqdm
 
     drawn = tqdm.__init__

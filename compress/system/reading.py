@@ -1,4 +1,4 @@
-"""Opening what a person names: regular files only, and nothing in them that would exhaust the reader."""
+"""Opens files that a person names: regular files only, with limits on nesting and size that protect the reader."""
 
 import errno
 import json
@@ -22,8 +22,8 @@ KINDS = {
 
 
 def special(path: Path) -> str | None:
-    """What a path is, where that is no regular file: "a FIFO", whose reader waits for a writer, say. None for a file,
-    and for what is not there."""
+    """The kind of a path that is no regular file, like "a FIFO" (whose reader would wait for a writer). None for a
+    regular file and for a path that does not exist."""
     try:
         return KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError as error:
@@ -33,7 +33,8 @@ def special(path: Path) -> str | None:
 
 
 def regular(path: Path, what: str) -> Path:
-    """`path`, unless it is there and no regular file. Raises InputError. what: what it is to hold, in a word or two."""
+    """`path`. Raises InputError where it exists and is no regular file. what: a word or two for the expected content,
+    used in the message."""
     kind = special(path)
     if kind is not None:
         raise InputError(f"{what} {str(path)!r} is {kind}; give a regular file")
@@ -41,7 +42,7 @@ def regular(path: Path, what: str) -> Path:
 
 
 def parse_json(path: Path) -> Any:
-    """What a JSON file holds. Raises CheckpointError in one line for anything that is not one."""
+    """The content of a JSON file. Raises CheckpointError, in one line, for anything that is no JSON file."""
     kind = special(path)
     if kind is not None:
         raise CheckpointError(f"{path} is {kind}; it must be a regular file")
@@ -56,7 +57,8 @@ def parse_json(path: Path) -> Any:
 
 
 def json_line(text: str, where: str, must: str = "") -> Any:
-    """The value of a line of a JSONL file. Raises InputError in one line, which ends in `must`, for what is none."""
+    """The value of a line of a JSONL file. Raises InputError, in one line that ends in `must`, for a line that is not
+    JSON. where: names the line in the message."""
     try:
         found = json.loads(text)
         check_nesting(found)
@@ -66,8 +68,8 @@ def json_line(text: str, where: str, must: str = "") -> Any:
 
 
 def check_nesting(value: Any, most: int | None = None) -> None:
-    """Raises ValueError where lists and mappings are nested too deeply (or in themselves), for strings that no file
-    can hold, and where there are more than `most` values, counted as often as aliases repeat them."""
+    """Raises ValueError for lists and mappings nested deeper than DEEPEST (or in themselves), for strings that cannot
+    be encoded, and for more than `most` values, where a value counts as often as aliases repeat it."""
     level, count = [value], 0
     waiting: list[Iterator[Any]] = [iter(level)]
     while waiting:

@@ -1,10 +1,10 @@
-"""Whether a JSON value is what a type says: one check for everything that is read from a checkpoint.
+"""Checks JSON values against Python types: one check for everything that is read from a checkpoint.
 
     fits(value, Index, path)     # raises CheckpointError: "PATH: weight_map.x is 5; it must be a word"
 
-Types are those that the readers of the values have: int, float, str, bool, None, Any, `X | Y`, Literal, list, tuple,
-dict, TypedDict (keys that it does not name are let through) and dataclasses (keys are their fields, as `asdict` wrote
-them), which `built` makes again of a value that fits.
+Allowed types: int, float, str, bool, None, Any, `X | Y`, Literal, list, tuple, dict, TypedDict (other keys than those
+that it names are allowed) and dataclasses (the keys are their fields, as `asdict` writes them). `built` converts a
+value that fits back to the dataclass.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ NAMES: dict[Any, str] = {
 
 
 class Misfit(NamedTuple):
-    """A value that is not what it must be, and the keys that lead to it."""
+    """A value of the wrong type, the keys that lead to it, and what it must be."""
 
     keys: tuple[str, ...]
     value: Any
@@ -47,19 +47,19 @@ class Misfit(NamedTuple):
 
 
 def fits(value: Any, kind: Any, where: object) -> None:
-    """Raises CheckpointError, naming `where` and the key, where a part of a JSON value is not of its type."""
+    """Raises CheckpointError, which names `where` and the key, for a JSON value with a part of the wrong type."""
     found = next(misfits(value, kind), None)
     if found is not None:
         raise CheckpointError(f"{where}: {found}")
 
 
 def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfit]:
-    """What is not of its type in a JSON value."""
+    """Every part of a JSON value that is not of its type. keys: those that lead to `value`."""
     if kind is Any and value is not ABSENT:
         return
     origin = get_origin(kind)
     if origin in (Union, UnionType):
-        # Of several types, none of which it has, the one whose container it is has the most to say.
+        # Where no type of the union fits, report the misfit inside a container of the right kind, if there is one.
         wrong = [next(misfits(value, each, keys), None) for each in get_args(kind)]
         if None not in wrong:
             deeper = (each for each in wrong if each is not None and len(each.keys) > len(keys))
@@ -77,7 +77,7 @@ def misfits(value: Any, kind: Any, keys: tuple[str, ...] = ()) -> Iterator[Misfi
 
 
 def built(value: Any, kind: Any) -> Any:
-    """A JSON value that fits a type as that type has it: dataclasses and tuples, where JSON has mappings and lists."""
+    """Converts a JSON value that fits a type to that type: dataclasses from mappings, tuples from lists."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return built(value, next(each for each in inner if next(misfits(value, each), None) is None))
@@ -91,7 +91,7 @@ def built(value: Any, kind: Any) -> Any:
 
 
 def name_of(kind: Any) -> str:
-    """What a type is called in a message."""
+    """The words for a type in a message."""
     origin = get_origin(kind)
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(name_of, get_args(kind))))
@@ -103,7 +103,7 @@ def name_of(kind: Any) -> str:
 
 
 def _holds(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, not looking at what is inside."""
+    """True for a value of a type; the values inside are not looked at."""
     origin = get_origin(kind)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in get_args(kind))
@@ -118,7 +118,7 @@ def _holds(value: Any, kind: Any) -> bool:
 
 
 def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, type) of what is inside; the value of a key that is not there is ABSENT, and no type has it."""
+    """(key, value, type) of every value inside. A missing required key has the value ABSENT, which fits no type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (list, tuple):
         expected = inner if origin is tuple and inner[-1] is not ... else repeat(inner[0])
@@ -132,7 +132,7 @@ def _parts(value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 @cache
 def _keys(kind: Any) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """The types of a mapping's keys, and those that it must have."""
+    """({key: type} of a mapping, the required keys)."""
     if is_typeddict(kind):
         return get_type_hints(kind), frozenset(kind.__required_keys__)
     hints = get_type_hints(kind)

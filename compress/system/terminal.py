@@ -1,7 +1,7 @@
-"""What a terminal is given: tables and lines in which names, reasons and other people's words stand as they are.
+"""Prints tables and lines on a terminal, with names, reasons and quoted text exactly as they are.
 
-They come from files that anybody may have written. Rich would read brackets in them as markup and :words: as emoji, and
-a terminal obeys control characters. Nor can every terminal show every character: in the C locale there is ASCII alone.
+Such text comes from files that anybody may have written. Rich would read brackets in it as markup and :words: as emoji,
+and a terminal obeys control characters. A terminal may also lack characters: the C locale has ASCII alone.
 """
 
 import codecs
@@ -21,15 +21,15 @@ ASCII = {"\u00b1": "+/-"}  # our own characters that are not in every encoding
 
 
 def visible(text: str) -> str:
-    """`text` with escapes, as Python writes them, for all that is not printed: control characters, overrides of the
-    direction of writing, bytes that are no characters."""
+    """`text` with Python escapes in the place of unprintable characters: control characters, overrides of the direction
+    of writing, and bytes that are no characters."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
-    """An encoding's answer to characters that it lacks: ours in ASCII, others as escapes."""
+    """The error handler for characters that an encoding lacks: those of ASCII as spelled there, others as escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -40,16 +40,16 @@ codecs.register_error(SPELLED, _spelled)
 
 
 def spell_what_streams_lack() -> None:
-    """Make standard output and standard error write escapes for characters that their encoding lacks, where they would
-    have raised UnicodeEncodeError after all the work."""
+    """Make standard output and standard error write escapes for characters that their encoding lacks. By default they
+    would raise UnicodeEncodeError, after all the work."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=SPELLED)
 
 
 class PlainConsole(Console):
-    """Every string that is printed, alone, in a cell or as a title, is text and nothing else, and can be encoded. On a
-    terminal a table fits (`compress.system.narrow`)."""
+    """A console that prints every string (alone, in a cell or as a title) as plain text in its own encoding, without
+    markup or emoji. On a terminal, tables are made to fit (`compress.system.narrow`)."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         shown: list[Any] = []
