@@ -1,1 +1,1 @@
-"""What can be learned from data: sums, ranges, Hessians."""
+"""Statistics collected from calibration data: sums, ranges, Hessians."""

@@ -1,4 +1,4 @@
-"""What a run does about the key-value caches of a block: collect the ranges of keys and values, then round."""
+"""Ranges of the keys and values that a block's attentions cache, collected from calibration batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ def cache_names(block: nn.Module, block_name: str) -> dict[str, nn.Module]:
 
 
 class _Watcher:
-    """The statistics of one attention's keys and values, made when the first of them come by."""
+    """The statistics of one attention's keys and values, created when the first of them arrive."""
 
     def __init__(self, name: str, make: StatisticFactory, per_head: bool) -> None:
         self.name, self.make, self.per_head = name, make, per_head

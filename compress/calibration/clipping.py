@@ -1,4 +1,4 @@
-"""How many bins of a histogram a range keeps: by percentile, or by the least squared error.
+"""Chooses how many bins of a histogram a range keeps: by percentile, or by the least squared error.
 
 Every choice is a number of bins kept on each side of zero, [R, 2] = (below, above); `bounds` makes values of them. A
 bound is the outer edge of the last bin kept, or the observed extreme where that is nearer to zero: keeping every bin
@@ -125,7 +125,7 @@ def mse_bins(counts_R2B: Tensor, width_R: Tensor, lowest_R: Tensor, highest_R: T
     bins = counts_R2B.shape[-1]
     counts_RA = in_order(counts_R2B)
     values_RA2 = bin_values(lowest_R, highest_R, width_R, bins)
-    filled = (counts_RA > 0).any(0)  # of some row: the others add nothing
+    filled = (counts_RA > 0).any(0)  # bins filled in some row: the others add nothing
     counts_RA, values_RA2 = counts_RA[:, filled], values_RA2[:, filled]
     least_R = all_R2.sum(-1).clamp(max=2**grid.bits)  # a step is a bin or more
     ends = {"below": shrunk(all_R2[:, 0]), "above": shrunk(all_R2[:, 1])}

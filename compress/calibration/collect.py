@@ -1,4 +1,4 @@
-"""The statistics of one site, whatever its layers are, and the decisions that come of them.
+"""The statistics of one site, for any kind of layer, and the decisions made from them.
 
 A linear layer has one set of statistics. So has a convolution, of its patches [M, K], which are the rows that its
 weight [N, K] multiplies; a grouped one has a set for each group, and the pass that decides sees each group as a layer
@@ -35,7 +35,8 @@ class Collector:
         self.parts = [{key: make(columns, device) for key, make in rest.items()} for _ in range(groups)]
 
     def update(self, arrival: Arrival | None) -> None:
-        """Count a micro-batch; None is one that did not come by, which those that go by the order count, too."""
+        """Count a micro-batch. None stands for one that did not reach the layer; statistics that depend on the order
+        count it, too."""
         if arrival is None:
             nothing = torch.empty(0, self.channels, device=self.device)
             for statistic in self.rows.values():
@@ -120,7 +121,7 @@ def collected_outputs(
 
 
 def _problem(layer: Layer, arrival: Arrival | None) -> str | None:
-    """Why a micro-batch cannot enter the statistics of a layer."""
+    """The reason why a micro-batch cannot enter the statistics of a layer; None where it can."""
     if arrival is None:
         return None
     x, reference = arrival.x_MK, arrival.reference_MK

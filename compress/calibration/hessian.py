@@ -45,11 +45,13 @@ class HessianResult:
 
     @property
     def noise(self) -> float:
-        """Of what is off the diagonal of the Hessian, as a ridge regression counts it."""
+        """The share of noise in the off-diagonal elements of the Hessian, as ridge regression counts it: inputs per
+        token."""
         return len(self.hessian) / max(self.tokens, 1)
 
     def shrunk(self) -> "HessianResult":
-        """With the expected noise taken off the Hessian: the part `shrinkage` of all elements off its diagonal."""
+        """This result without the expected noise of the Hessian: off-diagonal elements are reduced by the share
+        `shrinkage`."""
         hessian = self.hessian * (1 - self.shrinkage)
         hessian.diagonal().copy_(self.hessian.diagonal())
         return replace(self, hessian=hessian)
@@ -176,7 +178,7 @@ def _with_one(x_MK: Tensor) -> Tensor:
 def _means(
     tokens: int, total: Tensor, products: Tensor, drift: Tensor | None, contrast: Tensor | None
 ) -> HessianResult:
-    """Sums over so many tokens as means; the contrast is one already."""
+    """Turn sums over so many tokens into means; the contrast is a mean already."""
     count = max(tokens, 1)
     hessian = total / count
     shrinkage = _shrinkage(hessian, tokens, products)
@@ -184,7 +186,8 @@ def _means(
 
 
 def _shrinkage(hessian: Tensor, tokens: int, products: Tensor) -> float:
-    """products: the sum over tokens and pairs i != j of (x_i x_j)^2."""
+    """The share of noise in the off-diagonal elements. products: the sum over tokens and pairs i != j of (x_i
+    x_j)^2."""
     # In units of the trace: squares of the elements themselves may be beyond float32.
     trace = hessian.trace().double()
     if not trace > 0:

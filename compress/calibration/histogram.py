@@ -77,7 +77,7 @@ class Histogram:
 def widened(counts_R2B: Tensor, octaves_R: Tensor) -> Tensor:
     """[R, 2, B] the same values counted in bins that are 2^octaves as wide."""
     bins = counts_R2B.shape[-1]
-    shift = octaves_R.clamp(max=bins.bit_length() - 1)  # everything is in bin 0 by then
+    shift = octaves_R.clamp(max=bins.bit_length() - 1)  # with this shift every value is in bin 0
     target = torch.arange(bins, device=counts_R2B.device) >> shift[:, None]
     return torch.zeros_like(counts_R2B).scatter_add_(2, target[:, None].expand(-1, 2, -1), counts_R2B)
 
@@ -89,9 +89,10 @@ def pooled(counts_R2B: Tensor, width_R: Tensor) -> tuple[Tensor, float]:
 
 
 def merged_edge(index: int) -> int:
-    """Where bin `index` of a merged histogram begins, in widths of the bins that were merged.
+    """The lower edge of bin `index` of a merged histogram, in widths of the bins that were merged.
 
-    The first 16 bins are as they were; then every octave of magnitudes has 16, each twice as wide as those before: a
+    The first 16 bins keep their width; then every octave of magnitudes has 16 bins, each twice as wide as those before:
+    a
     histogram of 2048 bins becomes one of 128 that tells magnitudes apart to a sixteenth wherever they lie.
     """
     octave, place = divmod(index, MERGED_PER_OCTAVE)

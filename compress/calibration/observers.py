@@ -26,7 +26,7 @@ from compress.weights.grid import Grid
 
 @dataclass(frozen=True)
 class Range:
-    """What an observer found, float32 [1] (per tensor) or [K] (per channel); all 0 where no token was seen.
+    """The range that an observer chose, float32 [1] (per tensor) or [K] (per channel); all 0 where no token was seen.
 
     lo <= 0 <= hi; lo = -hi for a symmetric grid, lo = 0 for an unsigned symmetric one. lowest, highest: the observed
     extremes. clipped: share of the values beyond lo or hi, counted in whole bins (a value on a bound that is an inner
@@ -47,7 +47,7 @@ class Range:
 
 
 class MinMaxObserver:
-    """The observed extremes, and what every observer shares: counting tokens and noticing non-finite values."""
+    """The observed extremes. Base class of the observers: counts tokens and notices non-finite values."""
 
     method = "minmax"
     reads_elements = True  # of a convolution's input, each once; not the patches, which overlap and hold the padding
@@ -55,7 +55,7 @@ class MinMaxObserver:
     def __init__(self, channels: int, device: torch.device, grid: Grid, *, keep_histogram: bool = False) -> None:
         self.grid, self.keep = grid, keep_histogram
         self.rows = 1 if grid.granularity == "tensor" else channels
-        # Infinities are what no value gives: an infinite value is refused.
+        # Infinities mark rows without a value: an infinite value is refused.
         self.lowest = torch.full((self.rows,), float("inf"), device=device)
         self.highest = torch.full((self.rows,), float("-inf"), device=device)
         self.histogram = Histogram(self.rows, device) if keep_histogram else None
@@ -193,8 +193,8 @@ def share_beyond(counts_R2B: Tensor, kept_R2: Tensor) -> Tensor:
 
 
 def bins_reached(lo_R: Tensor, hi_R: Tensor, width_R: Tensor) -> Tensor:
-    """[R, 2] = (below, above): the bins that a range touches. What is not among them is beyond the range for certain;
-    a bound of 0 touches the bin of zero, where no negative value is."""
+    """[R, 2] = (below, above): the bins that a range touches. Values outside of these bins lie beyond the range for
+    certain. A bound of 0 touches the bin of zero, which holds no negative value."""
     below = torch.where(lo_R < 0, (-lo_R.double() / width_R).floor() + 1, 0.0)
     return torch.stack([below, (hi_R.double() / width_R).floor() + 1], -1)
 

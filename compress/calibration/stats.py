@@ -1,4 +1,4 @@
-"""What calibration can collect about the input of a layer.
+"""Statistics that calibration can collect about the input of a layer.
 
 Every statistic is a sum, a maximum or a minimum, so that batches and ranks combine in any order: `update` takes the
 tokens of one micro-batch, `sync` is one collective per tensor, `result` is the finished value. Pad tokens are removed
@@ -20,7 +20,8 @@ class Statistic(Protocol):
     """A value accumulated over tokens. Made by a `StatisticFactory` for K channels on a device."""
 
     def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        """Count the tokens x; `reference` is the same tokens' input in the uncompressed model where it is run."""
+        """Count the tokens x. `reference`: the same tokens' input in the uncompressed model; None where that is not
+        run."""
         ...
 
     def sync(self, comm: Comm) -> None:
@@ -55,7 +56,7 @@ class ChannelAbsMax:
 class TokenSample:
     """Up to `per_batch` tokens of every micro-batch, evenly spread over it, [tokens, K] in the dtype of x.
 
-    What a rank has seen stays with it: whatever is computed from it is summed over the ranks.
+    A rank keeps its own sample: results computed from it are summed over the ranks.
     """
 
     def __init__(self, channels: int, device: torch.device, *, per_batch: int) -> None:

@@ -1,4 +1,4 @@
-"""What training is asked for."""
+"""The options of training."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,7 +15,7 @@ Keep = Literal["best", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LossOptions):
-    """The options of training, whoever it is that trains."""
+    """The options of training, shared by every pass that trains."""
 
     steps: int = 200
     """1 or more: steps of the optimizer."""
@@ -37,17 +37,17 @@ class TrainingOptions(LossOptions):
     """0 to 1: share of the steps in which the rates rise."""
 
     schedule: Schedule = "cosine"
-    """How the rates fall after that: to zero, or not at all."""
+    """Fall of the rates after the warmup: to zero along a cosine or a line, or none."""
 
     clip_norm: float = 1.0
     """above 0: largest norm of the gradient of all weights, and of all scales; what is longer is shortened."""
 
     scales: Scales = "learned"
-    """Whether scales and zero points are learned (LSQ), fixed, or fitted anew to the weights at every step; anchored:
-    scales are learned and choose no codes; fixed ranges of inputs and outputs are learned or stay."""
+    """Scales and zero points are learned (LSQ), fixed, or fitted anew to the weights at every step; anchored: scales
+    are learned and choose no codes; fixed ranges of inputs and outputs are learned or stay."""
 
     trains: Trains = "all"
-    """all: every parameter; layers: those that are compressed; scales: nothing but theirs."""
+    """all: every parameter; layers: parameters of compressed layers; scales: only their scales."""
 
     precision: Precision = "full"
     """bfloat16: products and activations of 16 bits (autocast); weights are trained in float32 in either case."""

@@ -1,4 +1,4 @@
-"""What a batch says about its samples: which tokens count, and what is to be predicted."""
+"""The samples of a batch: the tokens that count, and the labels to predict."""
 
 from collections.abc import Mapping
 
@@ -13,22 +13,23 @@ Batch = Mapping[str, Tensor]
 
 
 def inputs_of(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """What a model is called with."""
+    """The model's keyword arguments: the batch without labels and sample numbers, on the device."""
     return {name: tensor.to(device) for name, tensor in batch.items() if name not in (LABELS, NUMBER)}
 
 
 def samples_of(batch: Batch) -> int:
-    """How many samples a batch has."""
+    """The number of samples in a batch."""
     return len(next(iter(batch.values())))
 
 
 def is_text(batch: Batch) -> bool:
-    """Whether every token of a batch has a next one to be predicted: token ids without labels of another kind."""
+    """True for batches of text, where every token predicts the next: token ids without labels, or with one label per
+    token."""
     return "input_ids" in batch and (LABELS not in batch or batch[LABELS].shape == batch["input_ids"].shape)
 
 
 def token_mask(batch: Batch) -> Tensor:
-    """[B, T] which tokens are no padding; [B] of samples that are no text."""
+    """[B, T], True for tokens that are not padding; [B] for samples that are not text."""
     if "attention_mask" in batch:
         return batch["attention_mask"] != 0
     if "input_ids" in batch:
@@ -37,7 +38,7 @@ def token_mask(batch: Batch) -> Tensor:
 
 
 def labels_of(batch: Batch) -> Tensor:
-    """[B, T - 1] the next token, where neither it nor the one before it is padding, and its label does not say -100."""
+    """[B, T - 1] the next token; -100 where it or the token before it is padding, or where its label is -100."""
     labels = batch.get(LABELS, batch["input_ids"])
     mask = token_mask(batch)
     return labels[:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]), IGNORED)

@@ -1,4 +1,4 @@
-"""A teacher that is not there: what it said of every sample, kept as its k most probable tokens."""
+"""A teacher known by a file: its k most probable tokens for every sample."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from compress.train.losses.top_k import TopK
 
 @dataclass(frozen=True)
 class TopKRows:
-    """log_probs_NTk: of N samples' tokens that have a next one; indices_NTk: integers, in a vocabulary of that size."""
+    """log_probs_NTk: of N samples' tokens that have a next one; indices_NTk: integers, ids in a vocabulary of
+    `vocabulary` tokens."""
 
     log_probs_NTk: Tensor
     indices_NTk: Tensor
@@ -20,7 +21,7 @@ class TopKRows:
     vocabulary: int
 
     def of(self, batch: Mapping[str, Tensor], device: torch.device) -> TopK:
-        """Of the samples of a batch, by their numbers in the training set."""
+        """The teacher's top k for the samples of a batch, looked up by their numbers in the training set."""
         numbers = batch[NUMBER]
         indices = self.indices_NTk[numbers].long()
         return TopK(self.log_probs_NTk[numbers].to(device), indices.to(device), self.temperature)

@@ -35,11 +35,11 @@ class Rows:
         return {name: tensor[chosen] for name, tensor in self.tensors.items()}
 
     def numbered(self) -> "Rows":
-        """With the number of every sample, by which a cache, or a step, knows it again."""
+        """These samples with their numbers, by which a cache or a step identifies them."""
         return Rows({**self.tensors, NUMBER: torch.arange(len(self))})
 
     def split(self, held_out: float) -> tuple["Rows", "Rows"]:
-        """(The samples to train on, the share that is kept out: every so many-th)."""
+        """(The samples to train on, the share that is held out: every n-th sample)."""
         count = 0 if held_out == 0 else max(1, round(len(self) * held_out))
         if count >= len(self):
             raise InputError(
@@ -73,7 +73,7 @@ def rows_of(batches: Sequence[Mapping[str, Any]]) -> Rows:
 
 @dataclass(frozen=True)
 class Order:
-    """Which samples each step has."""
+    """Assigns samples to steps."""
 
     samples: int
     rows: int

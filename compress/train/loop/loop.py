@@ -33,22 +33,23 @@ Line = dict[str, float | int]
 
 
 def unchanged(step: int) -> Mapping[str, float]:
-    """What is done before a step where nothing is."""
+    """The default `before`: changes nothing, logs nothing."""
     return {}
 
 
 def untouched(rate: float) -> None:
-    """What is done after a step where nothing is."""
+    """The default `after`: changes nothing."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, on what, and where its checkpoints are (None: there are none).
+    """A training run: parameters, objective, samples, and the place of its checkpoints (None: none are written).
 
-    learned: the parameters. fixed: other tensors that a checkpoint has. micro: samples that go through at once. resume:
-    whether to go on from a checkpoint. before: what is done before a step, counted from 0, and has to say of it. after:
-    what is done to weights after one, given their rate. first: the step to begin with, of all that the rates know.
-    best_since: the step from which on the best that was measured is kept, and stays; None: the last stays.
+    learned: the trained parameters. fixed: other tensors that a checkpoint stores. micro: samples per micro-batch.
+    resume: whether to continue from a checkpoint. before: called before each step, with its number counted from 0;
+    returns values to log. after: called after each step with the learning rate of the weights; may change them. first:
+    the step to begin with, of all that the schedule of rates knows. best_since: the step from which on the parameters
+    of least held-out loss are kept and restored at the end; None: the last parameters stay.
     """
 
     options: TrainingOptions
@@ -69,9 +70,9 @@ class Training:
 
 @dataclass
 class History:
-    """What training measured. steps: a line per step. held_out: losses on samples that were kept out, by step; before
-    the first it is 0. measuring: the seconds that these took. kept: the step whose parameters stay. earlier: lines of
-    the run that this one goes on from, as `metrics` has them."""
+    """The measurements of a training. steps: a line per step. held_out: losses on held-out samples, by step; the one
+    before the first step has number 0. measuring: seconds spent on these. kept: the step whose parameters stay.
+    earlier: lines of the run that this one continues, as in `metrics`."""
 
     steps: list[Line] = field(default_factory=list)
     held_out: list[Line] = field(default_factory=list)
@@ -83,8 +84,8 @@ class History:
 
 
 def train(this: Training) -> History:
-    """Train. Raises CompressError where a loss is not finite, and KeyboardInterrupt, after a checkpoint, for a person
-    who does not want to wait."""
+    """Train. Raises CompressError where a loss is not finite, and, after writing a checkpoint, KeyboardInterrupt where
+    a signal asked to stop."""
     options, comm = this.options, this.comm
     seen, kept_out = this.rows.split(options.held_out)
     order = Order(len(seen), options.rows, options.seed)
@@ -104,7 +105,7 @@ def train(this: Training) -> History:
         history.held_out.append(measured(this, kept_out, step))
         history.measuring += time.monotonic() - began
         log.held_out(history.held_out[-1])
-        if step > history.resumed or not step:  # a checkpoint knows whether it is the best
+        if step > history.resumed or not step:  # a resumed checkpoint already records whether it is the best
             best.offer(step, this.objective.of_outputs(history.held_out[-1]))
 
     with Stopping(comm) as stopping:
@@ -130,7 +131,7 @@ def train(this: Training) -> History:
                 raise asked
     history.kept = options.steps if best.step is None else best.step
     if history.kept != options.steps:
-        reshard(this.objective.models[0])  # a root of FSDP that has run would not see what comes back
+        reshard(this.objective.models[0])  # FSDP's root, once run, would not see the restored parameters
         best.put_back()
     history.seconds = time.monotonic() - started
     return history
@@ -147,7 +148,7 @@ def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:
 
 
 def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Sequence[int], step: int) -> Line:
-    """One step of the optimizer; what it measured."""
+    """Run one step of the optimizer; returns its measurements."""
     options, comm, started = this.options, this.comm, time.monotonic()
     share = set_rates(adamw, step, options)
     counts = this.objective.counts(rows.take(indices))
@@ -182,7 +183,7 @@ def take_step(this: Training, adamw: torch.optim.AdamW, rows: Rows, indices: Seq
 
 
 def combined(this: Training, totals: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
-    """The loss of a micro-batch as its part of the step's."""
+    """The loss of a micro-batch, weighted by its share of the whole step."""
     weights = this.objective.weights
     parts = [weights[name] / max(1, counts[name]) * total for name, total in totals.items()]
     return torch.stack(parts).sum()
@@ -194,7 +195,7 @@ def _totals(this: Training, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _computing(this: Training) -> AbstractContextManager[object]:
-    """Within: products have the precision that is asked for."""
+    """A context in which products are computed in the precision of the options."""
     device = next(iter(this.learned.all.values())).device.type
     return torch.autocast(device, torch.bfloat16) if this.options.precision == "bfloat16" else nullcontext()
 

@@ -1,5 +1,5 @@
-"""What training measured, line by line (JSON): while it goes on, so that a run that is killed keeps its curve, and
-beside the checkpoint when it is done.
+"""The measurements of a training, one JSON line each: written while it runs, so that a killed run keeps its curve, and
+stored beside the checkpoint when it is done.
 
     {"step": 7, "loss": 1.25, "logits": 1.25, "rate": 1e-4, "gradient": 0.8, "scale_gradient": 0.1, "per_second": 900.0}
     {"step": 100, "held_out": {"logits": 1.31}}
@@ -14,7 +14,7 @@ from typing import Any
 from compress.errors import WriteError
 
 METRICS = "metrics.jsonl"  # of one training, while it goes on
-RATE = "rate.json"  # beside it: the rate that was chosen, for the run that goes on
+RATE = "rate.json"  # beside it: the chosen learning rate, for a resumed run
 UNFINISHED = ".part"
 TRAINING = "training.jsonl"  # of all of a run, beside the checkpoint
 
@@ -22,8 +22,8 @@ Line = dict[str, Any]
 
 
 class Log:
-    """Appends lines to a file in `place` (None: nowhere). resumed: the step that training goes on from; lines behind it
-    are of steps that are taken again, and go."""
+    """Appends lines to a file in `place` (None: nowhere). resumed: the step that training continues from; later lines
+    in the file are dropped, since their steps are taken again."""
 
     def __init__(self, place: Path | None, resumed: int) -> None:
         self.path = None if place is None else place / METRICS
@@ -37,11 +37,11 @@ class Log:
             self.path.write_text(text_of(self.earlier), encoding="utf-8")
 
     def step(self, line: Mapping[str, float | int]) -> None:
-        """A step was taken."""
+        """Append the measurements of a step."""
         self._append(dict(line))
 
     def held_out(self, line: Mapping[str, float | int]) -> None:
-        """Samples that are kept out were measured on; once for each step."""
+        """Append the losses on held-out samples; at most once for each step."""
         noted = held_out_line(line)
         if not any("held_out" in before and before["step"] == noted["step"] for before in self.earlier):
             self._append(noted)
@@ -53,7 +53,7 @@ class Log:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns an error of the disk into a WriteError."""
+        """Convert an OSError to a WriteError."""
         try:
             yield
         except OSError as error:
@@ -61,17 +61,17 @@ class Log:
 
 
 def held_out_line(line: Mapping[str, float | int]) -> Line:
-    """The losses on samples that are kept out, as a line."""
+    """A line with the losses on held-out samples."""
     return {"step": line["step"], "held_out": {name: value for name, value in line.items() if name != "step"}}
 
 
 def text_of(lines: Sequence[Line]) -> str:
-    """Lines as a file has them."""
+    """The text of a file with these lines."""
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def whole_lines(path: Path) -> list[Line]:
-    """The lines of a file; one that was cut short by a kill, and what is behind it, is none."""
+    """The complete lines of a file; a truncated line and everything after it are dropped."""
     found: list[Line] = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:

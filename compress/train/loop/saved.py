@@ -1,7 +1,7 @@
-"""Checkpoints of training, which runs on any number of ranks resume from (`torch.distributed.checkpoint`).
+"""Checkpoints of training; any number of ranks can resume from them (`torch.distributed.checkpoint`).
 
-A directory per checkpoint, `step-N`; one that is not whole has another name. What it holds: trained parameters, the
-optimizer's two moments of each, what is fixed while a model is trained (masks, zero points, ranges), and the step.
+Each checkpoint is a directory `step-N`; an incomplete one has another name. It holds the trained parameters, the
+optimizer's two moments of each, the tensors that stay fixed during training (masks, zero points, ranges), and the step.
 """
 
 import shutil
@@ -67,7 +67,7 @@ def _problem_of(work: Callable[[], None], target: Path) -> WriteError | None:
     try:
         with _quiet():
             work()
-    except BaseException as error:  # noqa: BLE001 - dcp's own is no Exception; what is none is raised again
+    except BaseException as error:  # noqa: BLE001 - dcp's error is no Exception; others like that are re-raised
         cause = cause_of(error)
         if not isinstance(cause, Exception):
             raise cause from None
@@ -76,8 +76,8 @@ def _problem_of(work: Callable[[], None], target: Path) -> WriteError | None:
 
 
 def _said(error: BaseException) -> str:
-    """The words of the system where it refused to write, which torch hides behind its own; otherwise those of the
-    error."""
+    """The operating system's message where it refused to write, which torch hides behind its own; otherwise the error's
+    message."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:
@@ -87,8 +87,8 @@ def _said(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error of the first rank that failed: dcp's CheckpointException, which is no Exception, holds it, an
-    interrupt too."""
+    """The error of the first rank that failed, an interrupt included: dcp wraps it in a CheckpointException, which is
+    not an Exception."""
     failures = getattr(error, "failures", None)
     return next((cause for cause, _ in failures.values()), error) if isinstance(failures, dict) else error
 
@@ -115,7 +115,7 @@ def restore(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within: dcp does not warn that one process is alone."""
+    """Suppress dcp's warning that only one process is running."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield
@@ -123,7 +123,7 @@ def _quiet() -> Iterator[None]:
 
 @torch.no_grad()
 def _state(learned: Learned, fixed: Mapping[str, Tensor], adamw: torch.optim.AdamW) -> dict[str, Any]:
-    """The tensors themselves: they are saved, or read into. Moments that do not exist yet are made."""
+    """The tensors themselves: they are saved, or read into. Moments that do not exist yet are created."""
     state: dict[str, Any] = {f"fixed.{name}": tensor for name, tensor in fixed.items()}
     for name, parameter in learned.all.items():
         state[f"parameter.{name}"] = parameter.detach()
@@ -137,7 +137,7 @@ def _state(learned: Learned, fixed: Mapping[str, Tensor], adamw: torch.optim.Ada
 
 
 def fixed_of(quantizers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """What quantizers hold that is not trained, by name."""
+    """The tensors of quantizers that are not trained, by name."""
     return {
         f"{name}.{key}": tensor
         for name, module in quantizers.items()

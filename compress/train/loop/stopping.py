@@ -12,9 +12,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """Within: the first SIGINT or SIGTERM is kept for the end of the step; the second acts at once, as it always does.
+    """Defers the first SIGINT or SIGTERM to the end of the step; the second acts at once, as usual.
 
-    Outside of the main thread, where Python takes no signals, nothing changes.
+    Outside of the main thread, where Python delivers no signals, nothing changes.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -39,7 +39,7 @@ class Stopping:
         self.before = {}
 
     def asked(self) -> KeyboardInterrupt | None:
-        """The exception to raise where any rank was asked to stop; of the same kind on all."""
+        """The exception to raise where any rank was asked to stop, the same on all ranks; None otherwise."""
         numbers = {number for number in self.comm.gather_objects(self.number) if number is not None}
         if not numbers:
             return None

@@ -1,4 +1,4 @@
-"""Attention maps that are to be like the teacher's.
+"""Losses that draw attention maps to the teacher's.
 
 With A [Q, K] the probabilities that a head gives to keys, a mean over heads, and a sum over valid queries q:
 
@@ -36,7 +36,8 @@ def attention_loss(
     measure: Measure = "kl",
     heads: Heads = "each",
 ) -> Summed:
-    """Of probabilities, as `output_attentions` gives them; the count is of valid queries, over all samples.
+    """Distance of attention probabilities, as `output_attentions` gives them; the count is of valid queries, over all
+    samples.
 
     mask_BK: 0 for padding, which is left out of queries and keys; queries are the last Q of the keys, as with a cache.
     """
@@ -53,7 +54,7 @@ def attention_loss(
 
 
 def _kl(teacher_BHQK: Tensor, student_BHQK: Tensor) -> Tensor:
-    """Of probabilities; those that are no normal numbers are excluded keys (the gradient of log at 0 is infinite)."""
+    """KL of probabilities. Keys of subnormal probability count as excluded (the gradient of log at 0 is infinite)."""
     tiny = torch.finfo(torch.float32).tiny
     log_p, log_q = (each.masked_fill(each < tiny, tiny).log() for each in (teacher_BHQK, student_BHQK))
     return kl(log_p, log_q)
@@ -69,7 +70,7 @@ def over_queries(values_BHQ: Tensor, mask_BK: Tensor | None) -> Summed:
 
 
 def _without_padding(maps_BHQK: Tensor, mask_BK: Tensor | None) -> Tensor:
-    """Rows and columns of padding become zeros, whatever a model left there: NaN in maps of excluded keys alone."""
+    """Set rows and columns of padding to zero, whatever a model left there: NaN in maps whose keys are all excluded."""
     maps_BHQK = wide(maps_BHQK)
     if mask_BK is None:
         return maps_BHQK
@@ -82,7 +83,7 @@ def _without_padding(maps_BHQK: Tensor, mask_BK: Tensor | None) -> Tensor:
 
 
 def _matched(student: Tensor, teacher: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """With one number of heads."""
+    """The maps of both models, with the same number of heads."""
     own, theirs = student.shape[1], teacher.shape[1]
     if heads == "mean":
         return student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)

@@ -36,7 +36,7 @@ def exits_loss(
     how: LogitsLoss | None = None,
     chunk_values: int = CHUNK_VALUES,
 ) -> Summed:
-    """Of hidden states of exits against the final ones, by `chunked_logits_loss` each.
+    """Sum of the exits' losses on logits against the final ones, each by `chunked_logits_loss` on hidden states.
 
     weights: of every exit; equal ones that sum to 1 when not given. exit_heads: of every exit; all share `head` when
     not given.

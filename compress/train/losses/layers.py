@@ -1,4 +1,4 @@
-"""Which layer of the student learns from which layer of the teacher, where they are of different depths.
+"""Pairs the layers of a student with layers of its teacher, where they are of different depths.
 
 With S layers in the student and T in the teacher, both counted from 0:
 

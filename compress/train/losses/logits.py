@@ -7,7 +7,7 @@ With z the student's logits of a token, v the teacher's, y the token that is to 
 D is a divergence (`divergence.py`), over the whole vocabulary or as far as the teacher's top k tell (`top_k.py`). t^2
 makes up for gradients that shrink with 1 / t^2, so that a means the same at every temperature.
 
-Logits of a token are those that predict its label: whoever has a sequence's logits and tokens shifts one of them. Both
+Logits of a token are those that predict its label: callers with a sequence's logits and tokens shift one of them. Both
 terms count the same tokens. `logits_loss` takes logits and is the reference; `chunked.py` makes them a few tokens at a
 time.
 
@@ -30,7 +30,7 @@ Teacher = Tensor | TopK
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsLoss:
-    """What is asked of the student's logits."""
+    """The options of a loss on the student's logits."""
 
     kind: Kind = "forward"
     temperature: float = 1.0
@@ -40,10 +40,10 @@ class LogitsLoss:
     """0 to 1: a, the divergence's share; the rest is cross entropy with the labels."""
 
     beta: float = 0.5
-    """above 0, below 1: the teacher's share of the mixture of Jensen-Shannon; has no say elsewhere."""
+    """above 0, below 1: the teacher's share of the mixture of Jensen-Shannon; no effect on other divergences."""
 
     tail: Tail = "bucket"
-    """What becomes of the tokens beyond a teacher's top k; has no say where the teacher is known whole."""
+    """Treatment of the tokens beyond a teacher's top k; no effect where the whole distribution is known."""
 
     def __post_init__(self) -> None:
         one_of("divergence", self.kind, get_args(Kind))
@@ -78,7 +78,7 @@ def logits_loss(
 
 
 def check(student_TV: Tensor, teacher: Teacher | None, labels_T: Tensor | None, how: LogitsLoss) -> None:
-    """student_TV: anything of the tokens' shape and of V columns."""
+    """Raises InputError for inputs that do not fit. student_TV: any tensor of the tokens' shape and of V columns."""
     if how.alpha < 1 and labels_T is None:
         raise InputError(f"alpha {how.alpha} asks for cross entropy, which needs labels")
     if how.alpha > 0 and teacher is None:
@@ -92,7 +92,7 @@ def check(student_TV: Tensor, teacher: Teacher | None, labels_T: Tensor | None, 
 
 
 def teacher_rows(teacher: Teacher | None, rows: Tensor) -> Teacher | None:
-    """What it says of some tokens."""
+    """The teacher's rows for some tokens; None without a teacher."""
     if teacher is None:
         return None
     if isinstance(teacher, Tensor):

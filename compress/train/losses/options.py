@@ -1,4 +1,4 @@
-"""What a model is trained towards: from whom it learns, by which losses, and how much each of them weighs."""
+"""The options of a training objective: the teacher, the losses, and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,9 +12,9 @@ from compress.train.losses.top_k import Tail
 
 ORIGINAL = "original"
 NONE = "none"
-CACHED = ".safetensors"  # how the name of a file ends that holds what a teacher said
+CACHED = ".safetensors"  # suffix of a file of a teacher's cached logits
 Related = Literal["values", "all"]
-# Weights of losses, by what they need: of a teacher that is called, of any teacher, of labels.
+# Names of losses' weights, by what the losses need: a teacher that is called, any teacher, labels.
 OF_A_MODEL = ("features", "attention", "relations", "contrastive")
 OF_A_TEACHER = ("logits", *OF_A_MODEL)
 LOSSES = ("logits", "task", *OF_A_MODEL)
@@ -25,20 +25,20 @@ class LossOptions:
     """The losses of training."""
 
     teacher: str = ORIGINAL
-    """original, none, a directory, or FILE.safetensors: whom the model learns from; the original is itself, before
-    anything was done, a file what `compress distill TEACHER --cache-logits FILE` has kept of one."""
+    """original, none, a directory, or FILE.safetensors: the model to learn from. original: the model itself before
+    compression; a file: logits cached by `compress distill TEACHER --cache-logits FILE`."""
 
     logits: float = 1.0
     """0 or more: weight of the divergence of logits from the teacher's."""
 
     divergence: Kind = "forward"
-    """Of logits: forward is KL(teacher, student), reverse KL(student, teacher)."""
+    """Direction of the divergence of logits: forward is KL(teacher, student), reverse KL(student, teacher)."""
 
     temperature: float = 1.0
-    """above 0: by which both's logits are divided."""
+    """above 0: divides the logits of both models."""
 
     tail: Tail = "bucket"
-    """Of a file's top k: the rest is one more outcome, or is left out on both sides."""
+    """Tokens beyond the top k of a file: one more outcome together, or left out on both sides."""
 
     task: float = 0.0
     """0 or more: weight of the cross entropy with the next token, or with the labels of the samples."""
@@ -47,13 +47,13 @@ class LossOptions:
     """0 or more: weight of the distance of hidden states from the teacher's."""
 
     distance: Distance = "relative"
-    """By which hidden states are compared, token by token."""
+    """Distance between hidden states, token by token."""
 
     attention: float = 0.0
     """0 or more: weight of the distance of attention maps from the teacher's; both compute eager attention for it."""
 
     measure: Measure = "kl"
-    """By which attention maps are compared, query by query."""
+    """Distance between attention maps, query by query."""
 
     heads: Heads = "each"
     """Maps of each head, or where their numbers differ: the mean of all heads, or of neighbouring ones."""
@@ -65,17 +65,18 @@ class LossOptions:
     """Relations of attention's values, or the mean over those of queries, keys and values."""
 
     relation_heads: int = 0
-    """0 or more: into which vectors are cut for relations; 0: as many as the teacher's attention has."""
+    """0 or more: number of heads into which vectors are cut for relations; 0: as many as the teacher's attention
+    has."""
 
     contrastive: float = 0.0
     """0 or more: weight of telling a sample's embedding (the mean over its tokens) from the step's others (InfoNCE)."""
 
     contrast: float = 0.07
-    """above 0: temperature of that; the smaller, the more the closest of the others count."""
+    """above 0: temperature of the contrastive loss; the smaller, the more the closest of the others count."""
 
     layer_map: Mapped = "uniform"
-    """Which layers' states, maps and relations are compared where the teacher is deeper: all over it, its last, or the
-    last one."""
+    """Layers whose states, maps and relations are compared where the teacher is deeper: spread evenly, its last ones,
+    or the last one alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the pass that these are options of
@@ -112,15 +113,15 @@ class LossOptions:
 
     @property
     def taught(self) -> bool:
-        """Whether there is a teacher."""
+        """True where there is a teacher."""
         return self.teacher != NONE
 
     @property
     def offline(self) -> bool:
-        """Whether the teacher is known by a file of what it said."""
+        """True for a teacher known only by a file of its cached logits."""
         return self.teacher.endswith(CACHED)
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of every loss that there is."""
+        """The weights of the losses in use, by name."""
         return {name: getattr(self, name) for name in LOSSES if getattr(self, name)}

@@ -1,4 +1,4 @@
-"""How the tokens of a sample relate to each other, by their queries, keys or values.
+"""Relations between the tokens of a sample, by their queries, keys or values.
 
 MiniLM, Wang et al. 2020 (arXiv 2002.10957), L_VR, of values; MiniLMv2, Wang et al. 2021 (arXiv 2012.15828), of queries,
 keys and values, in relation heads that need not be the attention's:
@@ -31,7 +31,7 @@ def relations_loss(
     mask_BT: Tensor | None = None,
     causal: bool = False,
 ) -> Summed:
-    """The count is of valid tokens, over all samples.
+    """KL of the relations of tokens, student against teacher. The count is of valid tokens, over all samples.
 
     relation_heads: 1 or more, divides both widths. mask_BT: 0 for padding, which relates to nothing. causal: relate a
     token only to itself and those before it, as a decoder's attention does.

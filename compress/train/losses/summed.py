@@ -1,4 +1,4 @@
-"""What every loss returns, and how it leaves out what does not count."""
+"""The result of every loss, and the selection of the tokens that count."""
 
 from typing import NamedTuple
 
@@ -27,12 +27,12 @@ class Summed(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype that sums are taken in: float32, or float64 where it is that already."""
+    """x in the dtype that sums are taken in: float64 if it is that already, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def summed(values: Tensor) -> Summed:
-    """Of one value per token or pair."""
+    """The sum of one value per token or pair, with their number."""
     return Summed(wide(values).sum(), torch.tensor(values.numel(), device=values.device))
 
 
@@ -54,7 +54,8 @@ def valid_rows(like: Tensor, labels: Tensor | None, mask: Tensor | None) -> Tens
 
 
 def rows_of(x: Tensor, rows: Tensor) -> Tensor:
-    """[R, D] the given tokens of [..., D]. What the others hold, NaN included, reaches neither values nor gradients."""
+    """[R, D] the given tokens of [..., D]. The values of other tokens, NaN included, reach neither values nor
+    gradients."""
     return x.flatten(0, -2).index_select(0, rows)
 
 

@@ -37,7 +37,8 @@ class TopK(NamedTuple):
 
 
 def top_k(logits_TV: Tensor, k: int, temperature: float = 1.0) -> TopK:
-    """What is worth storing of a teacher's logits."""
+    """The teacher's k most probable tokens and their log-probabilities. Raises InputError for k beyond the
+    vocabulary."""
     if not 1 <= k <= logits_TV.shape[-1]:
         raise InputError(f"top {k} of a vocabulary of {logits_TV.shape[-1]}; allowed: 1 to {logits_TV.shape[-1]}")
     logits_TV = wide(logits_TV) / temperature

@@ -1,7 +1,7 @@
 """A sample's embedding, and those of all samples of a step, from which a student's is told apart.
 
 Negatives are the other samples of the step, on whatever rank and in whatever micro-batch they are: the teacher, which
-has no gradient, is shown the whole step first. So neither ranks nor micro-batches have a say in the loss.
+has no gradient, is shown the whole step first. So the loss depends on neither ranks nor micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,29 +20,29 @@ def pooled(hidden_BTD: Tensor, batch: Batch) -> Tensor:
     mask = token_mask(batch).to(hidden_BTD.device)
     if mask.ndim == 1:
         return hidden_BTD.flatten(1, -2).mean(1)
-    # Not hidden * mask: what padding holds, NaN included, is nothing.
+    # Not hidden * mask: padding may hold NaN.
     total_BD = hidden_BTD.masked_fill(~mask.unsqueeze(-1), 0).sum(1)
     return total_BD / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class StepEmbeddings:
-    """Of the samples of a step: rows_CD, in the order of their numbers in the training set, which are numbers_C."""
+    """The embeddings of a step's samples: rows_CD, in the order of numbers_C, their numbers in the training set."""
 
     def __init__(self, rows_CD: Tensor, numbers_C: Tensor) -> None:
         numbers_C, order = numbers_C.sort(stable=True)
         first = torch.ones_like(numbers_C, dtype=torch.bool)
-        first[1:] = numbers_C[1:] != numbers_C[:-1]  # a sample that a step has twice is no other to itself
+        first[1:] = numbers_C[1:] != numbers_C[:-1]  # a sample that occurs twice in a step is not its own negative
         self.rows_CD, self.numbers_C = rows_CD[order][first], numbers_C[first]
 
     def candidates(self, batch: Batch) -> Candidates:
-        """For the samples of a batch."""
+        """The candidates for the samples of a batch."""
         return Candidates(self.rows_CD, torch.searchsorted(self.numbers_C, batch[NUMBER].to(self.numbers_C.device)))
 
 
 def embeddings_of_step(
     of: Callable[[Batch], Tensor], rows: Rows, indices: Sequence[int], micro: int, comm: Comm
 ) -> StepEmbeddings:
-    """Of all samples of a step, on every rank. of: the embeddings of a batch. A collective."""
+    """The embeddings of all samples of a step, on every rank. of: computes those of a batch. A collective."""
     found, numbers = [], []
     for part, counting in micro_batches(indices, micro, comm):
         batch = rows.take(part)

@@ -1,4 +1,4 @@
-"""Output embeddings whose logits need not be made: found by numbers, and replaced while a model is called.
+"""Output heads whose logits need not be computed: detected by their numbers, and replaced while a model is called.
 
 A model's logits are plainly those of its head where, on a batch, they are `Head.finish(Head.product(x))` of what its
 output embedding is given, whatever the model is called: the product itself, the product times one number, or under
@@ -32,14 +32,14 @@ class OutputHead:
 
     @property
     def whole(self) -> Head:
-        """For the loss; under FSDP inside of the forward alone."""
+        """The head as the loss calls it; under FSDP only inside of the forward."""
         return Head(computed_weight(self.module), self.module.bias, self.scale, self.softcap)
 
     @contextmanager
     def replaced(self, take: Callable[[Tensor], None]) -> Iterator[None]:
-        """Within: hidden states [..., D] that reach the head are handed over, and what the head returns, [..., 1],
-        stands for logits that nobody makes. Its gradient has to be asked for, with a weight of zero: FSDP's root
-        goes backward once the gradient of what it has returned is there."""
+        """Replace the head's forward inside a context: `take` is called with the hidden states [..., D] that reach the
+        head, and the head returns [..., 1] instead of logits. The gradient of that must be asked for, with a weight of
+        zero: FSDP's root goes backward once the gradient of its outputs is there."""
         own = self.module.__dict__.get("forward")
 
         def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a student is to be: like its teacher, in logits, hidden states and attention, and right about its task.
+"""The training objective of a student: like its teacher in logits, hidden states and attention, and right about its
+task.
 
-Every loss is a sum over what it counts (tokens, samples), divided by how many there are in the whole step, over all
-ranks and micro-batches: how samples are spread over these has no say in the gradient.
+Every loss is a sum over tokens or samples, divided by their number in the whole step, over all ranks and micro-batches:
+the gradient does not depend on how samples are spread over these.
 
 Where logits are plainly those of a head (`heads.py`), neither those of the student nor those of a teacher are ever
 whole: losses on them are taken where the head is reached, a few tokens at a time (`losses/chunked.py`).
@@ -35,9 +36,9 @@ Of = Callable[..., Summed]  # a loss on logits that lacks a teacher and labels
 
 
 class Objective(nn.Module):
-    """options: which losses, and their weights. student, teacher: models that are called with a batch's inputs, or a
-    teacher's cached words; it is left as it is. Its own parameters are projectors, where widths of hidden states
-    differ. notes: what a person should know, once it has begun."""
+    """options: the losses and their weights. student, teacher: models that are called with a batch's inputs, or, for
+    the teacher, its cached top k; the teacher is not changed. Its own parameters are projectors, where widths of hidden
+    states differ. notes: remarks for the user, filled by `begin`."""
 
     def __init__(self, options: TrainingOptions, student: nn.Module, teacher: nn.Module | TopKRows | None) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Objective(nn.Module):
         self.notes: list[str] = []
 
     def counts(self, batch: Batch) -> dict[str, int]:
-        """How much of each loss a batch has, without a look at the models."""
+        """The number of tokens or samples that each loss counts in a batch, without calling the models."""
         predicted = int((labels_of(batch) != IGNORED).sum()) if is_text(batch) else samples_of(batch)
         if is_text(batch) or "task" not in self.weights:
             labelled = predicted
@@ -77,7 +78,7 @@ class Objective(nn.Module):
 
         own = look(student, batch, self.options, head, take)
         if head is not None and own.logits is not None:
-            # Nothing, but the gradient that tells FSDP's root to go backward.
+            # Adds 0, whose gradient tells FSDP's root to go backward.
             totals = {name: total + 0 * own.logits.sum() for name, total in totals.items()}
         elif own.logits is not None:
             logits = shifted_logits(own.logits, batch)
@@ -88,7 +89,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def _taught(self, batch: Batch) -> tuple[Seen | None, Teacher | HiddenTeacher | None]:
-        """What the teacher made of a batch, and what it says about logits."""
+        """(The teacher's outputs for a batch, its logits or a stand-in for them); None where there are none."""
         teacher, head = self.models[1], self.heads[1]
         if self.offline is not None:
             return None, self.offline.of(batch, next(self.models[0].parameters()).device)
@@ -106,7 +107,7 @@ class Objective(nn.Module):
         return theirs, None if theirs.logits is None else shifted_logits(theirs.logits, batch)
 
     def _on_logits(self, loss: Of, batch: Batch, says: Teacher | HiddenTeacher | None, device: torch.device) -> Totals:
-        """The losses on logits. loss: `logits_loss` of those, or how it is computed without them."""
+        """The losses on logits. loss: `logits_loss` on the student's logits, or a function that needs none."""
         options, totals = self.options, Totals()
         labels = labels_of(batch).to(device) if is_text(batch) else None
         if "logits" in self.weights:
@@ -118,7 +119,7 @@ class Objective(nn.Module):
         return totals
 
     def _on_states(self, own: Seen, theirs: Seen, batch: Batch) -> Totals:
-        """The losses on what is inside of models."""
+        """The losses on hidden states, attention maps and vectors."""
         options, totals = self.options, Totals()
         mask = token_mask(batch).to(next(self.models[0].parameters()).device)
         if "features" in self.weights:
@@ -135,7 +136,7 @@ class Objective(nn.Module):
         return totals
 
     def total(self, losses: Mapping[str, float | int]) -> float:
-        """The loss, of the mean of each of its parts."""
+        """The weighted sum of the mean of each loss."""
         return math.fsum(weight * losses[name] for name, weight in self.weights.items())
 
     def of_outputs(self, losses: Mapping[str, float | int]) -> float:
@@ -145,7 +146,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def begin_step(self, rows: Rows, indices: Sequence[int], micro: int, comm: Comm) -> None:
-        """See what of a whole step the loss of each sample needs. A collective."""
+        """Compute the teacher's embeddings of a whole step, where the contrastive loss needs them. A collective."""
         teacher = self.models[1]
         if "contrastive" in self.weights:
             assert teacher is not None
@@ -180,7 +181,8 @@ class Objective(nn.Module):
             self.embedder = projector(width, wider, generator=generator).to(last.device, last.dtype)
 
     def _find_heads(self, inputs: Mapping[str, Tensor]) -> None:
-        """Which logits need not be made."""
+        """Find the heads of both models, whose logits then need not be computed. Raises InputError for other
+        vocabularies."""
         student, teacher = self.models
         head, why, logits = output_head(student, inputs)
         if logits is not None and self.offline is not None and self.offline.vocabulary != logits.shape[-1]:
@@ -200,5 +202,5 @@ class Objective(nn.Module):
 
 
 def shifted_logits(logits: Tensor, batch: Batch) -> Tensor:
-    """Those that predict a label: [B, T - 1, V] of text, [B, V] of samples."""
+    """The logits that predict a label: [B, T - 1, V] of text, [B, V] of samples."""
     return logits[:, :-1] if is_text(batch) and logits.ndim == 3 else logits

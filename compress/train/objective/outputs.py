@@ -1,4 +1,4 @@
-"""What models are looked at for: logits, hidden states, attention maps, and the vectors that attention is called with.
+"""Outputs of a model on a batch: logits, hidden states, attention maps, and the arguments of its attention.
 
 Shapes: B samples, H heads, T tokens, D width, d width of a head, V vocabulary.
 """
@@ -31,8 +31,8 @@ class Vectors(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model made of a batch. logits: [..., V]; of a head that was replaced, what stands for them. hidden: of
-    every layer, [B, T, D], the embedding's first. maps: of every layer, [B, H, T, T]."""
+    """The outputs of a model on a batch. logits: [..., V]; with a replaced head, its stand-in [..., 1]. hidden: of
+    every layer, [B, T, D], the embedding's first. maps: of every layer, [B, H, T, T]. vectors: of every layer."""
 
     logits: Tensor | None
     hidden: tuple[Tensor, ...]
@@ -41,7 +41,8 @@ class Seen:
 
 
 class _Attentions(TorchFunctionMode):
-    """Within: keeps what fused attention is called with, in its order. mask: [B, T] which tokens are no padding."""
+    """Records the arguments of fused attention inside a context, in order of the calls. mask: [B, T], True for tokens
+    that are not padding."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class _Attentions(TorchFunctionMode):
 
 
 def _is_causal(seen: Tensor | None, mask: Tensor) -> bool:
-    """Whether no token sees the one after it, as a mask of attention [B, 1, T, T] has it."""
+    """True for an attention mask [B, 1, T, T] that lets no token see the one after it."""
     if seen is None or seen.shape[-2] != mask.shape[-1] or mask.ndim < 2:
         return False
     allowed = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
@@ -108,7 +109,8 @@ def look(
 
 @contextmanager
 def eager_attention(models: Sequence[nn.Module]) -> Iterator[list[str]]:
-    """Within: models compute their attention so that it has maps; yields what had to be changed, in words."""
+    """Switch models to eager attention inside a context, so that they return maps; yields a note on each changed
+    model."""
     changed: list[tuple[Any, str]] = []
     model: Any
     for model in models:

@@ -1,4 +1,4 @@
-"""Losses on what is inside of two models, layer by layer: a mean over pairs of layers of sums over tokens."""
+"""Losses on the hidden layers of two models: a mean over pairs of layers of sums over tokens."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -19,12 +19,13 @@ SIDES = {"values": ("value",), "all": ("query", "key", "value")}
 
 
 def pairs_of(own: Sequence[T], theirs: Sequence[T], options: LossOptions) -> list[tuple[T, T]]:
-    """What is compared of the student and the teacher."""
+    """Pairs of the student's and the teacher's items, by the layer map."""
     return [(own[s], theirs[t]) for s, t in layer_pairs(len(own), len(theirs), options.layer_map)]
 
 
 def features(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions, projectors: Sequence[nn.Module]) -> Tensor:
-    """Of hidden states. projectors: from the student's width to the teacher's, one a pair; none where it is one."""
+    """Loss on hidden states. projectors: from the student's width to the teacher's, one a pair; none where widths are
+    equal."""
     pairs = pairs_of(own.hidden[1:], theirs.hidden[1:], options)
     return _mean(
         features_loss(project(s), t, mask_T=mask, distance=options.distance)
@@ -33,7 +34,7 @@ def features(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions, projec
 
 
 def attention(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
-    """Of attention maps."""
+    """Loss on attention maps."""
     return _mean(
         attention_loss(s, t, mask_BK=mask, measure=options.measure, heads=options.heads)
         for s, t in pairs_of(own.maps, theirs.maps, options)
@@ -41,7 +42,7 @@ def attention(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Te
 
 
 def relations(own: Seen, theirs: Seen, mask: Tensor, options: LossOptions) -> Tensor:
-    """Of the vectors that attention is called with."""
+    """Loss on the relations of the vectors that attention is called with."""
     return _mean(
         _related(s, t, side, mask, options.relation_heads)
         for s, t in pairs_of(own.vectors, theirs.vectors, options)

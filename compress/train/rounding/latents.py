@@ -1,4 +1,4 @@
-"""Where the weights behind codes begin: as close to the original as their codes let them.
+"""Starting values of the weights behind codes: as close to the original as their codes let them.
 
     original / s + z = q + o        begins at (q - z + clip(o, -r, r)) s        r: 0.45 where codes were rounded to, 0.2
                                                                                 where a method has chosen them together
@@ -27,15 +27,15 @@ PARTS = 127
 
 
 def codes_with_room(decision: Decision) -> Quantized | None:
-    """The codes that were decided, where several weights have the same code: not where signs or floats are codes."""
+    """The decided codes, where several weights share a code; None where signs or floats are codes."""
     codes = quantized_of(decision.sum.terms[0])
     return None if codes is None or codes.grid.signs or codes.grid.floating else codes
 
 
 @torch.no_grad()
 def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
-    """int8 [N, K]: where the original lies within the codes that were decided, -127 and 127 being their ends (`ROOM`);
-    None where it has no say."""
+    """int8 [N, K], the position of the original within each decided code: -127 and 127 are the code's ends (`ROOM`).
+    None where there are no such codes."""
     codes = codes_with_room(decision)
     if codes is None:
         return None
@@ -56,8 +56,8 @@ def places_of(decision: Decision, original_NK: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def begun(decision: Decision, places_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, K] the weight that is rounded to what was decided, and lies there within its codes. Raises AssertionError
-    where there are none."""
+    """[N, K] the weight that training starts from: it rounds to the decided codes and lies at its place within them.
+    Raises AssertionError where there are no codes."""
     codes = codes_with_room(decision)
     assert codes is not None
     places = grouped(places_NK.to(codes.codes.device, dtype), codes.grid)

@@ -106,13 +106,13 @@ def was_called(module: nn.Module) -> bool:
 
 @cache
 def quantizing(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a layer of this kind becomes."""
+    """The subclass that a layer of this kind becomes."""
     return type(f"QAT{kind.__name__}", (Quantizing, kind), {"__module__": __name__})
 
 
 def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
-    """Let a layer round as was decided; returns whether there is anything to round. Raises InputError for a weight
-    that is stored as something that is not trained."""
+    """Let a layer round as was decided; returns True where there is something to round. Raises InputError for a weight
+    that is stored in a form that is not trained."""
     module, dtype = layer.module, torch.promote_types(layer.parameter.dtype, torch.float32)
     try:
         weight = weight_quantizer(decision, scales, dtype)
@@ -132,7 +132,7 @@ def attach(layer: Layer, decision: Decision, scales: Scales) -> bool:
 
 
 def tied_to(layer: Layer) -> list[Layer]:
-    """The other modules that have the weight of a table."""
+    """The other modules that share the weight of an embedding table."""
     if not isinstance(layer, Table):
         return []
     return [Layer(name, module) for name, module in zip(layer.shared, layer.tied, strict=True)]
@@ -146,7 +146,7 @@ def swap(module: nn.Module, parts: Sequence[nn.Module | None]) -> None:
 
 
 def detach(module: nn.Module) -> list[nn.Module | None]:
-    """Make a layer again what it was, with the weight that was trained; returns its quantizers, for `swap`."""
+    """Undo `swap`, keeping the trained weight; returns the layer's quantizers, for another `swap`."""
     module.__class__ = _plain(type(module))
     module.__dict__.pop("computing", None)
     module.__dict__.pop("called", None)
@@ -154,7 +154,8 @@ def detach(module: nn.Module) -> list[nn.Module | None]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that became this one. FSDP, of a layer that is a unit of its own, makes a subclass in its turn."""
+    """The class that this one was made from. FSDP, of a layer that is a unit of its own, makes a subclass of it in
+    turn."""
     outer, own, *rest = kind.__mro__
     if own is Quantizing:
         return rest[0]
@@ -174,7 +175,7 @@ def freeze_with_weights(layers: Iterable[Layer]) -> None:
 
 @contextmanager
 def rounding(layers: Iterable[Layer], decisions: Mapping[str, Decision], scales: Scales) -> Iterator[list[Layer]]:
-    """Within: layers round as was decided; yields those that have something to round."""
+    """Let layers round as was decided inside a context; yields those that have something to round."""
     attached: list[Layer] = []
     try:
         for layer in layers:
@@ -203,7 +204,7 @@ def requiring(parameters: Iterable[nn.Parameter], wanted: Callable[[nn.Parameter
 
 
 def quantizers_of(layers: Sequence[Layer]) -> dict[str, nn.Module]:
-    """What rounds weights, inputs and outputs of layers, by name."""
+    """The quantizers of layers' weights, inputs and outputs, by name."""
     return {
         f"{layer.name}.{part}": module
         for layer in layers
@@ -213,7 +214,7 @@ def quantizers_of(layers: Sequence[Layer]) -> dict[str, nn.Module]:
 
 
 def parameters_in(quantizers: Mapping[str, nn.Module]) -> set[int]:
-    """Which parameters are those of quantizers, by identity."""
+    """The identities of the quantizers' parameters."""
     return {id(p) for module in quantizers.values() for p in module.parameters()}
 
 

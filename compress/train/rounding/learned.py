@@ -29,7 +29,7 @@ HALF_STEP = 0.5
 
 
 def gradient_scale(members: int, grid: Grid) -> float:
-    """1 / sqrt(N qmax): what LSQ multiplies the gradient of a scale by that `members` numbers share."""
+    """1 / sqrt(N qmax): LSQ's factor for the gradient of a scale shared by N = `members` numbers."""
     return float((members * max(grid.qmax, 1)) ** -0.5)
 
 
@@ -126,7 +126,7 @@ class _Rescaled(torch.autograd.Function):
 
 
 def _inside(steps: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
-    """Which numbers, in steps of the grid, lie within the codes."""
+    """True for numbers, in steps of the grid, that lie within the codes or up to half a step beyond."""
     if grid.signs:
         return steps.abs() <= 1
     place = steps + zero_point

@@ -28,20 +28,20 @@ from compress.train.rounding.sparsity_options import Groups
 
 @dataclass(frozen=True)
 class Penalized:
-    """A weight as it is trained, which may be a shard, and the dimension of which each place is a group."""
+    """A weight as it is trained, which may be a shard. dim: each index along it is a group."""
 
     parameter: Tensor
     dim: int
 
     @property
     def local(self) -> Tensor:
-        """What this rank has of it."""
+        """This rank's part of the weight."""
         weight = self.parameter.detach()
         return weight.to_local() if isinstance(weight, DTensor) else weight
 
     @property
     def scattered(self) -> bool:
-        """Whether other ranks have parts of the same groups."""
+        """True where other ranks hold parts of the same groups."""
         placements = self.parameter.placements if isinstance(self.parameter, DTensor) else ()
         return any(isinstance(each, Shard) and each.dim != self.dim for each in placements)
 
@@ -54,7 +54,7 @@ def penalized(layers: Sequence[Layer], groups: Groups) -> list[Penalized]:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Shrinks weights."""
+    """Shrinks weights after each step of the optimizer."""
 
     weights: Sequence[Penalized]
     l1: float
@@ -83,5 +83,5 @@ class Penalties:
 
 
 def softened(weight: Tensor, by: float) -> None:
-    """Every value nearer to zero by so much, in place; zero where it is no further away."""
+    """Move every value toward zero by so much, in place; zero where it is no further away."""
     weight.copy_(weight.sign() * (weight.abs() - by).clamp(min=0))

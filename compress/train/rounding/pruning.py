@@ -30,8 +30,8 @@ CUBIC = 3
 
 @dataclass(frozen=True)
 class Prunable:
-    """A layer that is pruned. parameter: the weight as it is trained, which may be a shard. kept: bool [N, K], which of
-    its weights stay; changed in place."""
+    """A layer that is pruned. parameter: the weight as it is trained, which may be a shard. kept: bool [N, K], True for
+    weights that stay; changed in place."""
 
     layer: Layer
     parameter: Tensor
@@ -46,12 +46,13 @@ class Prunable:
 
 
 def last_pruning(steps: int, options: SparsityOptions) -> int:
-    """The step, counted from 0, before which masks get final."""
+    """The step, counted from 0, before which the last pruning takes place: masks do not change after it."""
     return min(steps - 1, round(options.prune_until * steps))
 
 
 def progress_at(step: int, steps: int, options: SparsityOptions) -> float | None:
-    """How far pruning is before a step, counted from 0: 0 to 1; None where masks stay as they are."""
+    """Progress of pruning before a step, counted from 0: 0 to 1, by the cubic schedule; None where masks stay as they
+    are."""
     last = last_pruning(steps, options)
     first = min(last, round(options.prune_from * steps))
     if not first <= step <= last or ((step - first) % options.prune_every and step != last):
@@ -61,7 +62,7 @@ def progress_at(step: int, steps: int, options: SparsityOptions) -> float | None
 
 
 def eased(pattern: Pattern, progress: float) -> Pattern | None:
-    """A pattern on the way to another; None where everything still stays."""
+    """A pattern on the way to the final one; None while nothing is pruned."""
     pruned = int(progress * (pattern.length - pattern.kept))
     return Pattern(pattern.length - pruned, pattern.length) if pruned else None
 
@@ -74,7 +75,7 @@ def prune_to(layers: Mapping[str, Prunable], share: float, per: Per, comm: Comm)
 
 
 def _shares(layers: Mapping[str, Prunable], share: float, comm: Comm) -> dict[str, float]:
-    """What each layer loses where all are ranked as one; each rank counts some rows."""
+    """The share that each layer loses where the weights of all are ranked together; each rank counts some rows."""
     sizes = {name: each.kept.numel() for name, each in layers.items()}
     pruned = pruned_before(sum(sizes.values()), share)
     if not pruned:

@@ -1,4 +1,4 @@
-"""What rounds a weight, an input and an output while they are trained, started from what a pass has decided.
+"""Quantizers of a layer's weight, input and output during training, started from a pass's decision.
 
 A scale is learned as a factor exp(t) on what it was at the beginning: a step of an optimizer changes it by a share of
 itself, whatever its size, and it keeps its sign (LSQ learns the scale itself). Scales are float32, or float64 in a
@@ -48,10 +48,9 @@ def learned(
 class WeightQuantizer(nn.Module):
     """Rounds a weight [N, K] to codes, with exact zeros where it is pruned.
 
-    scales: `learned` (LSQ; zero points, too), `anchored` (learned, while codes are chosen by the scales as they were at
-    the beginning: `learned.rescaled`), `fixed` as they were found, or `fitted` to the weight as it is at every
-    step (min-max, or what the grid's range search finds). decided: codes to begin with, and other terms, which stay as
-    they are. kept: bool [N, K] or None.
+    scales: `learned` (LSQ; zero points, too), `anchored` (learned, while the initial scales choose the codes:
+    `learned.rescaled`), `fixed` as given, or `fitted` to the current weight at every step (min-max, or the range search
+    of the grid). decided: codes to begin with, and other terms, which do not change. kept: bool [N, K] or None.
     """
 
     start: Tensor
@@ -87,7 +86,7 @@ class WeightQuantizer(nn.Module):
         return learned(self.start, self.log_factor, self.zero_point, self.grid, self.scale_dtype)
 
     def in_groups(self, weight_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(What codes are to stand for [..., G, g], scale and zero point [..., G, 1]) of a weight."""
+        """(The numbers to round [..., G, g], scale and zero point [..., G, 1]) of a weight."""
         weight_NK = self.masked(self.without_others(weight_NK))
         scale, zero = self.scale_and_zero(weight_NK)
         groups = grouped(weight_NK, self.grid)
@@ -113,15 +112,15 @@ class WeightQuantizer(nn.Module):
         return values.reshape(weight.shape)
 
     def placed_by(self, scale: Tensor) -> Tensor:
-        """[..., G, 1] the scale that chooses codes, of what `in_groups` has."""
+        """[..., G, 1] the scale that chooses codes; scale: from `in_groups`."""
         return self.start.reshape(scale.shape) if self.scales == "anchored" else scale
 
     def constants(self) -> list[Tensor]:
-        """[N, K] each: what the other terms contribute."""
+        """[N, K] each: the values of the other terms."""
         return [self.get_buffer(f"other{i}") for i in range(len(self.others))]
 
     def without_others(self, weight_NK: Tensor) -> Tensor:
-        """What codes are to stand for, of a weight to which other terms contribute."""
+        """A weight less the contributions of the other terms: the numbers that codes stand for."""
         for constant in self.constants():
             weight_NK = weight_NK - constant
         return weight_NK
@@ -132,7 +131,7 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def fit(self, weight_NK: Tensor) -> None:
-        """Begin again with scales that are fitted to a weight."""
+        """Replace the scales by scales fitted to a weight."""
         wanted = self.masked(self.without_others(weight_NK))
         scale, zero = fit_matrix(wanted, self.grid, self.scale_dtype)
         self.start.copy_(scale)
@@ -141,8 +140,8 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def clips(self, weight_NK: Tensor) -> bool:
-        """True for scales that could learn, never have, and are far from a weight, which has been changed since: fitted
-        ones would have less than a quarter of the squared error."""
+        """True for scales that were to be learned, never moved, and no longer suit a weight that has changed since:
+        fitted ones would have less than a quarter of the squared error."""
         if self.scales not in LEARNED or bool(self.log_factor.any()):
             return False
         fitted = copy.deepcopy(self)
@@ -152,7 +151,7 @@ class WeightQuantizer(nn.Module):
 
     @torch.no_grad()
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
-        """What a weight is stored as: the codes of `forward`. stored: of weights that are no codes."""
+        """The decision to store the codes of `forward` for a weight. stored: the dtype of weights without codes."""
         groups, scale, zero = self.in_groups(weight_NK)
         codes = ungrouped(encode(groups, self.placed_by(scale), zero, self.grid), weight_NK.shape, self.grid)
         scale, zero = scale.squeeze(-1), zero.squeeze(-1)
@@ -165,7 +164,7 @@ class WeightQuantizer(nn.Module):
 
 
 class MaskedWeight(nn.Module):
-    """A weight that is no codes, with exact zeros where it is pruned."""
+    """A weight without codes, with exact zeros where it is pruned."""
 
     kept: Tensor
 
@@ -174,21 +173,20 @@ class MaskedWeight(nn.Module):
         self.register_buffer("kept", kept)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight [N, ...] without what is pruned, which gets no gradient."""
+        """The weight [N, ...] with pruned weights set to zero, which get no gradient."""
         return torch.where(self.kept.reshape(weight.shape), weight, 0.0)
 
     @torch.no_grad()
     def decision(self, weight_NK: Tensor, stored: torch.dtype) -> Decision:
-        """What a weight is stored as, in that dtype."""
+        """The decision to store the masked weight, in dtype `stored`."""
         return Decision(dense(self.forward(weight_NK).to(stored)), kept=self.kept)
 
 
 class ActivationQuantizer(nn.Module):
-    """Rounds what a layer is given or returns, as `codes` say.
+    """Rounds a layer's input or output, as `codes` say.
 
-    Of a fixed range per tensor the scale is learned (LSQ, LSQ+) where `scales` says so. What is fitted to every token
-    anew has no numbers to learn; its gradient is also that of the range, which what comes before the layer can make
-    smaller.
+    The scale of a fixed range per tensor is learned (LSQ, LSQ+) where `scales` says so. Ranges fitted to every token
+    have no parameters to learn; their gradient passes through the range, which layers before this one can make smaller.
     """
 
     start: Tensor
@@ -220,13 +218,13 @@ class ActivationQuantizer(nn.Module):
         return scale.flatten(), zero.flatten()
 
     def fixed(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """By a fixed range. x: [..., K]."""
+        """x [..., K] rounded by a fixed range."""
         work = x.to(scale.dtype)
         return rounded(work, scale, zero, self.codes.grid, torch.float32).to(x.dtype)
 
     @torch.no_grad()
     def decided(self) -> ActivationCodes:
-        """How the layer's input or output is stored to be rounded: as `forward` rounds it."""
+        """The codes by which the stored layer rounds its input or output, as `forward` does."""
         if self.codes.scale is None:
             return self.codes
         scale, zero = (t.reshape(1, -1) for t in self.scale_and_zero())
@@ -260,8 +258,8 @@ def quantized_of(term: Summand) -> Quantized | None:
 
 
 def weight_quantizer(decision: Decision, scales: Scales, dtype: torch.dtype) -> Quantizer | None:
-    """What rounds a layer's weight as was decided; None where the weight is only numbers. Raises ValueError, with the
-    reason, for a weight that is not trained so."""
+    """The quantizer of a layer's weight, as was decided; None for a dense weight without a mask. Raises ValueError,
+    with the reason, for a weight that cannot be trained."""
     first = decision.sum.terms[0]
     if quantized_of(first) is not None:
         return WeightQuantizer(decision.sum, scales, decision.kept, dtype)

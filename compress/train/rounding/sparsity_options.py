@@ -1,4 +1,4 @@
-"""What pruning while training is asked for, and penalties that shrink weights."""
+"""The options of pruning during training, and of penalties that shrink weights."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,7 +14,8 @@ OF_PRUNING = ("prune_per", "prune_from", "prune_until", "prune_every")
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityOptions:
-    """Zeros that come while a model is trained: how many, of which weights, when; and what draws weights to zero."""
+    """The options of sparsity during training: the share of zeros, the weights they may take, their schedule, and
+    penalties."""
 
     sparsity: float = 0.0
     """0 to 1, below 1: share of weights that are zero in the end, the smallest, ever more of them; 0: none."""
@@ -23,7 +24,7 @@ class SparsityOptions:
     """N:M, like 2:4, or nothing: instead of a share, N of every M inputs in a row stay in the end."""
 
     prune_per: Per = "layer"
-    """Where the smallest weights are looked for: in each output, in each layer, or in all layers together."""
+    """Scope in which the smallest weights are sought: each output, each layer, or all layers together."""
 
     prune_from: float = 0.0
     """0 to 1: share of the steps after which the first weights become zero."""
@@ -32,7 +33,7 @@ class SparsityOptions:
     """0 to 1: share of the steps after which there are as many zeros as asked for; the rest recovers."""
 
     prune_every: int = 10
-    """1 or more: steps between two looks at which weights are the smallest."""
+    """1 or more: steps between two updates of the masks."""
 
     l1: float = 0.0
     """0 or more: weight of the sum of all absolute values of the layers, added to the loss."""
@@ -41,7 +42,7 @@ class SparsityOptions:
     """0 or more: weight of the sum of the groups' lengths, each times the root of its size, added to the loss."""
 
     lasso_groups: Groups = "outputs"
-    """What group_lasso draws to zero as a whole: all weights of an output, or all of an input (channel)."""
+    """Groups that group_lasso draws to zero as a whole: all weights of an output, or all of an input (channel)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]  # of the pass that these are options of
@@ -62,7 +63,7 @@ class SparsityOptions:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Refuse what contradicts something else, or says nothing without it."""
+        """Refuse options that contradict each other, or have no effect without another."""
         said = self.final_pattern
         if said is not None and self.sparsity not in (0, said.sparsity):
             raise InputError(
@@ -90,10 +91,10 @@ class SparsityOptions:
 
     @property
     def prunes(self) -> bool:
-        """Whether weights become zero for good."""
+        """True where weights are pruned for good."""
         return bool(self.pattern or self.sparsity)
 
     @property
     def shrinks(self) -> bool:
-        """Whether there is a penalty."""
+        """True where there is a penalty."""
         return bool(self.l1 or self.group_lasso)
