@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.weights.grid import Grid, decode, encode, quantize, working_dtype
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Part
 
 Side = Literal["input", "output"]
@@ -54,9 +55,9 @@ class ActivationCodes:
 
 def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
     """The tensors that hold a fixed range."""
-    parts = {f"{side}_scale": Part((1,), FLOATS)}
+    parts = {f"{side}_scale": Part((1,), FLOATS, role=Role.RANGES)}
     if not grid.floating:
-        parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric)
+        parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric, role=Role.RANGES)
     return parts
 
 

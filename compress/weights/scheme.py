@@ -14,6 +14,7 @@ from compress.weights.formats.registry import read_format
 from compress.weights.formats.ternary import Binary
 from compress.weights.grid import DEFAULT_GROUP, MAX_BITS, MIN_BITS, Grid, Quantized, RangeChoice, usual_group
 from compress.weights.likely import likely_scheme
+from compress.weights.roles import Role
 from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
 
@@ -28,7 +29,7 @@ SCHEMES[BLOCKWISE] = WIDE
 WHOLE = ("w8a8", "fp8")
 WITHOUT_GROUPS = (*WHOLE, BLOCKWISE)
 BY_NAME = f"w{MIN_BITS}a16 ... w{MAX_BITS}a16, {', '.join(name for name in SCHEMES if not name.endswith('a16'))}"
-SHAPE = Part((2,), (torch.int64, torch.int32))
+SHAPE = Part((2,), (torch.int64, torch.int32), role=Role.MASKS)
 
 
 @dataclass(frozen=True, kw_only=True)

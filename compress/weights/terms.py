@@ -20,18 +20,21 @@ from torch import Tensor, nn
 
 from compress.errors import CheckpointError, CompressError
 from compress.weights.grid import Grid, Quantized
+from compress.weights.roles import Role
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Part(NamedTuple):
     """A tensor that something is stored as: its shape, the dtypes it may have, whether it may be absent, and whether
-    its first axis is the outputs' (`Tensors` cuts it then)."""
+    its first axis is the outputs' (`Tensors` cuts it then). role: what its bytes are counted as (None: as themselves,
+    under the names of the format and the part)."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     optional: bool = False
     by_row: bool = False
+    role: Role | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

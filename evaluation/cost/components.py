@@ -5,8 +5,6 @@ A tensor belongs to one component: an embedding or head to that, whatever it is 
 to what the part is; any other to the dense weights, if it has two dimensions or more, or to norms and the rest.
 """
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,53 +15,21 @@ from compress.checkpoint.read.stored import StoredLayer, stored_in
 from compress.errors import CheckpointError, InputError
 from compress.evaluation.cost.size import measure_size, tensor_sizes
 from compress.evaluation.document import Component, SizeResult
-from compress.weights.formats.codes import CodesFormat
-from compress.weights.formats.columns import BinaryColumns
-from compress.weights.formats.dense import Dense
-from compress.weights.formats.lowrank import LowRank
-from compress.weights.formats.sparse import SparseRows
-from compress.weights.formats.sparse24 import Sparse24
-from compress.weights.formats.ternary import Binary, Ternary
-from compress.weights.formats.tiles import Tiles
-from compress.weights.terms import Format, named
+from compress.weights.roles import Role
+from compress.weights.terms import named
 
-CODES, SCALES, ZEROS = "codes", "scales", "zero points"
-VALUES, INDICES, MASKS = "outliers: values", "outliers: places", "masks and shapes"
-FACTORS, SURVIVORS, RANGES = "low-rank factors", "survivors of 2:4", "ranges of inputs and outputs"
-TABLES, DENSE, CACHE = "embeddings and head", "dense weights", "scales of the key-value cache"
+TABLES, CACHE = "embeddings and head", "scales of the key-value cache"
 OTHERS, HEADERS = "norms, biases and other", "file headers"
-ORDER = (
-    *(CODES, SCALES, ZEROS, VALUES, INDICES, MASKS, SURVIVORS, FACTORS, RANGES),
-    *(DENSE, TABLES, CACHE, OTHERS, HEADERS),
-)
-# Of a term, by its format: what its parts are, by their names. A format that is not here is counted under its own kind.
-PARTS: Mapping[type[Format], Mapping[str, str]] = {
-    SparseRows: {"value": VALUES, "column": INDICES, "row_count": INDICES},
-    Sparse24: {"value": SURVIVORS, "position": MASKS},
-    LowRank: {"left": FACTORS, "right": FACTORS, "scale": FACTORS},
-    Tiles: {"weight_packed": CODES, "scale_packed": SCALES, "zero_packed": ZEROS, "ranges": SCALES},
-    BinaryColumns: {"column": INDICES, "weight_packed": CODES, "weight_scale": SCALES},
-    Dense: {"weight": DENSE},
-}
-FEW_LEVELS: Mapping[type[Format], float] = {Ternary: math.log2(3), Binary: 1.0}  # bits of a code
-CODED = {
-    "weight": CODES,
-    "weight_packed": CODES,
-    "weight_scale": SCALES,
-    "weight_scale_inv": SCALES,
-    "weight_zero_point": ZEROS,
-    "position": MASKS,
-}
+ORDER = (*Role, TABLES, CACHE, OTHERS, HEADERS)
 
 
 def part_kinds(stored: StoredLayer) -> dict[str, str]:
     """{part: component} of a compressed layer's tensors, by the names that they have in the layer."""
-    found = {}
+    found: dict[str, str] = {part: about.role or part for part, about in stored.scheme.parts(*stored.shape).items()}
     for index, term in enumerate(stored.scheme.terms):
-        known = PARTS.get(type(term), CODED if isinstance(term, CodesFormat) else {})
-        for name, full in named(index, {part: part for part in term.parts(*stored.shape)}).items():
-            found[name] = known.get(full, f"{term.kind}: {full}")
-    return {part: found.get(part, MASKS if part == "weight_shape" else RANGES) for part in stored.parts}
+        own = term.parts(*stored.shape).items()
+        found |= named(index, {part: f"{term.kind}: {part}" for part, about in own if about.role is None})
+    return {part: found[part] for part in stored.parts}
 
 
 def tables_of(source: Source) -> set[str]:
@@ -92,12 +58,13 @@ def components(source: Source) -> list[Component]:
         if tensor.name.rpartition(".")[0] in tables:
             kind = TABLES
         else:
-            kind = kinds.get(tensor.name) or (DENSE if len(tensor.shape) > 1 else OTHERS)
+            kind = kinds.get(tensor.name) or (Role.DENSE if len(tensor.shape) > 1 else OTHERS)
         found[kind] = found.get(kind, 0) + tensor.bytes
     found[HEADERS] = sum(path.stat().st_size for path in set(source.weights.values())) - sum(found.values())
     rank = {kind: i for i, kind in enumerate(ORDER)}
     return [
-        Component(kind, found[kind]) for kind in sorted(found, key=lambda kind: rank.get(kind, ORDER.index(RANGES)))
+        Component(str(kind), found[kind])
+        for kind in sorted(found, key=lambda kind: rank.get(kind, ORDER.index(Role.RANGES)))
     ]
 
 
@@ -112,7 +79,7 @@ def nominal_bits(source: Source) -> float | None:
             return None
         rows, columns = stored.shape
         weights += rows * columns
-        bits += rows * columns * FEW_LEVELS.get(type(codes), codes.grid.bits)
+        bits += rows * columns * codes.code_bits
     return bits / weights if weights else None
 
 

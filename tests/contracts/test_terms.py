@@ -154,6 +154,13 @@ def test_every_format_is_here():
     assert set(FORMATS) - OURS == {"svd"}
 
 
+def test_every_tensor_of_ours_is_counted_as_something():
+    """Of somebody else's format under its own name."""
+    formats = {name: make(torch.float32).format for name, make in TERMS.items()}
+    known = {name: {part.role is not None for part in f.parts(ROWS, COLUMNS).values()} for name, f in formats.items()}
+    assert known == {name: {f.kind in OURS} for name, f in formats.items()}
+
+
 @pytest.mark.parametrize("name", TERMS)
 def test_a_format_announces_exactly_the_tensors_of_its_term(name):
     for dtype in DTYPES:

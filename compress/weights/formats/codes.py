@@ -33,6 +33,7 @@ from compress.errors import CheckpointError
 from compress.kernels.layouts.scale_blocks import WEIGHT_BLOCK, blocks_of
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, Quantized
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
@@ -47,6 +48,11 @@ class CodesFormat(Format):
     layout: ClassVar[Layout | None] = None
 
     grid: Grid
+
+    @property
+    def code_bits(self) -> float:
+        """Bits of information in a code, however it is stored."""
+        return self.grid.bits
 
     def groups(self, columns: int) -> int:
         """Scales per row."""
@@ -86,11 +92,11 @@ class Packed(CodesFormat):
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         bits, groups = self.grid.bits, self.groups(columns)
         parts = {
-            "weight_scale": Part((rows, groups), FLOATS),
-            "weight_packed": Part((rows, words_of(columns, bits)), (torch.int32,)),
+            "weight_scale": Part((rows, groups), FLOATS, role=Role.SCALES),
+            "weight_packed": Part((rows, words_of(columns, bits)), (torch.int32,), role=Role.CODES),
         }
         if not self.grid.symmetric:
-            parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,))
+            parts["weight_zero_point"] = Part((words_of(rows, bits), groups), (torch.int32,), role=Role.ZEROS)
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
@@ -121,11 +127,11 @@ class WholeCodes(CodesFormat):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         parts = {
-            "weight_scale": Part((rows, self.groups(columns)), FLOATS),
-            "weight": Part((rows, columns), (self.grid.storage,)),
+            "weight_scale": Part((rows, self.groups(columns)), FLOATS, role=Role.SCALES),
+            "weight": Part((rows, columns), (self.grid.storage,), role=Role.CODES),
         }
         if not self.grid.symmetric:
-            parts["weight_zero_point"] = Part((rows, self.groups(columns)), (torch.int8,))
+            parts["weight_zero_point"] = Part((rows, self.groups(columns)), (torch.int8,), role=Role.ZEROS)
         return parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
@@ -177,7 +183,7 @@ class Float8Rows(WholeCodes):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         parts = super().parts(rows, columns)
-        return {**parts, "weight_scale": Part((1,), FLOATS)} if self.one_scale else parts
+        return {**parts, "weight_scale": Part((1,), FLOATS, role=Role.SCALES)} if self.one_scale else parts
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
         tensors = super().tensors(quantized)
@@ -208,7 +214,10 @@ class Float8Blocks(WholeCodes):
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         assert self.grid.block is not None
         count = blocks_of((rows, columns), self.grid.block)
-        return {self.scales: Part(count, STORED_FLOATS), "weight": Part((rows, columns), (self.grid.storage,))}
+        return {
+            self.scales: Part(count, STORED_FLOATS, role=Role.SCALES),
+            "weight": Part((rows, columns), (self.grid.storage,), role=Role.CODES),
+        }
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
         return {self.scales: quantized.scale, "weight": quantized.codes}

@@ -22,6 +22,7 @@ from compress.weights.formats.codes import Codes
 from compress.weights.formats.sparse import column_dtype
 from compress.weights.formats.ternary import Binary
 from compress.weights.grid import Grid
+from compress.weights.roles import Role
 from compress.weights.terms import Format, Part, Term
 
 
@@ -40,7 +41,7 @@ class BinaryColumns(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "column": Part((self.chosen,), (column_dtype(columns),)),
+            "column": Part((self.chosen,), (column_dtype(columns),), role=Role.PLACES),
             **self.inside.parts(rows, self.chosen),
         }
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term
 
 
@@ -20,7 +21,7 @@ class Dense(Format):
     whole: ClassVar[str | None] = "weight"
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        return {"weight": Part((rows, columns), FLOATS, by_row=True)}
+        return {"weight": Part((rows, columns), FLOATS, by_row=True, role=Role.DENSE)}
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts["weight"]

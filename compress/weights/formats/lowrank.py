@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels import reference
 from compress.weights.grid import Grid, quantize, round_scale
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Tensors
 
 WHOLE_BITS, CODE_BITS = 16, 8
@@ -38,8 +39,12 @@ class LowRank(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         dtypes = FLOATS if self.bits == WHOLE_BITS else (torch.int8,)
-        factors = {"left": Part((rows, self.rank), dtypes, by_row=True), "right": Part((self.rank, columns), dtypes)}
-        return factors if self.bits == WHOLE_BITS else {**factors, "scale": Part((self.rank,), FLOATS)}
+        factors = {
+            "left": Part((rows, self.rank), dtypes, by_row=True, role=Role.FACTORS),
+            "right": Part((self.rank, columns), dtypes, role=Role.FACTORS),
+        }
+        scale = Part((self.rank,), FLOATS, role=Role.FACTORS)
+        return factors if self.bits == WHOLE_BITS else {**factors, "scale": scale}
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
         # In float64, where neither the order of the sum nor how many rows there are decides the last place.

@@ -20,6 +20,7 @@ from torch import Tensor
 from compress.errors import CheckpointError
 from compress.kernels import reference
 from compress.weights.grid import Grid
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 # Columns that fit into int16.
@@ -37,9 +38,9 @@ class SparseRows(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "row_count": Part((rows,), COUNTS),
-            "column": Part((self.entries,), (column_dtype(columns),)),
-            "value": Part((self.entries,), FLOATS),
+            "row_count": Part((rows,), COUNTS, role=Role.PLACES),
+            "column": Part((self.entries,), (column_dtype(columns),), role=Role.PLACES),
+            "value": Part((self.entries,), FLOATS, role=Role.OUTLIERS),
         }
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Sparse":

@@ -35,6 +35,7 @@ from compress.kernels.layouts.words24 import KEPT, QUAD
 from compress.weights.formats.codes import Codes, CodesFormat, Packed, packed_zeros
 from compress.weights.formats.dense import Dense
 from compress.weights.grid import Grid, Quantized
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Summand, Term
 
 # What this is called where a person chooses it.
@@ -72,8 +73,8 @@ class Sparse24(Format):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "value": Part((rows, half(columns)), FLOATS, by_row=True),
-            "position": Part((rows, position_words(columns)), (torch.int32,), by_row=True),
+            "value": Part((rows, half(columns)), FLOATS, by_row=True, role=Role.SURVIVORS),
+            "position": Part((rows, position_words(columns)), (torch.int32,), by_row=True, role=Role.MASKS),
         }
 
     def problem(self, rows: int, columns: int) -> str | None:
@@ -105,8 +106,8 @@ class PackedSparse24(CodesFormat):
         packed = Packed(grid=self.grid).parts(rows, columns)
         return {
             **packed,
-            "weight_packed": Part((rows, words_of(half(columns), self.grid.bits)), (torch.int32,)),
-            "position": Part((rows, position_words(columns)), (torch.int32,)),
+            "weight_packed": Part((rows, words_of(half(columns), self.grid.bits)), (torch.int32,), role=Role.CODES),
+            "position": Part((rows, position_words(columns)), (torch.int32,), role=Role.MASKS),
         }
 
     def problem(self, rows: int, columns: int) -> str | None:

@@ -11,6 +11,7 @@ Ternary codes of two bits need no format of their own: they are those of the nar
 compressed-tensors has a word for.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,6 +24,7 @@ from compress.kernels.layouts.trits import bytes_of, limits, pack_trits, unpack_
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.formats.codes import Codes, CodesFormat
 from compress.weights.grid import Grid, Quantized
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Part
 
 
@@ -61,10 +63,14 @@ class Ternary(FewLevels):
         if not self.grid.ternary:
             raise InputError("ternary codes are on the narrow, symmetric grid of 2 bits")
 
+    @property
+    def code_bits(self) -> float:
+        return math.log2(3)
+
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "weight_scale": Part((rows, self.groups(columns)), FLOATS),
-            "weight_packed": Part((rows, bytes_of(columns)), (torch.uint8,)),
+            "weight_scale": Part((rows, self.groups(columns)), FLOATS, role=Role.SCALES),
+            "weight_packed": Part((rows, bytes_of(columns)), (torch.uint8,), role=Role.CODES),
         }
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
@@ -95,8 +101,8 @@ class Binary(FewLevels):
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         return {
-            "weight_scale": Part((rows, self.groups(columns)), FLOATS),
-            "weight_packed": Part((rows, words_of(columns, 1)), (torch.int32,)),
+            "weight_scale": Part((rows, self.groups(columns)), FLOATS, role=Role.SCALES),
+            "weight_packed": Part((rows, words_of(columns, 1)), (torch.int32,), role=Role.CODES),
         }
 
     def pack(self, codes: Tensor) -> Tensor:

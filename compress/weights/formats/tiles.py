@@ -26,6 +26,7 @@ from torch import Tensor
 from compress.errors import CompressError
 from compress.kernels.layouts.words import pack_rows, unpack_rows, words_of
 from compress.weights.grid import Grid, encode_unsigned, working_dtype
+from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 # What holds the range of a tile's scales, and that of its zero points.
@@ -47,10 +48,10 @@ class Tiles(Format):
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = columns // self.group_size
         return {
-            "weight_packed": Part((rows, words_of(columns, self.bits)), (torch.int32,)),
-            "scale_packed": Part((words_of(rows * groups, self.scale_bits),), (torch.int32,)),
-            "zero_packed": Part((words_of(rows * groups, self.zero_bits),), (torch.int32,)),
-            "ranges": Part((-(-rows // self.tile_rows), groups, RANGES), FLOATS),
+            "weight_packed": Part((rows, words_of(columns, self.bits)), (torch.int32,), role=Role.CODES),
+            "scale_packed": Part((words_of(rows * groups, self.scale_bits),), (torch.int32,), role=Role.SCALES),
+            "zero_packed": Part((words_of(rows * groups, self.zero_bits),), (torch.int32,), role=Role.ZEROS),
+            "ranges": Part((-(-rows // self.tile_rows), groups, RANGES), FLOATS, role=Role.SCALES),
         }
 
     def bits_per_weight(self, dtype: torch.dtype) -> float:
