@@ -1,4 +1,4 @@
-"""What every kernel computes, in plain torch: the truth the kernels are tested against, and the path of last resort.
+"""Every kernel's result in plain torch: the truth the kernels are tested against, and the path of last resort.
 
 Shapes: M tokens, N outputs, K inputs, G groups of K / G consecutive inputs (G = 1: one scale per output channel).
 
@@ -108,7 +108,8 @@ def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtyp
 
 
 def weight_rounding(x_MK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] what `tolerance` lacks for a kernel that rounds its weights to `dtype`, or does not where `weight` is.
+    """[M, N] the addition to `tolerance` for a kernel that rounds its weights to `dtype`, or does not where `weight` is
+    rounded.
 
     A weight is off by half a unit in the last place, evenly spread: a standard deviation of eps / sqrt(12) of it. The
     sum of K of them is within ROUNDING_WIDTH eps sqrt(x^2 weight^2), fourteen times its own. Arguments fp64.

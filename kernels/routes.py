@@ -1,4 +1,4 @@
-"""Which kernel a product of given sizes gets on a device, and why not a faster one; nothing is computed.
+"""The kernel for a product of given sizes on a device, with the reasons against faster ones; nothing is computed.
 
 triton       the fused kernels                          dequantize   blocks of the weight by Triton, then cuBLAS
 cpu rows     C++, few tokens                            cpu slabs    C++, many tokens
@@ -32,7 +32,7 @@ from compress.kernels.operators.tiles import MANY
 
 
 class Route(NamedTuple):
-    """A kernel, and what speaks against each faster one."""
+    """A kernel, and the reasons against each faster one."""
 
     kernel: str
     why_not: tuple[str, ...]
@@ -54,7 +54,8 @@ def planar_route(
     int8_input: bool = False,
     zero: bool = False,
 ) -> Route:
-    """Of a weight in planar words of 4 or 8 bits; int8_input: x is rounded to int8; zero: there are zero points."""
+    """The route of a weight in planar words of 4 or 8 bits. int8_input: x is rounded to int8; zero: there are zero
+    points."""
     if device.type == "cpu":
         return _cpu_route("int8_activation" if int8_input else "weight_only", M, N, K, group_size, dtype)
     meta = torch.device("meta")
@@ -79,8 +80,8 @@ def planar_route(
 def why_not_batch_invariant(
     K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device, int8_input: bool = False
 ) -> list[str]:
-    """Reasons why a weight in planar words has no product that is batch-invariant (`ops`); empty when it has one. Int8
-    inputs always have: exact sums, whose scales are multiplied one by one."""
+    """Reasons why a weight in planar words has no batch-invariant product (`ops`); empty when it has one. With int8
+    inputs there always is one: exact sums, whose scales are multiplied one by one."""
     if int8_input:
         return []
     nothing = torch.empty(0, dtype=dtype, device="meta")
@@ -90,7 +91,8 @@ def why_not_batch_invariant(
 def experts_route(
     P: int, E: int, N: int, K: int, bits: int, group_size: int, dtype: torch.dtype, device: torch.device
 ) -> Route:
-    """Of P pairs of a token and one of E experts, whose weights are in planar words (`grouped.grouped_weight_only`)."""
+    """The route of P pairs, each of a token and one of E experts with weights in planar words
+    (`grouped.grouped_weight_only`)."""
     nothing = torch.empty(0, dtype=dtype, device="meta")
     fused = ops.why_not_weight_only(_tokens(P, K, dtype, device), Planar(nothing, nothing, None, group_size, bits))
     if not fused:
@@ -110,14 +112,14 @@ def strips_route(
     int8_input: bool = False,
     zero: bool = False,
 ) -> Route:
-    """Of a weight that is in planar words, or in strips where those are faster."""
+    """The route of a weight that is in planar words, or in strips where those are faster."""
     if device.type != "cpu" or why_not_lay_in_strips(N, K, bits, group_size, int8_input):
         return planar_route(M, N, K, bits, group_size, dtype, device, int8_input, zero)
     return _cpu_route(cpu_gemm.strips_operation(int8_input, dtype), M, N, K, group_size, dtype)
 
 
 def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of codes in tiles."""
+    """The route of codes in tiles."""
     if device.type == "cpu":
         return _cpu_route("tiles", M, N, K, group_size, dtype, why_not_strips(N, NIBBLE))
     ranges = torch.empty(0, dtype=dtype, device="meta")
@@ -130,7 +132,7 @@ def tiles_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, dev
 
 
 def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of 2:4 codes of 4 bits."""
+    """The route of 2:4 codes of 4 bits."""
     if device.type == "cpu":
         return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
     nothing = torch.empty(0, dtype=dtype, device="meta")
@@ -140,14 +142,14 @@ def sparse24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, 
 
 
 def pairs24_route(M: int, N: int, K: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of 2:4 pairs, of numbers or codes."""
+    """The route of 2:4 pairs, of numbers or codes."""
     if device.type == "cpu":
         return _cpu_route("sparse24", M, N, K, group_size, dtype, why_not_strips24(N))
     return Route("torch", (NO_KERNEL,))
 
 
 def sparse_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of sparse rows alone."""
+    """The route of sparse rows alone."""
     if device.type == "cpu":
         return _cpu_route("sparse_rows", M, N, K, -1, dtype)
     reasons = sparse.why_not_sparse(_tokens(M, K, dtype, device), torch.empty(0, dtype=dtype, device="meta"))
@@ -157,7 +159,7 @@ def sparse_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devic
 
 
 def with_entries(codes: Route, M: int) -> Route:
-    """Of codes that have this route, and sparse rows added to them."""
+    """The route of a weight whose codes have the given route and to which sparse rows are added. M: tokens."""
     if codes.kernel == "triton" and M > sparse.DECODE_TOKENS:
         return Route("dequantize with entries", (*codes.why_not, MANY))
     if codes.kernel in ("dequantize", "cpu rows", "cpu strips", "cpu slabs"):
@@ -167,7 +169,7 @@ def with_entries(codes: Route, M: int) -> Route:
 
 
 def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of int8 rows, with x rounded to int8."""
+    """The route of int8 rows, with x rounded to int8."""
     if device.type == "cpu":
         return _cpu_route("w8a8", M, N, K, -1, dtype)
     x_MK = _tokens(M, K, dtype, device)
@@ -176,14 +178,14 @@ def w8a8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device)
 
 
 def fp8_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of float8 rows, with x rounded to float8."""
+    """The route of float8 rows, with x rounded to float8."""
     weight = torch.empty(N, K, dtype=fp8.E4M3, device="meta")
     reasons = fp8.why_not_fp8(_tokens(M, K, dtype, device), weight)
     return Route(fp8.path_of(reasons), tuple(reasons))
 
 
 def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> Route:
-    """Of float8 with scales of blocks, with x rounded likewise."""
+    """The route of float8 with scales of blocks, with x rounded likewise."""
     reasons = fp8_blocks.why_not_fp8_blocks(_tokens(M, K, dtype, device))
     return Route(fp8_blocks.path_of(reasons), tuple(reasons))
 
@@ -191,7 +193,7 @@ def fp8_block_route(M: int, N: int, K: int, dtype: torch.dtype, device: torch.de
 def _cpu_route(
     operation: Operation, M: int, N: int, K: int, group_size: int, dtype: torch.dtype, rows: Sequence[str] = ()
 ) -> Route:
-    """rows: why there is no loop for so many outputs."""
+    """The route of a loop on the CPU. rows: reasons why there is no loop for so many outputs."""
     name = "torch" if rows else cpu_gemm.cpu_route(operation, M, N, K, group_size)
     reasons = [*rows, *cpu_gemm.why_not_sizes(operation, K, group_size), *cpu.why_not()]
     if dtype not in cpu_gemm.TYPES:

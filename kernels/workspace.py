@@ -26,7 +26,7 @@ CAPTURE_ACTIVE = 1
 
 
 class Owner(NamedTuple):
-    """Of a slice: a stream, and the capture that it is part of (0: none)."""
+    """The owner of a slice: a stream, and the capture that it is part of (0: none)."""
 
     device: torch.device
     capture: int
@@ -73,7 +73,7 @@ def _capture_of(stream: int) -> int:
 
 
 def owner_of(device: torch.device) -> Owner:
-    """Whose counters a kernel that is launched now counts in."""
+    """The owner of the counters for a kernel that is launched now: the current stream, within its capture."""
     if device.type != "cuda":
         return Owner(device, 0, 0)
     stream = torch.cuda.current_stream(device).cuda_stream

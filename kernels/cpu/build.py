@@ -1,8 +1,8 @@
-"""Builds a library for the processor it finds, once, and loads it: products (`cpu_gemm.cpp` and the units that it
+"""Builds a library for the processor at hand, once, and loads it: products (`cpu_gemm.cpp` and the units that it
 chooses from), loops over columns (`cpu_columns.cpp`), or operators that are linked to torch (`cpu_operators.cpp`).
 
-Nothing here raises, but for a COMPRESS_CPU that there is not: `why_not` says why not. A build, or the reason why there
-is none, is noted once (`compress.kernels.notes`).
+Nothing here raises, except for an unknown value of COMPRESS_CPU: `why_not` returns the reasons against a library. A
+build, or the reason why there is none, is logged once (`compress.kernels.notes`).
 
 The library lies in a private folder of the cache directory (`compress.kernels.private`) under a name that is a hash of
 everything it depends on: sources, flags, compiler and processor (a home directory may be shared by machines that
@@ -38,15 +38,15 @@ from compress.kernels.private import candidates, make_private, why_not_private
 
 
 class Unit(NamedTuple):
-    """A file to compile, and what is defined for it."""
+    """A file to compile, and the macros defined for it."""
 
     source: Path
     defined: tuple[str, ...] = ()
 
 
 class Library(NamedTuple):
-    """A library: what it is for, its files with what each is compiled for in turn, the headers that they include, and
-    about how many seconds of CPU time they take."""
+    """A library: a few words about it, its files with the macros of each of their compilations, the headers that they
+    include, and the approximate CPU seconds of a build."""
 
     about: str
     files: dict[str, tuple[str, ...]]
@@ -112,7 +112,7 @@ def _loaded(name: str) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
 
 
 def load_from_a_place(name: str, flags: tuple[str, ...] | None = None) -> tuple[ctypes.CDLL | None, tuple[str, ...]]:
-    """A library, from the first place where only this user can put one; or None and the reasons. flags: for another
+    """A library, from the first folder that only this user can write to; or None and the reasons. flags: for another
     processor than COMPRESS_CPU says."""
     refused: list[str] = []
     for folder in candidates(PRIVATE_FOLDER):
@@ -150,7 +150,7 @@ def sources(name: str) -> list[Path]:
 
 
 def target() -> str:
-    """What COMPRESS_CPU asks for. Raises InputError for what there is not."""
+    """The value of COMPRESS_CPU, `native` where it is not set. Raises InputError for one that is not allowed."""
     asked = os.environ.get("COMPRESS_CPU") or "native"
     if asked not in TARGETS:
         raise InputError(f"COMPRESS_CPU={asked}; allowed: {', '.join(TARGETS)}, or leave it out for native")
@@ -158,12 +158,12 @@ def target() -> str:
 
 
 def flags_for(name: str) -> tuple[str, ...]:
-    """What a compiler is told to build for a name of `TARGETS`."""
+    """The compiler flags for a name of `TARGETS`."""
     return (*FLAGS, *TARGETS[name])
 
 
 def machine_reasons() -> tuple[str, ...]:
-    """What speaks against building here, before a compiler is asked."""
+    """Reasons against building on this machine that need no compiler to find; empty when there are none."""
     if os.environ.get("COMPRESS_CPU_KERNELS") == "0":
         return ("COMPRESS_CPU_KERNELS=0 turns the compiled CPU kernels off",)
     system, machine = platform.system(), platform.machine()
@@ -175,7 +175,7 @@ def machine_reasons() -> tuple[str, ...]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, as Linux names it."""
+    """The processor's feature flags, as Linux names them; empty where it names none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -184,7 +184,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def compilers() -> list[list[str]]:
-    """Commands to try, in order: each is there, none twice."""
+    """Commands to try, in order: all of them exist, none occurs twice."""
     found: dict[str, list[str]] = {}
     for command in (os.environ.get("CXX", ""), *COMPILERS):
         words = shlex.split(command)
@@ -205,7 +205,7 @@ def openmp_of_torch() -> list[str]:
 
 
 def torch_of(name: str) -> list[str]:
-    """What a library that is linked to torch is compiled with."""
+    """The compiler's arguments for linking to torch; none for libraries that are not linked to it."""
     home = Path(torch.__file__).parent
     if name != "operators":
         return []
@@ -231,7 +231,7 @@ def build_and_load(
 
 
 def _load(path: Path, name: str) -> ctypes.CDLL:
-    """Raises CompileError for a library that cannot be loaded, and remembers it."""
+    """Load a library and keep it. Raises CompileError where it cannot be loaded, and records that."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

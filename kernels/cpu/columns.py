@@ -1,5 +1,5 @@
-"""The loops of `cpu_columns.cpp` on tensors: rounding a run of columns that make up for each other, descent on codes,
-and the search for a scale.
+"""The loops of `cpu_columns.cpp` on tensors: rounding a run of columns, each compensating for the errors of those
+before it, descent on codes, and the search for a scale.
 
 Shapes: K columns, B of them in a block, N outputs, G groups, g members of a group. float32 on a CPU, outputs side by
 side: every array is [columns, N].
@@ -69,11 +69,12 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Held:
-    """What is decided of K columns, and by what: codes [K, N], scale and zero [G, N], group_of [K].
+    """The decisions about K columns: codes [K, N], scale and zero [G, N], group_of [K], and their constraints.
 
-    kept [K, N]: the others have the code of 0; None: all. exact [K, N]: weights that have a value of their own, None:
-    none. price [N], where more of them may become exact: those whose error costs more than that, by cost_K. extra
-    [K, N] of the scales' dtype: what exact weights have beyond the code nearest to 0; None: their codes are 0.
+    kept [K, N]: weights that are not pruned; the others have the code of 0; None: all. exact [K, N]: weights that have
+    a value of their own; None: none. price [N]: more weights may become exact, those whose error costs more than this,
+    by cost_K; None: no more. extra [K, N] of the scales' dtype: the value of exact weights beyond the code nearest to
+    0; None: their codes are 0.
     """
 
     codes: Tensor
@@ -92,8 +93,8 @@ class Held:
 class Block:
     """Columns first ... first + B: target, value and change, [B, N] each; matrix [B, B], diagonal [B].
 
-    target, of a sweep: what a column aims at but for the feedback of those before it in a run; of descent: the
-    gradient. change, of a sweep: weight - value; of descent: what values have moved by.
+    target: in a sweep, the value that a column aims at before the feedback of earlier columns in its run; in descent,
+    the gradient. change: in a sweep, weight - value; in descent, the distance that values have moved.
     """
 
     first: int
@@ -106,27 +107,28 @@ class Block:
 
 @dataclass(frozen=True)
 class SweptBlock(Block):
-    """What a sweep has beside that: weight [B, N], and loss [N], which grows by diagonal (target - value)^2."""
+    """A block of a sweep, with weight [B, N], and loss [N], which grows by diagonal (target - value)^2."""
 
     weight: Tensor
     loss: Tensor
 
 
 def takes(x: Tensor, scale_dtype: torch.dtype) -> bool:
-    """Whether the loops can work on such tensors here: float32 on a CPU that they could be built for."""
+    """True for tensors that the loops can work on here: float32 on a CPU that they could be built for."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or scale_dtype not in TYPES:
         return False
     return not build.why_not("columns")
 
 
 def sweep_columns(block: SweptBlock, held: Held, begin: int, end: int) -> None:
-    """Decide columns begin ... end of a block one after another, each making up for the errors of those before it."""
+    """Decide columns begin ... end of a block one after another, each compensating for the errors of those before
+    it."""
     _call("sweep_columns", block, held, begin, end)
 
 
 def descend_columns(block: Block, held: Held) -> None:
-    """Move the codes of a block's columns, one after another, each to the one nearest its optimum where that is closer
-    than what it has."""
+    """Move the codes of a block's columns, one column after another, each to the code nearest its optimum where that is
+    closer than its present code."""
     _call("descend_columns", block, held, 0, len(block.target))
 
 
@@ -153,8 +155,8 @@ def _call(loop: Literal["sweep_columns", "descend_columns"], block: Block, held:
 def search_ranges(
     x_gN: Tensor, importance_g: Tensor | None, factors: Sequence[float], kind: Range, divisor: float, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """(scale, zero) [N] of N groups: of all shares of their whole range that of least squared error, weighted by
-    importance. divisor: what a range is divided by to be a scale."""
+    """(scale, zero) [N] of N groups: among the given shares of each group's whole range, the one of least squared
+    error, weighted by importance. divisor: turns a range into a scale."""
     members, count = x_gN.shape
     x_gN, tried = x_gN.contiguous(), torch.tensor(factors, dtype=torch.float32)
     scale_N, zero_N = x_gN.new_empty(count), x_gN.new_empty(count)

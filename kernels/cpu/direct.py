@@ -1,13 +1,13 @@
-"""Operators of C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips;
+"""Operators in C++. `compress::cpu_linear`: the product of x with 4- or 8-bit words, or with strips;
 `compress::cpu_w8a8`: with rows of int8.
 
     [..., N] = x weight^T + bias, in the dtype of x, bit for bit what `cpu.gemm` makes of the same tensors
 
-They are what a layer calls where no gradient is asked for: on the way to the loops Python takes longer than a small
-product does (`kernels.operators.register`). What is asked here at every call is written for that: each lookup is a
-share of it.
+Layers call them where no gradient is needed: for a small product, the Python code on the way to the loops takes longer
+than the product itself (`kernels.operators.register`). The checks here run at every call and are written for speed.
+
 A compiled graph holds an operator as one node. They are a small library of their own on torch's stable C interface
-(`cpu_operators.cpp`), built like the others at first use; where it cannot be, layers take Python's way.
+(`cpu_operators.cpp`), built like the others at first use; where it cannot be built, layers call the loops from Python.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from compress.kernels.cpu import gemm as cpu_gemm
 from compress.kernels.cpu.gemm import Operation
 from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
 
-DIMENSIONS = 4  # of what attention reads
+DIMENSIONS = 4  # of the tensors that attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
 # Holds what the library registers.
@@ -80,12 +80,12 @@ def _takes(operation: Operation, columns: int, group_size: int, _: tuple[str, ..
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def takes(operation: Operation, columns: int, group_size: int) -> bool:
-    """Whether the operator can be had for weights of these sizes."""
+    """True where the operator can be had for weights of these sizes."""
     return _takes(operation, columns, group_size, build.why_not())
 
 
 def serves(operation: Operation, x: Tensor, dtype: torch.dtype, columns: int, group_size: int = -1) -> bool:
-    """Whether an operator multiplies x [..., columns] by the weight of a layer that computes in `dtype`: on a CPU,
+    """True where an operator multiplies x [..., columns] by the weight of a layer that computes in `dtype`: on a CPU,
     without a gradient."""
     given: torch.dtype = x.dtype
     return (
@@ -110,7 +110,7 @@ def linear(
     group_size: int,
     input_group: int | None,
 ) -> Tensor:
-    """[..., N] = x weight^T + bias, where `serves` says so. The weight is the parts of a `pack.Planar`, or of a
+    """[..., N] = x weight^T + bias; only where `serves` is true. The weight is the parts of a `pack.Planar`, or of a
     `pack_strips.Strips`; input_group as in `strips.strips_linear`."""
     out: Tensor = _operators.cpu_linear.default(x, words, scale, zero, bias, bits, group_size, input_group)
     return out
@@ -126,7 +126,7 @@ def w8a8(
     input_zero: Tensor | None,
     symmetric: bool,
 ) -> Tensor:
-    """[..., N] = quantize(x) weight^T scaled + bias, where `serves` says so; arguments as of `ops.w8a8_linear`."""
+    """[..., N] = quantize(x) weight^T scaled + bias; only where `serves` is true; arguments as of `ops.w8a8_linear`."""
     sums = (weight_scale, row_sum, bias, input_scale, input_zero, symmetric)
     out: Tensor = _operators.cpu_w8a8.default(x, weight, *sums)
     return out
@@ -143,7 +143,7 @@ def _built() -> bool:
 
 
 def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attention` takes these: one query per sequence on a CPU, without a gradient."""
+    """True for tensors that `attention` takes: one query per sequence on a CPU, without a gradient."""
     dtype, sizes = query.dtype, query.shape
     here = query.device.type == "cpu" if is_compiling() else query.is_cpu
     if not (here and dtype in cpu_gemm.TYPES and len(sizes) == key.dim() == value.dim() == DIMENSIONS):
@@ -170,7 +170,7 @@ def attends(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> b
 
 
 def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is one that `attention` takes."""
+    """True for a mask that `attention` takes."""
     return (
         mask.dim() == DIMENSIONS
         and mask.dtype in (torch.bool, *cpu_gemm.TYPES)
@@ -181,11 +181,11 @@ def _masks(mask: Tensor, query: Tensor, key: Tensor) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale query key^T + mask) value of one token per sequence, in fp32 whatever the dtype, where `attends`
-    says so: [batch, 1, heads, value size].
+    """softmax(scale query key^T + mask) value of one token per sequence, in fp32 whatever the dtype; only where
+    `attends` is true: [batch, 1, heads, value size].
 
-    query: [batch, heads, 1, size]; key and value: [batch, key heads, keys, size], which as many heads share as there
-    are more heads than key heads; mask: of bools (False: not seen) or added, [batch or 1, heads or 1, 1, keys].
+    query: [batch, heads, 1, size]; key and value: [batch, key heads, keys, size], each shared by heads / key heads
+    consecutive heads; mask: of bools (False: not seen) or added, [batch or 1, heads or 1, 1, keys].
     """
     out: Tensor = _operators.cpu_attention.default(query, key, value, mask, scale)
     return out

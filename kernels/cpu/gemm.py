@@ -1,4 +1,4 @@
-"""The CPU products of `cpu_gemm.cpp` on tensors, and which of its loops runs for given sizes.
+"""The CPU products of `cpu_gemm.cpp` on tensors, and the choice among its loops for given sizes.
 
 Both loops read the words that every device reads (`pack.Planar`), strips of them (`pack_strips.Strips`) or plain int8.
 The crossovers were measured on processors with AVX-512, and with AVX2 alone: rows and strips are read front to back
@@ -33,7 +33,7 @@ Operation = Literal[
 ]
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-PAIRS = b"avx512-bf16"  # what the library says where it multiplies pairs of bfloat16
+PAIRS = b"avx512-bf16"  # in the library's instructions where it multiplies pairs of bfloat16
 # Tokens up to which the loop over rows is the faster one, with AVX-512 and with AVX2.
 ROWS_UP_TO: dict[Operation, int] = {"weight_only": 4, "int8_activation": 2, "w8a8": 4}
 ROWS_UP_TO |= {"strips": 8, "tiles": 8, "int8_strips": 64}
@@ -97,7 +97,8 @@ def why_not(operation: Operation, x: Tensor, scale: Tensor, group_size: int = -1
 
 
 def cpu_route(operation: Operation, M: int, N: int, K: int, group_size: int = -1) -> str:
-    """The name of what multiplies M tokens by a weight [N, K] on this CPU: rows, strips, slabs, torch, reference."""
+    """The name of the path that multiplies M tokens by a weight [N, K] on this CPU: rows, strips, slabs, torch,
+    reference."""
     if why_not_sizes(operation, K, group_size) or cpu.why_not():
         return "reference" if operation == "int8_activation" else "torch"
     if not by_rows(operation, M):
@@ -124,7 +125,7 @@ def rows_up_to(operation: Operation, library: ctypes.CDLL) -> int:
 
 
 def by_rows(operation: Operation, M: int) -> bool:
-    """Whether the loop over rows multiplies so many tokens."""
+    """True where the loop over rows multiplies so many tokens."""
     return rows_up_to(operation, cpu.library()) >= M
 
 
@@ -162,7 +163,7 @@ def _contiguous(entries: Entries | None) -> Entries | None:
 
 
 def _add_entries(filled: Arguments, entries: Entries | None) -> None:
-    """Give a call sparse rows, which must live until it returns."""
+    """Pass sparse rows to a call; they must live until it returns."""
     if entries is None:
         return
     filled.row_start, filled.column, filled.value = (tensor.data_ptr() for tensor in entries)
@@ -173,7 +174,7 @@ def _add_entries(filled: Arguments, entries: Entries | None) -> None:
 def call(
     name: Literal["weight_only", "int8_activation", "sparse_rows", "sparse24"], filled: Arguments, x_MK: Tensor
 ) -> Tensor:
-    """[M, N] in the dtype of x: what a loop makes of arguments that live until it returns."""
+    """[M, N] in the dtype of x: the result of a loop on arguments that live until it returns."""
     out_MN = x_MK.new_empty(filled.M, filled.N)
     filled.out = out_MN.data_ptr()
     if getattr(cpu.library(), name)(ctypes.byref(filled)):

@@ -18,7 +18,7 @@ INPUT_BLOCK: Block = (1, BLOCK)
 
 
 def blocks_of(shape: Sequence[int], block: Block) -> Block:
-    """How many blocks of rows and of columns a matrix has."""
+    """(Rows of blocks, columns of blocks) of a matrix; partial blocks count."""
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
@@ -41,7 +41,7 @@ def unblocked(blocks: Tensor, shape: Sequence[int], block: Block) -> Tensor:
 
 
 def block_rows(part: slice, height: int) -> slice:
-    """The rows of blocks that some rows are; `part` begins where a block does."""
+    """Convert a slice of rows to a slice of rows of blocks; `part` begins where a block does."""
     assert part.start % height == 0
     return slice(part.start // height, -(-part.stop // height))
 

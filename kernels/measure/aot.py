@@ -1,4 +1,4 @@
-"""What the shipped configurations compile to, for GPUs that are not there (`compiled`), against what there is time for.
+"""Compiles the shipped configurations for GPUs that are not there (`compiled`), and holds them against a time budget.
 
 So a machine without a GPU can refuse a kernel that spills, does not fit, misses the matrix instruction or spends more
 instructions per weight than memory bandwidth leaves room for. Needs a process in which Triton does not interpret.
@@ -65,7 +65,7 @@ ISSUED_PER_CLOCK = 128
 DTYPES = {"fp16": tl.float16, "bf16": tl.bfloat16}
 # Of SpQR's tiles.
 TILE_ROWS = 16
-# What kernels for experts take besides.
+# Additional arguments of kernels for experts.
 EXPERT_TYPES = dict.fromkeys(("pairs", "E", "G", "stride_we"), "i32")
 EXPERT_TYPES |= dict.fromkeys(("token_ptr", "start_ptr"), "*i32")
 # Tokens and outputs that reach every configuration of `fused` for K = 4096: split K, one program per tile, ...
@@ -361,7 +361,7 @@ def dequantize_tiles(arch: int, dtype: str, bits: int = 4, group: int = 16) -> R
 
 
 def sums(arch: int) -> Iterator[Report]:
-    """What sums of codes and sparse rows need beside the products of the codes."""
+    """Compile the additional kernels for sums of codes and sparse rows, beside the products of the codes."""
     for M in (1, MAX_BLOCK_M):
         yield sparse_product(arch, "bf16", M)
         yield tiles(arch, "bf16", M)

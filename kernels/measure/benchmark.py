@@ -1,8 +1,8 @@
-"""How fast the low-bit linears are, against what one would use without them and against other libraries.
+"""Measures the low-bit linears against dense products and against other libraries.
 
-Every candidate is first held to the product of its dequantized weights; one that is wrong is not timed, and one that
+Every candidate is first checked against the product of its dequantized weights; a wrong one is not timed, and one that
 cannot run is listed with the reason. Weights are rotated over enough copies that none is still in the cache when its
-turn comes. How the calls are timed: `timing`. What the times are held against: `ceilings`, `roofline`.
+turn comes. `timing` times the calls; `ceilings` and `roofline` give the limits that the times are held against.
 `compress bench` runs this.
 """
 
@@ -55,7 +55,7 @@ GROUP = 128
 # More than the last-level cache of the machines this runs on: 50 MiB of L2 on Hopper, 32 MiB of L3 per CPU complex.
 CACHE_BYTES = 128 * 2**20
 MAX_COPIES = 64
-# What the candidates of other libraries are called; all others are ours.
+# Prefixes of other libraries' candidates; all others are ours.
 THEIRS = ("torch.", "gemlite")
 WRONG = "wrong result"
 # {candidate: the same codes without outliers, or without zeros}, whose ratio is what outliers cost and what 2:4 gains.
@@ -165,7 +165,7 @@ def int4pack(weight: Operands, x: Tensor) -> Call:
 
 
 def dense_fp32(weight: Operands, x: Tensor) -> Call:
-    """What a model in fp32 runs: twice the memory of half precision, and no instructions for it."""
+    """The product of a model in fp32: twice the memory of half precision, and no instructions for it."""
     given, dense = x.float(), weight.dense.float()
     return lambda: torch.nn.functional.linear(given, dense)
 
@@ -233,7 +233,8 @@ def measure(
     rounds: int,
     ceilings: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[list[dict[str, Any]]]:
-    """For each M of `tokens` one entry per candidate: its times and what they mean, or the reason for their lack."""
+    """For each M of `tokens` one entry per candidate: its times and their evaluation, or the reason why it was not
+    timed."""
     count = min(MAX_COPIES, max(2, -(-CACHE_BYTES // (N * K // 2))))
     first = Operands(N, K, dtype, device, 0)
     weights = [first, *(deepcopy(first) for _ in range(count - 1))]

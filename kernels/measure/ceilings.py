@@ -1,4 +1,4 @@
-"""What a machine can do at best, measured in the run whose figures it is held against.
+"""The limits of a machine, measured in the same run as the figures that are held against them.
 
     copy, read          bytes per second between memory and the processor, far beyond its caches
     float32 ... int8    operations per second of a square product by the vendor's library; int8 is `torch._int_mm`

@@ -1,4 +1,4 @@
-"""Compile a kernel for a GPU that is not there, and read what came out: registers, spills, shared memory, instructions.
+"""Compile a kernel for a GPU that is not there, and read its registers, spills, shared memory and instructions.
 
 The compiler, the assembler and the disassembler all ship with Triton. Needs a process in which Triton does not
 interpret: the decorator decides at import.
@@ -23,7 +23,8 @@ AMPERE, ADA, HOPPER, BLACKWELL, GEFORCE = 80, 89, 90, 100, 120
 
 @dataclass(frozen=True)
 class Cost:
-    """What one compiled kernel takes. Bytes, except the counts of PTX instructions and the instructions per weight."""
+    """Resources of one compiled kernel. Bytes, except the counts of PTX instructions and the instructions per
+    weight."""
 
     registers: int
     stack: int

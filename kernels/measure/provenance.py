@@ -1,4 +1,4 @@
-"""What a figure needs beside it to be quoted: the command, the commit, the versions, the machine."""
+"""The origin of a figure, needed to quote it: the command, the commit, the versions, the machine."""
 
 import os
 import shlex
@@ -14,14 +14,14 @@ import torch
 from compress.kernels.cpu import build as cpu
 
 PACKAGES = ("torch", "triton", "transformers", "gemlite", "numpy")
-# What caps the instructions of our kernels and of those that torch calls.
+# Variables that cap the instructions of our kernels and of those that torch calls.
 CAPS = ("COMPRESS_CPU", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "sse4")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a time needs beside it. load: processes that wanted a processor in the last minute, where the system says
-    so. cpu_flags: what the processor has of vectors; caps: the variables that let less of it be used."""
+    """The origin of a time. load: processes that wanted a processor in the last minute, where the system says so.
+    cpu_flags: the processor's vector instructions; caps: the variables that restrict them."""
     return {
         **origin(device),
         "cpu_kernels": list(cpu.why_not()) or cpu.library().instructions().decode(),
@@ -32,8 +32,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """What any figure needs beside it. `commit` is None outside of a checkout, the version of a package that is not
-    installed is None too."""
+    """The origin of any figure. `commit` is None outside of a checkout; so is the version of a package that is not
+    installed."""
     tracked = _git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return {
         "command": shlex.join(["compress", *sys.argv[1:]]),
@@ -63,7 +63,7 @@ def _installed(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the checkout that holds this file."""
+    """The output of git for the checkout that holds this file; None where git fails."""
     words = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)

@@ -22,7 +22,7 @@ TILE_GROUP, TILE_ROWS = 16, 16
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call has to do at least. arithmetic: the name of the ceiling that its operations run under."""
+    """The least work of one call. arithmetic: the name of the ceiling that its operations run under."""
 
     bytes: int
     operations: int
@@ -51,7 +51,7 @@ HALVED_KINDS = ("2:4", "2:4 w8", "2:4 w4")
 
 
 def cost(kind: str, M: int, N: int, K: int, width: int, dtype: str, group: int) -> Cost:
-    """Of a product [M, K] x [N, K] -> [M, N]. width: bytes of x; dtype: its name; group: columns per scale."""
+    """The cost of a product [M, K] x [N, K] -> [M, N]. width: bytes of x; dtype: its name; group: columns per scale."""
     bits, scale_bytes, grouped = WEIGHTS[kind]
     kept = bits or 8 * width
     weight = N * K * (kept // 2 + 1 if kind in HALVED_KINDS else kept) // 8
@@ -87,7 +87,7 @@ Bound = Literal["memory", "compute"]
 
 
 def limit(need: Cost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float, Bound] | None:
-    """(least milliseconds, what binds); None where a ceiling could not be measured."""
+    """(least milliseconds, the binding resource); None where a ceiling could not be measured."""
     memory, compute = bandwidth(ceilings), peak(ceilings, need.arithmetic)
     if memory is None or compute is None:
         return None
@@ -96,7 +96,8 @@ def limit(need: Cost, ceilings: Mapping[str, Mapping[str, Any]]) -> tuple[float,
 
 
 def achieved(need: Cost, time_ms: float, ceilings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a time means: bytes and operations per second, what binds and the share of it that was reached."""
+    """The evaluation of a time: bytes and operations per second, the binding resource and the share of its limit
+    reached."""
     found = {
         "bytes": need.bytes,
         "operations": need.operations,

@@ -1,4 +1,4 @@
-"""How long calls take: candidates in turns, CUDA graphs and events on a GPU.
+"""Times calls: candidates in turns, with CUDA graphs and events on a GPU.
 
 On a GPU a round of a candidate is one CUDA graph with one call per copy of the weight, timed by events, so that the
 launch from Python is not what is measured (what cannot be captured is launched eagerly, and says so). The candidates
@@ -50,7 +50,7 @@ def capture(calls: list[Call], pool: Any = None) -> tuple[Callable[[], object], 
 
 
 def elapsed_ms(run: Callable[[], object], device: torch.device) -> float:
-    """One run of something, to its end on the device."""
+    """Milliseconds of one run, to its end on the device."""
     if device.type != "cuda":
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         began = clock()

@@ -89,7 +89,7 @@ class Problem:
 
 
 def candidates(problem: Problem, device: Device, shared: int) -> list[Choice]:
-    """What is worth compiling: the derived configuration first, then every tile and split that fits."""
+    """The configurations worth compiling: the derived one first, then every tile and split that fits."""
     derived = problem.derived(device)
     found: list[Choice] = [derived]
     tokens = [max(16, table.bucket(problem.M))] if problem.M <= 64 else [64, 128, 256]
@@ -248,7 +248,7 @@ def tune(
     path: Path | None = None,
     say: Callable[[str], object] = print,
 ) -> list[Entry]:
-    """Measure every problem and add what was found to a table, the user's by default, after each of them."""
+    """Measure every problem; after each, add its entry to a table, the user's by default."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     shared = int(getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED))
     origin = source(device)
@@ -268,7 +268,7 @@ def tune(
 
 
 def source(device: torch.device) -> dict[str, Any]:
-    """Where a figure comes from: device, versions, commit."""
+    """The origin of a figure: device, versions, commit."""
     whole = provenance(device)
     return {name: whole[name] for name in ("commit", "modified", "device", "versions", "cuda")}
 

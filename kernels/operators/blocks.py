@@ -14,20 +14,20 @@ from compress.kernels import reference
 
 Blocks = Iterable[tuple[slice, Tensor]]
 
-# What unpacking a block of rows may take, counted at so many bytes per weight: int32 codes and values beside them.
+# Bytes that unpacking a block of rows may take: per weight, int32 codes and the values beside them.
 UNPACKED_BYTES = 16 * 2**20
 BYTES_PER_WEIGHT = 8
 
 
 def row_blocks(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
-    """Blocks of rows that unpack into bounded memory. together: so many rows in a row stay in one block."""
+    """Blocks of rows that unpack into bounded memory. together: so many consecutive rows stay in one block."""
     step = max(1, UNPACKED_BYTES // (BYTES_PER_WEIGHT * columns) // together) * together
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch has a product of its own of these numbers on this CPU; where it has none it takes several times as
+    """True where torch multiplies matrices of this dtype natively on this CPU; elsewhere that takes several times as
     long as in fp32."""
     if dtype not in (torch.bfloat16, torch.float16):
         return True

@@ -26,7 +26,7 @@ _C: Any = torch._C
 
 
 def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call with these arguments has to pass the dispatcher, whatever for."""
+    """True for a call with these arguments that has to pass the dispatcher, for any of the reasons above."""
     recorded = torch.is_grad_enabled()
     for given in arguments:
         kind = type(given)
@@ -46,28 +46,28 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
 
 
 class Operator(Protocol):
-    """An operator: takes positional arguments. registered: what torch knows of it."""
+    """A torch operator that takes positional arguments. registered: torch's object for it."""
 
     registered: Any
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """The function on these arguments, by the shorter way where it serves."""
+        """Call the function with these arguments, bypassing the dispatcher where that is safe."""
         ...
 
     def register_fake(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The shape of the result, for tracing."""
+        """Register a function that returns the shape of the result, for tracing."""
         ...
 
     def register_autograd(
         self, backward: Callable[..., Any], *, setup_context: Callable[..., Any] | None = None
     ) -> None:
-        """The gradient, and what it needs of the arguments."""
+        """Register the gradient, and the function that saves the arguments it needs."""
         ...
 
 
 def operator(name: str) -> Callable[[Callable[..., Tensor]], Operator]:
-    """Register a function of tensors, numbers and None, which changes none of them, as the operator NAME. Whether
-    autocast is on has no say in what it computes."""
+    """Register a function of tensors, numbers and None as the operator NAME. It must change none of its arguments.
+    Autocast does not affect its computation."""
 
     def registering(of_tensors: Callable[..., Tensor]) -> Operator:
         @wraps(of_tensors)

@@ -88,7 +88,7 @@ def why_not_batch_invariant(x: Tensor, weight: Planar) -> list[str]:
 
 
 def refuse(what: str, reasons: list[str]) -> None:
-    """Raises InputError where there are reasons against what was asked for."""
+    """Raise InputError where there are reasons against a request."""
     if reasons:
         raise InputError(f"{what}: {'; '.join(reasons)}")
 
@@ -272,8 +272,8 @@ weight_only_gradient.register_autograd(_gradient_of_gradient, setup_context=_sav
 
 @cache
 def _int_mm_is_exact() -> bool:
-    """Whether torch's int8 product on this CPU is: without VNNI, oneDNN adds pairs of products up in 16 bits, which
-    saturate."""
+    """True where torch's int8 product on this CPU is exact: without VNNI, oneDNN adds pairs of products in 16 bits,
+    which saturate."""
     codes = torch.full((32, 64), -128, dtype=torch.int8)
     codes[::2] = 127
     return torch.equal(torch.ops.aten._int_mm(codes, codes.t()), reference.int8_matmul(codes, codes))

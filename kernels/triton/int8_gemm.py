@@ -51,7 +51,7 @@ _PRMT_BF16 = tl.constexpr(PRMT_BF16)
 
 @triton.constexpr_function
 def power8(DT: tl.dtype) -> float:
-    """What `unpack8` adds to the bytes."""
+    """The offset that `unpack8` adds to the bytes."""
     return -128.0 if DT == tl.bfloat16 else 1024.0
 
 
@@ -123,8 +123,8 @@ def finish_int8(
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Scale the sums acc [n, m] and store them to out [M, N]: of SPLIT_K programs the last to arrive does, for all.
-    m_read: of x, which token each m is."""
+    """Scale the sums acc [n, m] and store them to out [M, N]; of SPLIT_K programs the last to arrive does it, for all.
+    m_read: the token of x that each m reads."""
     if SPLIT_K > 1:
         if not arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N, SPLIT_K):
             return

@@ -37,13 +37,14 @@ TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 @triton.constexpr_function
 def power(bits: int, plane: int, dtype: tl.dtype) -> float:
-    """What unpacking adds to the codes of a plane."""
+    """The offset that unpacking adds to the codes of a plane."""
     return power4(plane, dtype) if bits == 4 else power8(dtype)
 
 
 @triton.jit
 def load_groups(ptr, block, n, N, K, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
-    """What COUNT consecutive groups of a block hold for rows n: a tuple of COUNT tensors. Past the end: the last."""
+    """The values of COUNT consecutive groups of a block for rows n: a tuple of COUNT tensors. Past the end: the last
+    group's."""
     STEP: tl.constexpr = BLOCK_K // COUNT
     last = (K - 1) // GROUP
     ptrs = ptr + n
@@ -251,8 +252,8 @@ def planar_kernel(
 def planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None = None, shape: Shape | None = None) -> Tensor:
     """[M, N] = x weight^T + bias on a GPU (or under the interpreter), in the dtype of x.
 
-    x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype. What is refused, and why, is
-    `ops.why_not_weight_only`'s; here it is asserted.
+    x fp16 or bf16 [M, K], contiguous along K; weight with scales of the same dtype. `ops.why_not_weight_only` refuses
+    other inputs, with reasons; here they are asserted.
     """
     (M, K), N = x_MK.shape, weight.words.shape[0]
     assert x_MK.stride(-1) == 1

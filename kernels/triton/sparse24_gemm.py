@@ -189,7 +189,7 @@ def sparse24_kernel(
 
 
 def scales_sums(shape: Shape, group_size: int, zero: bool) -> bool:
-    """Whether sums are scaled instead of weights: fewer instructions, but more registers, and there are enough of them
+    """True where sums are scaled instead of weights: fewer instructions, but more registers, of which there are enough
     only for 16 tokens without zero points. Groups have to be whole quarters."""
     return group_size != -1 and group_size % QUARTER == 0 and shape.block_m <= 16 and not zero
 

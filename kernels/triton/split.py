@@ -1,8 +1,8 @@
 """Several programs share a tile of the output: each multiplies a part of K, the last one adds the parts and goes on.
 
-Few tokens leave most of a processor idle without. Each program writes its partial sums, and the last to arrive (counted
-per tile) adds them in a fixed order: the result does not depend on timing. It also returns the counter to 0, so that
-nothing has to be cleared between calls. The grid is (N tiles, M tiles, SPLIT_K).
+Otherwise few tokens would leave most of a processor idle. Each program writes its partial sums, and the last to arrive
+(counted per tile) adds them in a fixed order: the result does not depend on timing. It also returns the counter to 0,
+so that nothing has to be cleared between calls. The grid is (N tiles, M tiles, SPLIT_K).
 """
 
 import torch
@@ -23,7 +23,8 @@ def _tile_ptrs(partial_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_
 
 @triton.jit
 def arrives_last(acc, partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr):
-    """Store the partial sums acc [BLOCK_N, BLOCK_M] of this program; whether all others of its tile have theirs."""
+    """Store the partial sums acc [BLOCK_N, BLOCK_M] of this program; true for the program that stores last of its
+    tile."""
     tile_ptrs = _tile_ptrs(partial_ptr, BLOCK_M, BLOCK_N, SPLIT_K)
     tl.store(tile_ptrs + tl.program_id(2) * BLOCK_N * BLOCK_M, acc)
     tl.debug_barrier()
@@ -44,20 +45,21 @@ def collect(partial_ptr, counter_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 
 def pieces(M: int, N: int, shape: Shape) -> list[slice]:
-    """M tokens in whole tiles of a configuration, so many at a time that there are counters for all that are split."""
+    """Slices of M tokens, in whole tiles of a configuration, small enough that there are counters for all tiles that
+    are split."""
     tiles = max(1, workspace.SLICE // triton.cdiv(N, shape.block_n))
     most = M if shape.split_k == 1 else tiles * shape.block_m
     return [slice(first, min(first + most, M)) for first in range(0, M, most)]
 
 
 def partials(out_MN: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """What it takes to split K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
+    """Buffers for a split of K: partial sums of `dtype` and zeroed counters; any tensor where nothing is split."""
     tiles = triton.cdiv(out_MN.shape[1], shape.block_n) * triton.cdiv(out_MN.shape[0], shape.block_m)
     return tile_partials(tiles, out_MN, shape, dtype)
 
 
 def tile_partials(tiles: int, out_MN: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same for a grid of so many tiles."""
+    """Buffers as of `partials`, for a grid of so many tiles."""
     if shape.split_k == 1:
         return out_MN, out_MN
     assert tiles <= workspace.SLICE

@@ -38,7 +38,7 @@ _LOP3_BF16 = tl.constexpr(LOP3_BF16)
 
 @triton.constexpr_function
 def power4(plane: int, DT: tl.dtype) -> float:
-    """What `unpack4` adds to the nibbles of a plane."""
+    """The offset that `unpack4` adds to the nibbles of a plane."""
     if DT == tl.bfloat16:
         return 128.0
     return 1024.0 if plane % 2 == 0 else 64.0

@@ -1,5 +1,5 @@
-"""Which compiled configuration runs a product of given sizes. Pure functions of sizes and device, so that graphs can
-be captured: what was measured to be fastest (`table`), or else what is derived here.
+"""Chooses the compiled configuration that runs a product of given sizes: the measured one (`table`), or else one
+derived here. Pure functions of sizes and device, so that graphs can be captured.
 
 Derived: the tiles are those whose compiled loops do not spill and take the fewest instructions per weight (`aot`), the
 splits fill the processors twice; neither has been tuned by measurement on a GPU. What an architecture has decides:
@@ -45,8 +45,8 @@ INVARIANT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Device:
-    """What a choice depends on: names to look up, the most specific first; streaming multiprocessors; compute
-    capability, 90 for 9.0."""
+    """The device that a choice depends on. names: to look up, the most specific first; processors: streaming
+    multiprocessors; capability: compute capability, 90 for 9.0."""
 
     names: tuple[str, ...] = ()
     processors: int = PROCESSORS
@@ -54,22 +54,22 @@ class Device:
 
     @property
     def hopper(self) -> bool:
-        """Whether it has wgmma, and the tensor memory accelerator as `int8_tma_gemm` was compiled for it."""
+        """True for a device with wgmma and the tensor memory accelerator that `int8_tma_gemm` is compiled for."""
         return self.capability // 10 == 9
 
     @property
     def tensor_memory(self) -> bool:
-        """Whether it has tcgen05."""
+        """True for a device with tcgen05."""
         return self.capability // 10 in (10, 11)
 
 
 def kind_of(op: str, bits: int, group_size: int, zero: bool, dtype: torch.dtype) -> Kind:
-    """What an entry of the table has to be of to run such a product; `table` says what the fields mean."""
+    """The key of the tuning table for such a product; `table` explains the fields."""
     return Kind(op, bits, group_size, zero, str(dtype).removeprefix("torch."))
 
 
 def choose(kind: Kind, M: int, N: int, K: int, device: Device) -> Choice:
-    """How the product of [M, K] and [N, K] runs."""
+    """The configuration that runs the product of [M, K] and [N, K]: measured if there is one, else derived."""
     found = table.lookup(kind, device.names, M, N, K)
     if found is not None and (found == DEQUANTIZE or _counted(found, M, N)):
         return found
@@ -79,19 +79,19 @@ def choose(kind: Kind, M: int, N: int, K: int, device: Device) -> Choice:
 
 
 def choose_shape(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
-    """The configuration of the fused kernel of a product that has no other way: w8a8, 2:4."""
+    """The configuration of a product that only a fused kernel computes: w8a8, 2:4."""
     chosen = choose(kind, M, N, K, device)
     assert isinstance(chosen, Shape)
     return chosen
 
 
 def invariant(kind: Kind, N: int, K: int, device: Device) -> Shape:
-    """The configuration of a batch-invariant product: the same for all numbers of tokens."""
+    """The configuration of a batch-invariant product, the same for any number of tokens."""
     return derived(kind, INVARIANT_TOKENS, N, K, replace(device, processors=device.processors // 2))
 
 
 def derived(kind: Kind, M: int, N: int, K: int, device: Device) -> Shape:
-    """The configuration of the fused kernel where nothing was measured."""
+    """The derived configuration of the fused kernel, from sizes and device alone."""
     if kind.op == "w8a8":
         return fused_w8a8(M, N, K, device)
     if kind.op == "int8_activation":
@@ -118,7 +118,7 @@ def fused(M: int, N: int, K: int, bits: int, group_size: int, device: Device) ->
 
 
 def fused_int8(M: int, N: int, K: int, bits: int, group_size: int, device: Device) -> Shape:
-    """The derived configuration of the kernel of planar words and int8 tokens, which by tcgen05 spills."""
+    """The derived configuration of the kernel for planar words and int8 tokens; its tcgen05 code spills."""
     if M <= 32 or (M <= 64 and device.hopper):
         return fused(M, N, K, bits, group_size, device)
     if M <= 64 or device.tensor_memory:
@@ -135,7 +135,8 @@ def grouped(shape: Shape, pairs: int, experts: int, N: int, steps: int, device: 
 
 
 def most_tiles(pairs: int, experts: int, block_m: int) -> int:
-    """Tiles of tokens that are enough, whichever expert each of the pairs has; pairs without expert are one more."""
+    """An upper bound on the tiles of tokens, however pairs are spread over experts; pairs without expert count as one
+    more."""
     used = min(experts + 1, pairs)
     return used + (pairs - used) // block_m
 
@@ -178,7 +179,7 @@ def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """What is known of a device; an H200 that nothing was measured on under the interpreter."""
+    """The description of a torch device; of one that is not CUDA (the interpreter), an H200 without measurements."""
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)
@@ -187,7 +188,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def _counted(shape: Shape, M: int, N: int) -> bool:
-    """Whether there are counters for all tiles that are split."""
+    """True where the workspace has counters for all tiles that are split."""
     return shape.split_k == 1 or _cdiv(M, shape.block_m) * _cdiv(N, shape.block_n) <= workspace.SLICE
 
 

@@ -1,4 +1,4 @@
-"""Which configuration was fastest where it was measured: a table of entries, looked up by device and sizes.
+"""The configurations that were measured to be fastest: a table of entries, looked up by device and sizes.
 
     {"format": 2, "about": "...", "entries": [
      {"op": "weight_only", "bits": 4, "group_size": 128, "zero": false, "dtype": "bfloat16",
@@ -57,10 +57,10 @@ class Shape:
     persistent: bool = False
 
     def scales_sums(self, group_size: int, bits: int = 4) -> bool:
-        """Whether scaling the sums takes fewer instructions than scaling the weights.
+        """True where scaling the sums takes fewer instructions than scaling the weights.
 
-        BLOCK_M multiply-adds per row and group against half a multiply per weight and what it takes to wait for each
-        matrix instruction; read off the compiled loops. A group is at most one step of the loop.
+        BLOCK_M multiply-adds per row and group against half a multiply per weight and the wait for each matrix
+        instruction; read off the compiled loops. A group is at most one step of the loop.
         """
         least = 2 if bits == 4 and group_size >= 64 else 4
         return group_size != -1 and least * self.block_m <= min(group_size, 128)
@@ -71,7 +71,7 @@ Choice = Shape | Literal["dequantize"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What products have in common that can share an entry: one compiled kernel, but for its configuration."""
+    """The properties shared by products that can use one entry: one compiled kernel, apart from its configuration."""
 
     op: str
     bits: int
@@ -85,7 +85,7 @@ Key = tuple[Kind, str, int]
 
 @dataclass(frozen=True)
 class Entry:
-    """What runs a product of these sizes, M a bucket, on a device."""
+    """The configuration that runs a product of these sizes on a device; M is a bucket."""
 
     kind: Kind
     device: str
@@ -100,7 +100,7 @@ class Entry:
         return self.kind, self.device, self.M
 
     def stored(self) -> dict[str, Any]:
-        """As an entry of the table."""
+        """The entry as JSON in the table."""
         given = asdict(self)
         return given.pop("kind") | given
 
@@ -116,12 +116,12 @@ def size_class(n: int) -> int:
 
 
 def user_table() -> Path:
-    """Where `tune` writes: in the cache directory of the user."""
+    """The file that `tune` writes, in the cache directory of the user."""
     return cache_directory() / "tuned.json"
 
 
 def parse(text: str, source: Path) -> list[Entry]:
-    """Entries of a table. InputError, naming the entry, for anything that could not run."""
+    """Entries of a table. Raises InputError, naming the entry, for anything that could not run."""
 
     def refuse(problem: str) -> InputError:
         return InputError(f"{source}: {problem}; delete the file or write it again with tune")
@@ -152,7 +152,7 @@ def _whole(value: object) -> TypeGuard[int]:
 
 
 def _problem(given: object) -> str | None:
-    """What keeps a JSON value from being an entry."""
+    """The reason why a JSON value is not a valid entry; None where it is."""
     if not isinstance(given, dict):
         return f"{given!r} is not an object"
     if given.get("op") not in OPS:
@@ -202,7 +202,7 @@ def read(path: Path) -> list[Entry]:
 
 def write(path: Path, entries: Iterable[Entry], about: str) -> None:
     """Add entries to the table in a file, replacing those of the same device and sizes. Raises InputError where the
-    file holds something else."""
+    file holds something other than a table."""
     merged = {(e.key, e.N, e.K): e for e in [*read(path), *entries]}
     content = {"format": FORMAT, "about": about, "entries": [e.stored() for e in merged.values()]}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,14 +242,14 @@ def _nearest(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Ch
 
 
 def lookup(kind: Kind, devices: tuple[str, ...], M: int, N: int, K: int) -> Choice | None:
-    """What was fastest for a product of M tokens, N outputs and K inputs; `devices` are the names of one device, the
-    most specific first. None where nothing like it was measured."""
+    """The fastest measured configuration for a product of M tokens, N outputs and K inputs. devices: names of one
+    device, the most specific first. None where no similar product was measured."""
     if not any(_tables()) or not min(M, N, K):
         return None
     return _nearest(kind, devices, bucket(M), N, K)
 
 
 def forget() -> None:
-    """Read the tables again at the next look-up."""
+    """Drop the tables from memory; the next look-up reads them again."""
     _tables.cache_clear()
     _nearest.cache_clear()
