@@ -1,4 +1,4 @@
-"""What an evaluation measures only where it is asked to: speed, memory, continuations. Of checkpoints, as they run."""
+"""The optional measurements of an evaluation: speed, memory and continuations of checkpoints, as they run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ NOT_ASKED = {
 
 @dataclass(frozen=True)
 class Asked:
-    """prompts: to continue; those of the text's beginnings where `continuations` is True and there are none. beside:
-    the reference's speed, where that was measured before and is not to be again."""
+    """The optional measurements asked for. prompts: texts to continue; with `continuations` and no prompts, beginnings
+    of the text. beside: the reference's speed, if it was measured before and is not to be measured again."""
 
     speed: bool = False
     memory: bool = False
@@ -50,7 +50,8 @@ def with_asked(
     trust_remote_code: bool,
     reporter: Reporter,
 ) -> Evaluation:
-    """An evaluation with what was asked for; why something could not be measured goes into `missing`, and is said."""
+    """The evaluation with the optional measurements added. The reason for each that failed is added to `missing` and
+    reported."""
     missing, target = dict(NOT_ASKED), find_device(device)
 
     def unmeasured(what: str, error: CompressError | InputError) -> None:
@@ -93,7 +94,7 @@ def with_asked(
 
 
 def speed_alone(model: str, device: str | torch.device | None = None, trust_remote_code: bool = False) -> SpeedResult:
-    """The speed of a checkpoint by itself, to be told beside those of others (`Asked.beside`). Raises InputError for a
+    """The speed of a checkpoint by itself, to compare with that of others (`Asked.beside`). Raises InputError for a
     model that generates nothing."""
     loaded = _loaded(model, find_device(device), trust_remote_code)
     with evaluating(loaded):

@@ -1,6 +1,6 @@
-"""What an evaluation has found, as one value: the terminal, `--json`, the page and its Markdown all show this.
+"""The results of an evaluation as one value, shown by the terminal, `--json`, the page and its Markdown.
 
-Whatever was not measured is None or not there, never zero; `missing` says why.
+Results that were not measured are None or absent, never zero; `missing` has the reasons.
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, and its standard error where one is known. token_error: that as if tokens were independent, which is how
-    llama.cpp states it (`compress.evaluation.quality.quality`). interval: 95 %, of a sample so small that 1.96 errors
-    to either side are not."""
+    """A value, and its standard error where one is known. token_error: the standard error as if tokens were
+    independent, as llama.cpp states it (`compress.evaluation.quality.quality`). interval: 95 %, of samples too small
+    for 1.96 errors to either side."""
 
     value: float
     error: float | None = None
@@ -25,8 +25,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Named:
-    """A model. name: as it was given, its class where it was in memory. dtype: of the arithmetic that was measured.
-    fingerprint: sha256 of what its weights and configuration are; None in memory."""
+    """A model. name: as it was given, or its class where it was given in memory. dtype: of the arithmetic in the
+    measurement. fingerprint: sha256 of its weights and configuration; None in memory."""
 
     name: str
     architecture: str
@@ -178,7 +178,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class SpeedResult:
-    """Of the model and of the reference. in_turns: whether rounds of the two were taken in turns; otherwise the
+    """The speed of the model and of the reference. in_turns: True where rounds of the two alternated; False where the
     reference was measured by itself, before. kernels: {kernel: layers}; fallbacks: {reason: layers}."""
 
     device: str
@@ -203,8 +203,8 @@ class Generation:
 
 @dataclass(frozen=True)
 class UnitSensitivity:
-    """Layers of the original that were tried together, by the names of the candidates: the relative error of their
-    output, and the KL of the model with them alone replaced, where that was measured."""
+    """The sensitivity of layers of the original that were tried together, by candidate: the relative error of their
+    output, and the KL of the model in which only they were replaced, where that was measured."""
 
     name: str
     layers: list[str]
@@ -214,9 +214,9 @@ class UnitSensitivity:
 
 @dataclass(frozen=True)
 class SensitivityResult:
-    """What was measured of the original when a budget was shared out between its layers. bits: per weight, of each
-    candidate; uniform_kl: of the model in which all layers are what a candidate makes of them. calibration, held_out:
-    what candidates were shown, and what KL was measured on."""
+    """The sensitivity measurements that shared out a budget between the layers of the original. bits: per weight, of
+    each candidate; uniform_kl: KL of the model with all layers compressed by one candidate. calibration: data shown to
+    the candidates; held_out: data that KL was measured on."""
 
     bits: dict[str, float]
     units: list[UnitSensitivity]
@@ -227,7 +227,7 @@ class SensitivityResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the record of the run says that made the checkpoint; None or empty where it was not made here."""
+    """The record of the run that made the checkpoint; None or empty where this tool did not make it."""
 
     command: str | None = None
     seconds: float | None = None
@@ -241,7 +241,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model costs and how good it is, beside its reference.
+    """The costs and the quality of a model, beside its reference.
 
     recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
     provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes. gap: by
@@ -285,12 +285,12 @@ class Evaluation:
 
     @property
     def reference_perplexity(self) -> float | None:
-        """That of the reference."""
+        """exp of the reference's mean negative log-likelihood per token."""
         return self.figure("reference_perplexity")
 
     @property
     def log_perplexity_ratio(self) -> float | None:
-        """The logarithm of the first over the second."""
+        """The logarithm of perplexity / reference_perplexity."""
         return self.figure("log_perplexity_ratio")
 
     @property
@@ -300,12 +300,12 @@ class Evaluation:
 
     @property
     def kl_median(self) -> float | None:
-        """Of the same, the median token."""
+        """KL(reference || model), nats, of the median token."""
         return self.figure("kl_median")
 
     @property
     def kl_p99(self) -> float | None:
-        """Of the same, the 99th percentile."""
+        """KL(reference || model), nats, the 99th percentile over tokens."""
         return self.figure("kl_p99")
 
     @property
@@ -320,10 +320,10 @@ class Evaluation:
 
     @property
     def bytes(self) -> int | None:
-        """Of the weight files."""
+        """Bytes of the weight files; None where the size is not known."""
         return None if self.size is None else self.size.bytes
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Of the compressed layers, scales included."""
+        """Bits per weight of the compressed layers, scales included; None where the size is not known."""
         return None if self.size is None else self.size.bits_per_weight

@@ -37,7 +37,8 @@ def _texts(
     note: Note,
     **windows: int | None,
 ) -> list[Text]:
-    """All texts in windows, those that are held out first. Raises InputError for what no model could be asked."""
+    """All texts in windows, those that are held out first. Raises InputError for texts that no model could be measured
+    on."""
     several = [held_out] if isinstance(held_out, str | Tensor) else list(held_out)
     if not several and (unused := [name for name, given in windows.items() if given is not None]):
         raise InputError(f"{unused[0]} is for text, and there is none; give one, or leave it out")
@@ -62,7 +63,7 @@ def _tasks(
 
 
 def _tokenizer(given: Any, *models: Model | None) -> Any:
-    """The one that was given, or that of the first model that was given by name."""
+    """The given tokenizer, or that of the first model given by name."""
     return first_tokenizer(*models) if given is None else given
 
 
@@ -188,7 +189,7 @@ def _evaluated(
 def _answers(
     prepared: Prepared | None, network: nn.Module, original: Original | None, reporter: Reporter
 ) -> list[TaskResult]:
-    """What a model says to the questions, and its original."""
+    """Results of the tasks: the model's answers, compared with its original's."""
     if prepared is None:
         return []
     step = Counted(reporter, prepared.total + (0 if original is None else original.questions))
@@ -200,7 +201,8 @@ def _answers(
 def _missing(
     original: Original | None, size: SizeResult | None, floors: object, texts: Sequence[Text]
 ) -> dict[str, str]:
-    """What was not measured, and why. floors: the reason, where there is no noise floor although it was asked for."""
+    """{measurement: reason why it is missing}. floors: the reason where a requested noise floor could not be
+    measured."""
     missing = missing_of(original is not None, size) | ({} if texts else {"texts": NO_TEXT})
     if original is not None and isinstance(original.sensitivity, str):
         missing["sensitivity"] = original.sensitivity
@@ -215,7 +217,7 @@ def _measured(
     floors: Sequence[dict[str, Figure]] | None,
     step: Callable[[int], None],
 ) -> list[TextResult]:
-    """The figures of a model on every text, and with them the noise floor there."""
+    """The figures of a model on every text, each with its noise floor."""
     results = []
     with evaluating(network):
         for i, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""Which models were measured, what made them, and where: what figures need beside them to be quoted."""
+"""The provenance of figures: the models measured, the runs that made them, and the machine."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -60,13 +60,13 @@ def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult 
 
 
 def missing_of(reference: bool, size: SizeResult | None) -> dict[str, str]:
-    """What was not measured, for there was nothing to measure it on."""
+    """{measurement: reason} for measurements that nothing was given for: the reference, the size on disk."""
     missing = {} if reference else {"reference": NO_REFERENCE}
     return missing if size is not None else {**missing, "size": IN_MEMORY}
 
 
 def evaluation_of(ours: Measured, theirs: Measured | None, device: torch.device) -> Evaluation:
-    """What is known of a model and its reference beside all figures: which they are, and where they were measured."""
+    """An evaluation without figures: the model and its reference, their sizes, the run, and the machine."""
     size, (recipe, run) = size_of(ours.given), run_of(ours.given)
     reference_size = None if theirs is None else size_of(theirs.given)
     return Evaluation(

@@ -1,5 +1,5 @@
-"""The original that a model is compared with: asked once for every text and every task, where what it says can be kept
-(`kept`, `tasks.kept`)."""
+"""The original that a model is compared with. It is asked once for every text and every task; answers that can be
+cached are (`kept`, `tasks.kept`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +25,8 @@ from compress.model.calls import evaluating
 
 
 class Original:
-    """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether what it says
-    may be kept; tasks: what is asked of it beside texts. Loads it, and lets its body go where nothing is left to be
-    asked."""
+    """A reference on some texts. device, dtype: of its arithmetic, as `loaded` has them; cache: whether its outputs may
+    be cached; tasks: asked beside the texts. Loads the model, and releases its body where every answer is cached."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class Original:
             self._prepare(network, cache)
 
     def _prepare(self, network: nn.Module, cache: bool) -> None:
-        """What is kept of each text, and whether there is anything left to ask."""
+        """Read the cached outputs for each text; keep the model only where some are missing."""
         model, texts = self.model, self.texts
         with evaluating(network):
             asked = predictor(network, texts[0].windows)
@@ -66,13 +65,13 @@ class Original:
 
     @property
     def network(self) -> nn.Module:
-        """The model itself, loaded again where it was let go."""
+        """The model itself, loaded again if it was released."""
         if self.asked is not None:
             return self.asked.network
         return loaded(self.model, self.dtype, self.device) if self.whole is None else self.whole
 
     def _answered(self, tasks: Prepared, parameter: Tensor, keeps: bool) -> list[tuple[Path | None, Answered | None]]:
-        """Of each task where its answers are kept, and those that are."""
+        """(Cache file, cached answers) of each task; None for what does not exist."""
         found: list[tuple[Path | None, Answered | None]] = []
         for task, pairs in zip(tasks.tasks, tasks.pairs, strict=True):
             place = None
@@ -83,13 +82,12 @@ class Original:
 
     @property
     def questions(self) -> int:
-        """How many steps of tasks are left to be asked."""
+        """The number of steps of tasks that are not yet answered."""
         left = [i for i, (_, known) in enumerate(self.answered) if known is None]
         return 0 if self.tasks is None else sum(map(self.tasks.steps, left))
 
     def answers(self, step: Callable[[int, str], None]) -> Answered:
-        """What it answers to the tasks: read, where that is kept, or asked, and kept where it can be. step: as in
-        `ask_tasks`."""
+        """The reference's answers: cached, or computed and cached where possible. step: as in `ask_tasks`."""
         found: Answered = []
         for i, (place, known) in enumerate(self.answered):
             if known is None:
@@ -101,7 +99,7 @@ class Original:
         return found
 
     def _places(self, asked: Predictor) -> list[Path | None]:
-        """Where what it says of each text is kept; nowhere, with a note, where it cannot be."""
+        """The cache files of the outputs on each text; None for all, with a note, where outputs cannot be cached."""
         assert isinstance(self.model, Source)
         why_not = "it brings code of its own, which may change" if self.model.code else asked.why
         if why_not:
@@ -115,7 +113,7 @@ class Original:
 
     @contextmanager
     def on(self, i: int) -> Iterator[Says]:
-        """What it says of text i: read, where that is kept, or asked, and kept where it can be."""
+        """The reference's outputs on text i: cached, or computed and cached where possible."""
         found, place = self.kept[i], self.places[i]
         if found is not None:
             yield found
@@ -130,7 +128,7 @@ class Original:
                 self.kept[i] = self._read(i)
 
     def floors(self, vocabulary: int, step: Callable[[int], None]) -> list[dict[str, Figure]] | str:
-        """The noise floor on every text (`noise`), or why there is none."""
+        """The noise floor on every text (`noise`), or the reason why there is none."""
         narrow = noise.own_dtype(self.model)
         if narrow is None:
             return noise.why_none(self.model)

@@ -1,8 +1,9 @@
-"""What the bytes of a checkpoint are: codes, scales, embeddings and so on, down to the headers of its files.
+"""Bytes of a checkpoint by component: codes, scales, embeddings and so on, down to the headers of its files.
 
-Counted from the headers and the lengths of the files, nothing else: the components add up to the bytes on disk exactly.
-A tensor belongs to one component: an embedding or head to that, whatever it is stored as; a part of a compressed layer
-to what the part is; any other to the dense weights, if it has two dimensions or more, or to norms and the rest.
+Counted only from the headers and the lengths of the files: the components add up to the bytes on disk exactly. A tensor
+belongs to one component: an embedding or head to `embeddings and head`, whatever its format; a part of a compressed
+layer to the component of that part; any other to the dense weights, if it has two dimensions or more, or to norms and
+the rest.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ def tables_of(source: Source) -> set[str]:
 
 
 def components(source: Source) -> list[Component]:
-    """Bytes by component, in a fixed order, those that there are; their sum is that of the weight files."""
+    """Bytes by component, in a fixed order, without empty components; their sum is that of the weight files."""
     stored, tables = stored_in(source), tables_of(source)
     kinds = {
         stored_layer.parts[part]: TABLES if name in tables else kind
@@ -84,7 +85,7 @@ def nominal_bits(source: Source) -> float | None:
 
 
 def size_result(source: Source) -> SizeResult:
-    """The size of a checkpoint as an evaluation has it, without the memory that loading it takes."""
+    """The size of a checkpoint for an evaluation, without the memory that loading it takes."""
     size = measure_size(source)
     return SizeResult(
         bytes=size.bytes,

@@ -1,4 +1,4 @@
-"""Which kernel every compressed layer of a checkpoint gets on a device, without loading a weight."""
+"""The kernel of every compressed layer of a checkpoint on a device, without loading a weight."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ TOKENS = (1, 16, 512)
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A layer: shape (N, K), {tokens: kernel}, why none of them is a faster one (empty: it is the fastest), and why
-    `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
+    """A layer: shape (N, K), {tokens: kernel}, the reasons against faster kernels (empty: it has the fastest), and the
+    reasons why `batch_invariant` of `compress.load` refuses it (empty: it does not)."""
 
     name: str
     shape: tuple[int, int]
@@ -29,8 +29,8 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class LibraryRow:
-    """A library of compiled loops: what it is for, the instructions that it uses (None: it is not there), and why it is
-    not there."""
+    """A library of compiled loops: its purpose, the instructions that it uses (None: it is not available), and the
+    reasons why it is not."""
 
     about: str
     instructions: str | None

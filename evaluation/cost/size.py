@@ -29,9 +29,9 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Size:
-    """bytes: the weight files, headers included. bits_per_weight: what a weight of a compressed layer takes with its
-    scales and zero points (of any tensor, where nothing is compressed). bits_per_parameter: the whole model. cache: how
-    keys and values are kept, where that is not as they are."""
+    """bytes: the weight files, headers included. bits_per_weight: of compressed layers, scales and zero points included
+    (of any tensor, where nothing is compressed). bits_per_parameter: of the whole model. cache: the format of keys and
+    values, None where they are not compressed."""
 
     bytes: int
     bits_per_weight: float
@@ -47,11 +47,11 @@ def tensor_sizes(source: Source) -> list[TensorSize]:
 
 
 def measure_size(source: Source) -> Size:
-    """Count a checkpoint."""
+    """The size of a checkpoint."""
     layers, caches = stored_in(source).layers, stored_in(source).caches
     tensors = tensor_sizes(source)
     with_parts = {name for stored in layers.values() for name in stored.parts.values()}
-    scales = set(_cache_holders(caches))  # no parameters of the model
+    scales = set(_cache_holders(caches))  # scales of caches are not parameters of the model
     compressed_bytes = sum(t.bytes for t in tensors if t.name in with_parts)
     compressed_weights = sum(math.prod(stored.shape) for stored in layers.values() if stored.shares is None)
     plain = [t for t in tensors if t.name not in with_parts]
@@ -88,7 +88,7 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
     holders |= _cache_holders(caches)
     recorded = (source.path / RECORD).exists()
     record = read_record(source.path) if recorded else {"layers": [], "left_alone": {}}
-    made: dict[str, list[Mapping[str, Any]]] = {}  # what each pass made of a layer, in their order
+    made: dict[str, list[Mapping[str, Any]]] = {}  # each layer's records, in the order of the passes
     for layer in record["layers"]:
         made.setdefault(layer["name"], []).append(layer)
     parts: dict[str, list[TensorSize]] = {}
@@ -116,7 +116,7 @@ def inspect_checkpoint(model: str) -> tuple[list[Row], Size]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts names as people count: layers.9 before layers.10."""
+    """A key that sorts names with numbers in numeric order: layers.9 before layers.10."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in name.split(".")]
 
 
@@ -127,7 +127,8 @@ def _cache_holders(caches: StoredCaches | None) -> dict[str, str]:
 
 
 def _pruned(layers: Sequence[Mapping[str, Any]]) -> str:
-    """How much of a layer is zero for good, where a pass has pruned it, and in which pattern."""
+    """The share of a pruned layer's weights that are zero, with its pattern, in words; empty where it was not
+    pruned."""
     masks = [layer["figures"] for layer in layers if "sparsity" in layer["figures"]]
     if not masks:
         return ""
@@ -144,7 +145,7 @@ def _loss(layers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _losses(layer: Mapping[str, Any], before: str) -> str:
-    """What a layer lost, beside what it would have by the baseline of its method; nothing where that is not known."""
+    """The layer's loss beside the loss of its method's baseline, in words; empty where no baseline was recorded."""
     kept = (("loss", "loss", ".2e"), ("rtn", "rtn_loss", ".2e"), ("wanda", "wanda_loss", ".2e"), ("damp", "damp", "g"))
     figures = layer["figures"]
     if not {"rtn_loss", "wanda_loss"} & figures.keys():

@@ -1,4 +1,4 @@
-"""Encoders: how far embeddings have moved, and whether they still say what people say of two sentences (STS).
+"""Encoders: the change of their embeddings, and the agreement of these with people's scores of two sentences (STS).
 
     cosine_mean, cosine_p01, cosine_min ...   of a sentence's embedding to the one that the reference gives it, -1 to 1
     spearman, reference_spearman              rank correlation of cos(embedding 1, embedding 2) with the scores of pairs
@@ -46,7 +46,7 @@ NAMES = (
 
 
 class Pair(TypedDict):
-    """Of a line of a file of pairs, what is read. score: the more alike, the larger; any scale."""
+    """The fields read from a line of a file of pairs. score: the more alike, the larger; any scale."""
 
     sentence1: str
     sentence2: str
@@ -55,7 +55,7 @@ class Pair(TypedDict):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A network, how it reads sentences, and how their embeddings are made."""
+    """A network, its tokenizer, and the pooling that makes an embedding of its hidden states."""
 
     network: Any
     tokenizer: Any
@@ -63,7 +63,8 @@ class Encoder:
 
     @torch.no_grad()
     def embeddings(self, sentences: Sequence[str]) -> Tensor:
-        """[S, D] float32 on the CPU, in the order of the sentences. Raises InputError for a model without any."""
+        """[S, D] float32 on the CPU, in the order of the sentences. Raises InputError for a model without hidden
+        states."""
         if self.tokenizer.pad_token is None:
             raise InputError("the tokenizer has no padding token, which sentences of several lengths need; set one")
         order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
@@ -87,7 +88,7 @@ class Encoder:
 
 
 def read_pairs(source: str | Path) -> list[Pair]:
-    """The lines of a file of pairs. Raises InputError, naming the line, for what is none."""
+    """The lines of a file of pairs. Raises InputError, naming the line, for one that is not a pair."""
     path = regular(path_of(str(source), "pairs"), "pairs")
     if not path.is_file():
         raise InputError(f"file of pairs {str(source)!r} does not exist; give JSONL of sentence1, sentence2, score")

@@ -1,4 +1,4 @@
-"""Gates: `kl_mean > 0.05` fails an evaluation of which that is true.
+"""Gates: `kl_mean > 0.05` fails an evaluation whose mean KL is above 0.05.
 
     gate     FIGURE (> | >= | < | <=) LIMIT
     FIGURE   a figure of `statistics`, on whichever held-out text meets the condition; gap.FIGURE (`Evaluation.gap`);
@@ -6,9 +6,9 @@
              tasks.NAME.FIGURE, of `OF_TASKS`: a number of that task, or with * for NAME of whichever task
     LIMIT    NUMBER, noise or NUMBER * noise: the noise floor of the same figure on the same text
 
-`tasks.*.interval_high < 0` fails what is worse than the original beyond chance, `kl_mean > 10 * noise` what is further
-from it than ten times its own rounding. A figure that was not measured, or is no number, fails its gate: nothing that
-was asked for is let through unseen.
+`tasks.*.interval_high < 0` fails a model that is worse than the original beyond chance, `kl_mean > 10 * noise` one that
+is further from it than ten times its own rounding. A figure that was not measured, or is not a number, fails its gate:
+no requested gate passes unchecked.
 """
 
 import math
@@ -36,7 +36,7 @@ WRITTEN = re.compile(r"\s*(.*?)\s*([<>]=?)\s*(.*?)\s*")
 OF_NOISE = re.compile(r"(?:(\S+)\s*\*\s*)?noise")
 OF_A_TASK = re.compile(r"tasks\.(.+)\.(\w+)")
 ANY = "*"
-# What a gate calls the numbers of a task.
+# Names of a task's numbers in gates.
 OF_TASKS: dict[str, Callable[[TaskResult], Figure | float | None]] = {
     "accuracy": lambda task: task.accuracy,
     "difference": lambda task: task.difference,
@@ -55,7 +55,7 @@ OF_TASKS: dict[str, Callable[[TaskResult], Figure | float | None]] = {
 
 @dataclass(frozen=True)
 class Gate:
-    """text: as it was written, which is its name. of_noise: whether the limit is that many times the noise floor."""
+    """text: the gate as written, which is its name. of_noise: True where the limit is a multiple of the noise floor."""
 
     text: str
     figure: str
@@ -64,7 +64,7 @@ class Gate:
     of_noise: bool = False
 
     def broken(self, found: Evaluation) -> str | None:
-        """Why an evaluation fails it, in a few words; None where it does not."""
+        """The reason why an evaluation fails the gate, in a few words; None where it passes."""
         seen = False
         for value, floor, where in _values(found, self.figure):
             seen = True
@@ -82,7 +82,7 @@ class Gate:
 
 
 def parse_gate(text: str) -> Gate:
-    """A gate as it is written. Raises InputError for one that is none, or of a figure that nobody knows."""
+    """Parse a gate. Raises InputError for text that is not a gate, and for an unknown figure."""
     match = WRITTEN.fullmatch(text)
     noise = OF_NOISE.fullmatch(match[3]) if match else None
     limit = _number((noise[1] or "1") if noise else match[3]) if match else None
@@ -102,7 +102,7 @@ def parse_gate(text: str) -> Gate:
 
 
 def broken_gates(found: Evaluation, gates: Sequence[Gate]) -> list[str]:
-    """What to say about the gates that an evaluation fails."""
+    """A line for each gate that an evaluation fails."""
     reasons = ((gate, gate.broken(found)) for gate in gates)
     return [f"gate {gate.text!r} failed: {reason}" for gate, reason in reasons if reason is not None]
 
@@ -116,7 +116,8 @@ def _number(word: str) -> float | None:
 
 
 def _values(found: Evaluation, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
-    """What was measured of a figure, its noise floor where there is one, and on what. None: it was to be there."""
+    """(value, noise floor, text or task) of a figure, wherever it was measured. A value or floor of None was not
+    measured."""
     if figure in SIZES:
         if found.size is not None:
             yield float(getattr(found.size, figure)), None, ""
@@ -141,7 +142,7 @@ def _values(found: Evaluation, figure: str) -> Iterator[tuple[float | None, floa
 
 
 def _of_tasks(found: Evaluation, name: str, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
-    """A number of the task of a name, or of all."""
+    """The same for a number of the task with a name, or of all tasks."""
     for task in found.tasks:
         if name in (ANY, task.name):
             value = OF_TASKS[figure](task)

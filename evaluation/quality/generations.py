@@ -1,4 +1,4 @@
-"""What a model and its reference say after the same prompts, greedily, and where they part."""
+"""Greedy continuations of the same prompts by a model and its reference, and the place where they diverge."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from compress.evaluation.document import Generation
 from compress.system.reading import regular
 
 TOKENS = 48
-PROMPTS, BEGINNING = 3, 24  # how many there are unless they are given, and the tokens of each
+PROMPTS, BEGINNING = 3, 24  # number of default prompts, and the tokens of each
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a text file that are not empty. Raises InputError where there is none."""
+    """The lines of a text file that are not empty. Raises InputError where all are empty."""
     file = regular(Path(path), "prompts")
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]

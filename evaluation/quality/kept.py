@@ -1,17 +1,16 @@
-"""What the reference says of a text, asked once: its last hidden states, kept in a file, from which its head makes the
-same logits again.
+"""A cache of the reference's last hidden states on a text, from which its head computes the same logits again.
 
-Hidden states are a row of D numbers a token where log-probabilities are V: 50 times fewer of Llama's. They are kept as
-they came, so the logits are those of the reference bit for bit, multiplied in chunks of the same size. A text of N
+Hidden states are a row of D numbers a token where log-probabilities are V: 50 times fewer for Llama. They are stored
+unchanged, so the logits are those of the reference bit for bit, multiplied in chunks of the same size. A text of N
 predicted tokens has two files in the cache directory (`compress.kernels.cache`), under `references`:
 
     KEY.states   [N, D] in the dtype of the arithmetic, no header
     KEY.json     {"format", "shape", "dtype", "sha256"}; written last: without it, the states are not there
 
-KEY is a hash of what the states depend on: the weights and the configuration (`Source.fingerprint`, which reads samples
-of the weight files), the dtype and the kind of device, the token ids and windows, the versions of torch and
-transformers. Files that are damaged are made anew, with a note. Deleting the folder deletes nothing that cannot be made
-again.
+KEY is a hash of everything that the states depend on: the weights and the configuration (`Source.fingerprint`, which
+reads samples of the weight files), the dtype and the kind of device, the token ids and windows, the versions of torch
+and transformers. Damaged files are computed anew, with a note. The folder can be deleted at any time: all of it can be
+computed again.
 """
 
 import hashlib
@@ -43,7 +42,7 @@ Note = Callable[[str], None]
 
 
 class About(TypedDict):
-    """KEY.json."""
+    """The content of KEY.json."""
 
     format: int
     shape: tuple[int, int]
@@ -52,12 +51,12 @@ class About(TypedDict):
 
 
 def folder() -> Path:
-    """Where all of it lies."""
+    """The folder of all cached references."""
     return cache_directory() / "references"
 
 
 def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
-    """KEY.json of what this model says of these windows."""
+    """The path KEY.json of this model's states on these windows."""
     parameter = next(asked.network.parameters())
     key = {
         "model": source.fingerprint(),
@@ -71,7 +70,7 @@ def place_of(source: Source, asked: Predictor, windows: Windows) -> Path:
 
 
 class Kept:
-    """Says what was kept. Raises CheckpointError where that is damaged."""
+    """Replays cached states. Raises CheckpointError where they are damaged."""
 
     def __init__(self, place: Path, windows: Windows, head: OutputHead) -> None:
         about: About = parse_json(place)
@@ -90,18 +89,18 @@ class Kept:
         self.dtype, self.head = dtype, head
 
     def states(self, batch: Batch) -> Tensor:
-        """[P, D] of the tokens of a batch."""
+        """[P, D] the states of the tokens of a batch."""
         count = int(batch.scored_BL.sum())
         return torch.from_numpy(np.array(self.bytes[batch.first : batch.first + count])).view(self.dtype)
 
     @torch.no_grad()
     def logits(self, states_CD: Tensor) -> Tensor:
-        """[C, V] by the reference's head."""
+        """[C, V] logits by the reference's head."""
         return logits_by(self.head, states_CD)
 
 
 def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | None:
-    """What is kept of a reference, None where nothing is, or nothing that can be used."""
+    """The cached states of a reference; None where there are none, or with a note where they are damaged."""
     if not place.exists():
         return None
     try:
@@ -112,7 +111,7 @@ def kept(place: Path, windows: Windows, head: OutputHead, note: Note) -> Kept | 
 
 
 class Keeping:
-    """Says what a model says, and writes it down. A disk that takes no more is noted, and ends the writing only."""
+    """Passes on a model's states and writes them to the cache. A disk error is noted, and ends only the writing."""
 
     def __init__(self, asked: Predictor, place: Path, note: Note) -> None:
         self.asked, self.place, self.note = asked, place, note
@@ -121,7 +120,7 @@ class Keeping:
         self.writing = True
 
     def states(self, batch: Batch) -> Tensor:
-        """As the model gives them."""
+        """The model's states of a batch."""
         states = self.asked.states(batch)
         self.width, self.dtype = states.shape[1], str(states.dtype).removeprefix("torch.")
         self.writing = self.writing and self.dtype in DTYPES
@@ -137,11 +136,11 @@ class Keeping:
         return states
 
     def logits(self, states_CD: Tensor) -> Tensor:
-        """As the model makes them."""
+        """The model's logits."""
         return self.asked.logits(states_CD)
 
     def finish(self) -> None:
-        """What was written gets its names."""
+        """Move the written file to its final name, and write KEY.json."""
         if not self.writing or self.scratch is None:
             return
         about = {
@@ -158,7 +157,7 @@ class Keeping:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Within, an error of the disk is noted, and nothing more is written."""
+        """Turn a disk error inside a context into a note, after which no more is written."""
         try:
             yield
         except OSError as error:
@@ -168,7 +167,7 @@ class Keeping:
 
 @contextmanager
 def keeping(asked: Predictor, place: Path, note: Note) -> Iterator[Says]:
-    """A model whose states are kept, once all within has succeeded."""
+    """A model whose states are cached, once everything inside the context has succeeded."""
     says = Keeping(asked, place, note)
     try:
         yield says

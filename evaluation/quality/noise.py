@@ -1,4 +1,4 @@
-"""The noise floor: what the rounding of the original's own arithmetic costs, on the scale of the figures of a model.
+"""The noise floor: the cost of rounding in the original's own arithmetic, in the same figures as a model's.
 
 A checkpoint of bfloat16 or float16 is run in that dtype by whoever uses it, and every product, norm and softmax is then
 rounded to 8 or 11 bits. Its figures against itself in float32, the same weights without that rounding, on the same
@@ -22,7 +22,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def own_dtype(reference: nn.Module | Source) -> torch.dtype | None:
-    """The 16-bit dtype that a reference is stored in; None where it is none."""
+    """The 16-bit dtype that a reference is stored in; None where it is not a 16-bit one."""
     if isinstance(reference, Source):
         config: Any = read_config(reference)
         dtype = getattr(config, "dtype", None)
@@ -32,7 +32,7 @@ def own_dtype(reference: nn.Module | Source) -> torch.dtype | None:
 
 
 def why_none(reference: nn.Module | Source) -> str:
-    """Why there is no floor."""
+    """The reason why there is no noise floor."""
     where = "is stored" if isinstance(reference, Source) else "in memory is"
     return f"the reference {where} in float32, as these figures are: its rounding cannot be told from theirs"
 

@@ -1,4 +1,4 @@
-"""What a language model predicts, a few tokens at a time: its last hidden states, and logits made of them in chunks.
+"""A language model's predictions, a few tokens at a time: its last hidden states, and logits made of them in chunks.
 
 Where the head of a model is found and checked (`compress.train.objective.heads`), its forward makes no logits: of [B,
 L, V] values there is never more than a chunk. Where it is not, logits are made by the forward, of all tokens of a
@@ -22,20 +22,21 @@ PROBED = 8  # tokens by which a head is checked
 
 
 class Says(Protocol):
-    """What is compared: states of a batch's predicted tokens [P, D], and logits [C, V] of some of them."""
+    """A source of predictions to compare: states of a batch's predicted tokens [P, D], and logits [C, V] of some of
+    them."""
 
     def states(self, batch: Batch) -> Tensor:
-        """In the order of `Batch.targets`."""
+        """The states of a batch, in the order of `Batch.targets`."""
         ...
 
     def logits(self, states_CD: Tensor) -> Tensor:
-        """float32 or wider."""
+        """Logits of some states, float32 or wider."""
         ...
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model, and its head where one is known; why: why not, otherwise."""
+    """A model, and its head where one is known. why: the reason where none is."""
 
     network: nn.Module
     head: OutputHead | None
@@ -43,7 +44,7 @@ class Predictor:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
-        """Last hidden states, [P, D]; logits as they come, [P, V], where no head is known."""
+        """Last hidden states, [P, D]; the model's logits, [P, V], where no head is known."""
         network: Any = self.network
         ids_BL = batch.ids_BL.to(next(network.parameters()).device)
         if self.head is None:
@@ -57,19 +58,19 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, states_CD: Tensor) -> Tensor:
-        """[C, V]."""
+        """[C, V] logits of some states."""
         return states_CD.float() if self.head is None else logits_by(self.head, states_CD)
 
 
 def logits_by(head: OutputHead, states_CD: Tensor) -> Tensor:
-    """What a head makes of hidden states, [C, V] in float32 or wider."""
+    """A head's logits of hidden states, [C, V] in float32 or wider."""
     whole = head.whole
     return whole.finish(whole.product(states_CD.to(whole.weight_VD.device)))
 
 
 @torch.no_grad()
 def predictor(network: nn.Module, windows: Windows) -> Predictor:
-    """A model in evaluation mode, with its head if it has one that can be told, by a forward of a few tokens."""
+    """A model in evaluation mode, with its head where a forward of a few tokens detects one."""
     device = next(network.parameters()).device
     probe = windows.ids_N[: min(PROBED, windows.length)].unsqueeze(0).to(device)
     head, why, _ = output_head(network, {"input_ids": probe})
@@ -78,7 +79,8 @@ def predictor(network: nn.Module, windows: Windows) -> Predictor:
 
 @torch.no_grad()
 def compared(log_q_CV: Tensor, log_p_CV: Tensor | None, targets_C: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What is kept of each token, float64 on the CPU, from log-probabilities of the model and of the reference."""
+    """(name, value per token) for each figure stored, float64 on the CPU, from log-probabilities of the model and the
+    reference."""
     at = targets_C.to(log_q_CV.device).unsqueeze(-1)
     yield "surprisal", -log_q_CV.gather(-1, at).squeeze(-1).double().cpu()
     if log_p_CV is None:

@@ -1,7 +1,7 @@
-"""What a model predicts of a text, beside what the original does, on the same windows.
+"""Measures a model's predictions of a text, beside its original's on the same windows.
 
-`windows` has the protocol, `statistics` the figures and their errors, `predictor` how logits are made and compared: in
-float32, of which the KL of a token has an error of about 1e-7 nats.
+`windows` has the protocol, `statistics` the figures and their errors, `predictor` the computation and comparison of
+logits: in float32, so that the KL of a token has an error of about 1e-7 nats.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from compress.evaluation.quality.windows import Windows
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of one model on some windows, by name (`statistics`); those against a reference are not there where none
-    was given."""
+    """Figures of one model on some windows, by name (`statistics`); those against a reference are absent where none was
+    given."""
 
     figures: dict[str, Figure]
     by_confidence: list[Band] = field(default_factory=list)
@@ -34,9 +34,9 @@ def measure(
     reference: Says | None = None,
     step: Callable[[int], None] = lambda windows: None,
 ) -> Quality:
-    """Evaluate a model on the windows of a text. step is told, after every batch, how many windows it had.
+    """Evaluate a model on the windows of a text. step(n) is called after every batch of n windows.
 
-    Of every token a few numbers are kept, never its distribution. Raises CompressError for logits that are no numbers.
+    A few numbers are stored per token, never its distribution. Raises CompressError for logits that are not numbers.
     """
     kept: dict[str, list[torch.Tensor]] = {}
     stretches = []

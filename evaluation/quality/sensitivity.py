@@ -1,4 +1,4 @@
-"""What the layers of the original lose by each of several schemes, where that has been measured for a budget."""
+"""Losses of the original's layers under several schemes, read from the latest measurement for a budget."""
 
 from compress.checkpoint.read.source import Source
 from compress.checkpoint.sensitivity import Sensitivity, sensitivity_of_model
@@ -11,7 +11,7 @@ IN_MEMORY = "the original was in memory, where nothing is kept of it"
 
 
 def sensitivity_of(original: Model) -> SensitivityResult | str:
-    """What was measured last of an original, or why there is nothing."""
+    """The latest sensitivity measurement of an original, or the reason why there is none."""
     if not isinstance(original, Source):
         return IN_MEMORY
     found = sensitivity_of_model(original.fingerprint())
@@ -19,7 +19,7 @@ def sensitivity_of(original: Model) -> SensitivityResult | str:
 
 
 def result_of(found: Sensitivity) -> SensitivityResult:
-    """What a report has of a table."""
+    """A table of sensitivities as the result shown in a report."""
     units = [
         UnitSensitivity(
             unit.name,

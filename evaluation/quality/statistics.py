@@ -102,7 +102,7 @@ def exponential(mean: Figure) -> Figure:
 
 
 def spread(name: str, values_N: Values, stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
-    """Mean, extremes and percentiles of what differs from token to token."""
+    """Mean, extremes and percentiles of a value per token."""
     ordered = np.sort(values_N)
     found = {f"{name}_mean": mean_of(values_N, stretch_N), f"{name}_max": Figure(float(ordered[-1]))}
     for word, share in PERCENTILES.items():
@@ -133,14 +133,14 @@ def correlation(x_N: Values, y_N: Values, stretch_N: NDArray[np.int64]) -> Figur
 
 
 def figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
-    """All figures, by name, from what was kept of each token: `surprisal` and, where there is a reference,
+    """All figures, by name, from the values stored per token: `surprisal` and, where there is a reference,
     `reference_surprisal`, `kl` and `same_top`."""
     windows = len(np.unique(stretch_N))
     return {name: of_few_windows(figure, windows) for name, figure in _figures_of(tokens, stretch_N).items()}
 
 
 def _figures_of(tokens: Mapping[str, Values], stretch_N: NDArray[np.int64]) -> dict[str, Figure]:
-    """The same without intervals."""
+    """The figures of `figures_of`, without Student's intervals."""
     x_N = tokens["surprisal"]
     found = {"perplexity": exponential(mean_of(x_N, stretch_N))}
     if "reference_surprisal" not in tokens:
@@ -178,7 +178,8 @@ def by_confidence(top_N: Values, kl_N: Values, stretch_N: NDArray[np.int64]) -> 
 
 
 def kl_histogram(kl_N: Values) -> Histogram:
-    """Of log10 of the KL; what is below the first edge, zero too, is in the first bin, what is above, in the last."""
+    """Counts of log10 of the KL. Values below the first edge, zero included, are in the first bin; those above the last
+    edge in the last."""
     tiny = np.finfo(np.float64).tiny
     logs = np.clip(np.log10(np.maximum(kl_N, tiny)), EDGES[0], EDGES[-1])
     counts, _ = np.histogram(logs, bins=np.array(EDGES))

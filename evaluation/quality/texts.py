@@ -30,7 +30,7 @@ COMPARED = ("perplexity", "log_perplexity_ratio", "kl_mean", "same_top")  # of t
 
 @dataclass(frozen=True)
 class Text:
-    """A text, what it is to the model, and its windows. notes: what the person should know about it."""
+    """A text, its role for the model, and its windows. notes: remarks for the user."""
 
     name: str
     role: Role
@@ -38,7 +38,7 @@ class Text:
     notes: tuple[str, ...] = ()
 
     def result(self, found: Quality, noise: dict[str, Figure] | None) -> TextResult:
-        """The figures on it, with what they were measured on."""
+        """The figures on the text, with its description."""
         windows = self.windows
         return TextResult(
             name=shown(self.name),
@@ -100,7 +100,7 @@ def gap(texts: list[TextResult]) -> dict[str, Figure]:
 
 
 def _difference(one: Figure, other: Figure) -> Figure:
-    """Of figures of two independent samples."""
+    """The difference of two figures from independent samples, with its error."""
     error, token_error = (
         None if a is None or b is None else (a * a + b * b) ** 0.5
         for a, b in ((one.error, other.error), (one.token_error, other.token_error))

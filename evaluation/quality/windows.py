@@ -1,4 +1,4 @@
-"""Which tokens of a text are predicted, and from which: the protocol of a measurement.
+"""The protocol of a measurement: the predicted tokens of a text, and the context of each.
 
     non-overlapping   |0 1 2 3|4 5 6 7|      every token after a window's first, from those before it in its window
     strided (2 of 4)  |0 1 2 3|              the first window as above; of each further one only the tokens that no
@@ -31,8 +31,9 @@ class Span(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Windows of one length. scored_BL: bool, at the place before each token that is predicted. first: how many tokens
-    of the text are predicted before these. stretch_P: which stretch of `length` tokens each predicted one is in."""
+    """Windows of one length. scored_BL: bool, True at the place before each predicted token. first: the number of the
+    text's predicted tokens before these. stretch_P: the number of the stretch of `length` tokens that each predicted
+    token is in."""
 
     ids_BL: Tensor
     scored_BL: Tensor
@@ -56,7 +57,7 @@ class Windows:
 
     @property
     def protocol(self) -> str:
-        """In words."""
+        """The protocol in words."""
         if self.stride == self.length:
             return (
                 f"non-overlapping windows of {self.length} tokens; every token after a window's first is predicted "
@@ -69,11 +70,11 @@ class Windows:
 
     @property
     def predicted(self) -> int:
-        """How many tokens are predicted."""
+        """The number of predicted tokens."""
         return sum(span.new for span in self.spans)
 
     def sha256(self) -> str:
-        """Of the ids and of the windows on them."""
+        """sha256 of the ids and of the windows on them."""
         return fingerprint({"ids": checksum(self.ids_N), "spans": self.spans})
 
     def batches(self, rows: int) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Tasks: how many questions a model answers rightly, beside its original on the same ones."""
+"""Tasks: the share of questions that a model answers rightly, beside its original on the same ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ Asked = tuple[TaskResult, Answers]
 
 
 def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> list[Task | Harness]:
-    """What is asked, read and checked before any model is loaded.
+    """Read and check tasks before any model is loaded.
 
     tasks: files of questions (`compress.evaluation.tasks.questions`), or lm-eval:NAME for a task of lm-eval. questions:
     at most so many of each, the first ones. Raises InputError for what cannot be asked.
@@ -58,11 +58,11 @@ class Prepared:
 
     @property
     def total(self) -> int:
-        """How many steps it takes to ask one model."""
+        """The number of steps to ask one model everything."""
         return sum(map(self.steps, range(len(self.tasks))))
 
     def steps(self, i: int) -> int:
-        """How many of them are of task i."""
+        """The number of steps of task i."""
         task = self.tasks[i]
         return task.total if isinstance(task, Harness) else len(self.pairs[i] or [])
 
@@ -80,7 +80,7 @@ def prepare_tasks(tasks: Sequence[Task | Harness], tokenizer: Any, configs: Sequ
 
 @torch.no_grad()
 def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
-    """What was asked, and what a model in memory answered. step(n, name): n more of `total` are done, of that task.
+    """The results of all tasks, with a model's answers. step(n, name): n more of `total` steps are done, of that task.
 
     Raises CompressError for a model that gives no numbers.
     """
@@ -89,7 +89,7 @@ def ask_tasks(prepared: Prepared, model: nn.Module, step: Callable[[int, str], N
 
 @torch.no_grad()
 def ask_task(prepared: Prepared, i: int, model: nn.Module, step: Callable[[int, str], None]) -> list[Asked]:
-    """The same of task i alone, which may be several of lm-eval."""
+    """The results of task i alone; a task of lm-eval may have several."""
     task, pairs = prepared.tasks[i], prepared.pairs[i]
     with evaluating(model):
         if isinstance(task, Task):
@@ -101,13 +101,13 @@ def ask_task(prepared: Prepared, i: int, model: nn.Module, step: Callable[[int, 
 
 
 def compare_tasks(ours: Sequence[Asked], theirs: Sequence[Asked] | None = None) -> list[TaskResult]:
-    """The figures of a model, paired with those of the reference where there are some."""
+    """The figures of a model, paired with those of the reference where there is one."""
     others = [None] * len(ours) if theirs is None else [answers for _, answers in theirs]
     return adjusted([result_of(asked, found, other) for (asked, found), other in zip(ours, others, strict=True)])
 
 
 def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[int, str], None]) -> Asked:
-    """What was asked and what the model answered, of a file of questions."""
+    """The result of a file of questions, with a model's answers."""
     asked = TaskResult(
         name=task.name,
         kind=task.kind.name,
@@ -122,7 +122,7 @@ def _ask(task: Task, pairs: Sequence[Pair], model: nn.Module, step: Callable[[in
 
 
 def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) -> list[Pair]:
-    """Context and choice, of every choice of every question."""
+    """The tokens of context and choice, for every choice of every question."""
     behind = appended(tokenizer, task.questions[0].context)
     pairs = [
         encode(tokenizer, question.context, f" {choice}", window, question.where, behind)
@@ -135,6 +135,6 @@ def _encoded(task: Task, tokenizer: Any, window: int | None, vocabulary: int) ->
 
 
 def _truncated(task: Task, pairs: Sequence[Pair]) -> int:
-    """Questions of which a part of the context was lost."""
+    """The number of questions that lost a part of their context."""
     lost = iter(pair.lost > 0 for pair in pairs)
     return sum(sum(next(lost) for _ in question.choices) > 0 for question in task.questions)

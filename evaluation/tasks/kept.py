@@ -1,4 +1,4 @@
-"""What the reference answered to tasks, asked once: a file for each task, beside what it says of texts
+"""A cache of the reference's answers to tasks: a file for each task, beside its states on texts
 (`compress.evaluation.quality.kept`).
 
     KEY.answers.json   {"format", "asked": [what was asked, as a TaskResult], "answers": [scores of questions]}
@@ -39,7 +39,7 @@ Answered = list[tuple[TaskResult, Answers]]
 
 @dataclass(frozen=True)
 class _Scores:
-    """`Answers` as JSON has them."""
+    """JSON of `Answers`."""
 
     score: list[float]
     norm: list[float] | None
@@ -48,7 +48,7 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _File:
-    """KEY.answers.json."""
+    """The content of KEY.answers.json."""
 
     format: int
     asked: list[TaskResult]
@@ -58,7 +58,7 @@ class _File:
 def place_of(
     source: Source, parameter: Tensor, task: Task | Harness, pairs: Sequence[Pair] | None, tokenizer: Any
 ) -> Path | None:
-    """KEY.answers.json of what this model answers to a task; None where it cannot be told what that depends on.
+    """The path KEY.answers.json of this model's answers to a task; None where it is not known what they depend on.
     parameter: one of the model as it is asked. pairs: the questions as tokens, of files."""
     libraries, asked = ["torch", "transformers"], task.fingerprint()
     if asked is None:
@@ -81,7 +81,7 @@ def place_of(
 
 
 def read_answers(place: Path, note: Note) -> Answered | None:
-    """What was kept; None where nothing is, or nothing that can be used."""
+    """The cached answers; None where there are none, or with a note where they are damaged."""
     if not place.exists():
         return None
     try:
@@ -100,7 +100,7 @@ def read_answers(place: Path, note: Note) -> Answered | None:
 
 
 def keep_answers(place: Path, asked: Answered, note: Note) -> None:
-    """Write down what a reference answered; a disk that takes nothing is noted."""
+    """Cache a reference's answers; a disk error is noted."""
     scores = [_Scores(_listed(a.score_N), _listed(a.norm_N), _listed(a.surprisal_N)) for _, a in asked]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""How probable a model finds a text behind another one: log p(continuation | context), many at a time.
+"""The probability of a text after another one by a model: log p(continuation | context), many at a time.
 
     log p = sum over the continuation's tokens c_i of log softmax(logits at the token before c_i)[c_i]
 
 Tokens are those of lm-eval (`loglikelihood`): blanks at the end of a context belong to the continuation; context and
-both together are encoded, and what is behind as many tokens as the context has is the continuation. What is longer
-than the model's window loses its beginning.
+both together are encoded, and the tokens beyond the context's number are the continuation. Text longer than the model's
+window loses its beginning.
 
 Texts of about one length share a batch, padded on the right, where a causal model does not look. Logits are made at
 the continuation's positions alone, `CHUNK_VALUES` at a time, where they are plainly those of the model's head
@@ -27,12 +27,12 @@ from compress.train.objective.heads import OutputHead, output_head
 
 LOGIT_VALUES = 2**26  # of a batch, at least of one text: 256 MiB of float32
 BATCH_TOKENS = 4096  # padding included; at least one text
-WINDOWS = ("n_positions", "max_position_embeddings", "n_ctx")  # what configurations call it
+WINDOWS = ("n_positions", "max_position_embeddings", "n_ctx")  # names of the window in configurations
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Token ids of a context and of what follows. lost: tokens of the context that the window has no room for."""
+    """Token ids of a context and of its continuation. lost: tokens of the context that the window has no room for."""
 
     context: list[int]
     continuation: list[int]
@@ -40,25 +40,25 @@ class Pair:
 
     @property
     def read(self) -> list[int]:
-        """What a model is given: all but the last token."""
+        """The model's input: all tokens but the last."""
         return (self.context + self.continuation)[:-1]
 
 
 class Likelihood(NamedTuple):
-    """log_prob: of all tokens of the continuation, nats. greedy: whether each of them is the most probable one."""
+    """log_prob: of all tokens of the continuation, nats. greedy: True where each of them is the most probable one."""
 
     log_prob: float
     greedy: bool
 
 
 def window_of(config: Any) -> int | None:
-    """How many tokens a model reads at once; None where its configuration does not say."""
+    """The number of tokens that a model reads at once; None where its configuration does not say."""
     inside = getattr(config, "text_config", None) or config
     return next((int(value) for name in WINDOWS if (value := getattr(inside, name, None))), None)
 
 
 def appended(tokenizer: Any, text: str) -> int:
-    """How many tokens a tokenizer puts behind every text, like </s>: nothing can follow there."""
+    """The number of tokens that a tokenizer appends to every text, like </s>: nothing can follow them."""
     bare, whole = (tokenizer.encode(text, add_special_tokens=added, verbose=False) for added in (False, True))
     starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
     return next((len(whole) - i - len(bare) for i in starts), 0)
@@ -87,9 +87,9 @@ def encode(tokenizer: Any, context: str, continuation: str, window: int | None, 
 def likelihoods(
     model: nn.Module, pairs: Sequence[Pair], step: Callable[[int], None] = lambda more: None
 ) -> list[Likelihood]:
-    """One for each pair, in their order. step(n) is called after every batch: n more are done.
+    """The likelihood of each pair, in their order. step(n) is called after every batch: n more are done.
 
-    Raises CompressError where the model's logits are no finite numbers.
+    Raises CompressError where the model's logits are not finite.
     """
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].read))  # the largest batch first: it fits, or fails
     device = next(model.parameters()).device
@@ -147,7 +147,7 @@ def _logits(
 
 
 def _rows(logits: Iterator[Tensor], targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability of each target, float64, and whether it is the most probable token, on the CPU."""
+    """The log-probability of each target, float64, and True where it is the most probable token, on the CPU."""
     log_probs, greedy, first = [], [], 0
     for logits_CV in logits:
         targets_C = targets_R[first : first + len(logits_CV)]

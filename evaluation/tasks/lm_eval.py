@@ -4,8 +4,8 @@
     from compress.evaluation.tasks.lm_eval import wrapped
     simple_evaluate(model=wrapped(compress.load("out"), tokenizer), tasks=["piqa"])
 
-Compressed layers run as they do everywhere, the softmax in float32. `ask` keeps what lm-eval finds of every question,
-so that two models are compared in pairs, as on questions from files.
+Compressed layers run as they do everywhere, the softmax in float32. `ask` returns lm-eval's score of every question, so
+that two models are compared in pairs, as on questions from files.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ NUMBERS = (bool, int, float, np.number)
 
 @dataclass(frozen=True)
 class Harness:
-    """Tasks of lm-eval that one name stands for, their questions loaded; the first `questions` of each are asked."""
+    """Tasks of lm-eval under one name, with their questions loaded; the first `questions` of each are asked."""
 
     name: str
     loaded: Mapping[str, Any]
@@ -45,17 +45,17 @@ class Harness:
 
     @property
     def total(self) -> int:
-        """How many questions are asked of a model."""
+        """The number of questions for one model."""
         counts = [len(task.eval_docs) for task in self.loaded["tasks"].values()]
         return sum(count if self.questions is None else min(count, self.questions) for count in counts)
 
     def words(self) -> list[str]:
-        """All that is known of each question that is asked."""
+        """Words that identify each question asked."""
         rows = (row for task in self.loaded["tasks"].values() for row in islice(task.eval_docs, self.questions))
         return [json.dumps(row, sort_keys=True, default=repr) for row in rows]
 
     def fingerprint(self) -> str | None:
-        """sha256 of how and what is asked; None where there are examples before a question, which it does not know."""
+        """sha256 of the questions and their protocol; None for few-shot tasks, whose examples are not known here."""
         tasks = self.loaded["tasks"]
         if any(task.get_config("num_fewshot") for task in tasks.values()):
             return None
@@ -92,7 +92,7 @@ def read_harness(name: str, questions: int | None = None) -> Harness:
 
 
 def wrapped(model: nn.Module, tokenizer: Any, batch_size: int = BATCH) -> Any:
-    """An lm-eval model (`HFLM`) of one in memory. batch_size: texts at a time, 1 or more."""
+    """An lm-eval model (`HFLM`) around a model in memory. batch_size: texts at a time, 1 or more."""
     from lm_eval.models.huggingface import HFLM
 
     with _quiet():
@@ -100,7 +100,7 @@ def wrapped(model: nn.Module, tokenizer: Any, batch_size: int = BATCH) -> Any:
 
 
 def ask(harness: Harness, model: nn.Module, tokenizer: Any) -> list[tuple[TaskResult, Answers]]:
-    """What was asked and what the model answered, for every task and each way that it reads answers.
+    """The results of every task, one for each way that it reads answers, with the model's answers.
 
     Raises CompressError where lm-eval fails, InputError for a task without a figure for each question.
     """
@@ -141,7 +141,7 @@ def ask(harness: Harness, model: nn.Module, tokenizer: Any) -> list[tuple[TaskRe
 
 
 def _answers(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[str, bool]) -> tuple[str, Answers]:
-    """The first metric of which more is better and that every question has as a number; and its name."""
+    """The name and the values of the first metric that is better when higher and has a number for every question."""
     names = samples[0]["metrics"]
     plain = [each for each in names if all(isinstance(sample[each], NUMBERS) for sample in samples)]
     metric = next((each for each in plain if higher.get(each)), None)
@@ -158,19 +158,19 @@ def _answers(name: str, samples: Sequence[Mapping[str, Any]], higher: Mapping[st
 
 
 def _finite(found: Sequence[Any]) -> bool:
-    """Whether the log-probabilities among what a model gave are numbers."""
+    """True where all log-probabilities among a model's responses are finite."""
     return all(math.isfinite(each[0]) for each in found if isinstance(each, tuple) and isinstance(each[0], float))
 
 
 def _fingerprint(samples: Sequence[Mapping[str, Any]]) -> str:
-    """sha256 of the questions as they were put, and of what is right."""
+    """sha256 of the questions as they were put, and of the right answers."""
     asked = [f"{each['doc_hash']} {each['prompt_hash']} {each['target_hash']}" for each in samples]
     return hashlib.sha256("\n".join(asked).encode()).hexdigest()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within: lm-eval keeps its bars, and what are no errors, to itself."""
+    """Suppress lm-eval's progress bars and log messages below errors."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""Tasks from local JSONL files: what is asked, and which answer is right.
+"""Tasks from local JSONL files: questions with their right answers.
 
-A line is a JSON object. What a file holds is told by the keys of its first line; all lines must have them:
+A line is a JSON object. The keys of the first line tell the kind of a file; all lines must have them:
 
     piqa             goal, sol1, sol2, label     label 0 or 1; or a file of labels beside it, as PIQA is published
     hellaswag        ctx, endings, label         label: index from 0; activity_label, ctx_a and ctx_b where there are
@@ -34,12 +34,13 @@ Row = Mapping[str, Any]
 
 
 class _WrongError(Exception):
-    """What is wrong with a line; the reader adds which one."""
+    """An error in a line; the reader adds the line's number."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """choices: what may follow the context, each behind a blank; answer: the index of the right one. where: its line"""
+    """choices: possible continuations of the context, each behind a blank; answer: the index of the right one. where:
+    its line."""
 
     context: str
     choices: tuple[str, ...]
@@ -49,8 +50,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Kind:
-    """A form of lines. keys: what tells it; label: the key of the right answer, which may lie in a file beside it.
-    parse: the context, the choices and the index of the right one. protocol: how that is put in words and scored."""
+    """A form of lines. keys: identify it; label: the key of the right answer, which may lie in a file beside it. parse:
+    returns the context, the choices and the index of the right one. protocol: its wording and scoring."""
 
     name: str
     scored: Literal["multiple choice", "cloze"]
@@ -61,7 +62,7 @@ class Kind:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """All that a line must have."""
+        """All keys that a line must have."""
         return self.keys if self.label is None else (*self.keys, self.label)
 
 
@@ -204,7 +205,7 @@ def _hellaswag(row: Row) -> tuple[str, Sequence[str], int]:
 
 
 def _plain(text: str) -> str:
-    """Without what HellaSwag's source, WikiHow, left in brackets."""
+    """HellaSwag's text without the bracketed markup of its source, WikiHow."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 

@@ -1,4 +1,4 @@
-"""From what models answered, question by question, to the figures of a task."""
+"""Figures of tasks from models' answers to each question."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from compress.evaluation.tasks.questions import CLOZE, Task
 
 @dataclass(frozen=True)
 class Answers:
-    """Of every question: its score, 1 where right and 0 where not; the same by log-probability per character; and
-    -log p of the word asked for. None: the task has no such thing."""
+    """Answers to the questions of a task: the score of each, 1 where right and 0 where not; the same by log-probability
+    per character; and -log p of the word asked for. None where the task has no such value."""
 
     score_N: Values
     norm_N: Values | None = None
@@ -25,17 +25,18 @@ class Answers:
 
     @property
     def binary(self) -> bool:
-        """Whether questions are right or wrong, and nothing between."""
+        """True where every question is either right or wrong."""
         return bool(np.isin(self.score_N, (0, 1)).all())
 
     @property
     def outcomes(self) -> str:
-        """A character for each question."""
+        """A character for each question: 1 for a right answer, empty where questions are not right or wrong."""
         return "".join("1" if score else "0" for score in self.score_N) if self.binary else ""
 
 
 def answers_of(task: Task, found: Sequence[Likelihood]) -> Answers:
-    """What log-probabilities of all continuations, question by question, say. Of equal ones the first is chosen."""
+    """Answers by the log-probabilities of all continuations, question after question. Among equal ones the first is
+    chosen."""
     if task.kind.scored == CLOZE:
         right = np.array([each.greedy for each in found], float)
         return Answers(right, surprisal_N=np.array([-each.log_prob for each in found]))
@@ -50,7 +51,7 @@ def answers_of(task: Task, found: Sequence[Likelihood]) -> Answers:
 
 
 def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskResult:
-    """`found`, which says what was asked, with the figures; with the paired ones where there is a reference."""
+    """`found`, the description of a task, with its figures; with paired ones where there is a reference."""
     found = replace(
         found,
         accuracy=share_of(ours.score_N),
@@ -62,7 +63,7 @@ def result_of(found: TaskResult, ours: Answers, theirs: Answers | None) -> TaskR
 
 
 def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
-    """The fields of a `TaskResult` that take two models."""
+    """The fields of a `TaskResult` that compare two models."""
     differences_N, difference = ours.score_N - theirs.score_N, difference_of(ours.score_N, theirs.score_N)
     made: dict[str, Any] = {
         "reference_accuracy": share_of(theirs.score_N),
@@ -83,7 +84,7 @@ def _compared(ours: Answers, theirs: Answers) -> dict[str, Any]:
 
 
 def adjusted(results: Sequence[TaskResult]) -> list[TaskResult]:
-    """With the p-values that Holm's method makes of those that there are."""
+    """The results with p-values adjusted by Holm's method, where there are any."""
     tested = [i for i, each in enumerate(results) if each.p_value is not None]
     made = list(results)
     for i, p in zip(tested, holm([results[i].p_value or 0.0 for i in tested]), strict=True):
