@@ -1,1 +1,1 @@
-"""What a model is made of: layers, blocks, attentions, the calls between them, and who feeds whom."""
+"""The parts of a model: layers, blocks, attentions, the calls between them, and the dataflow among them."""

@@ -1,7 +1,8 @@
-"""Attentions and their key-value caches: which modules fill one, and hooks that stand in between.
+"""Attentions and their key-value caches: finds the modules that fill one, and hooks between a module and its cache.
 
-An attention of transformers hands its new keys and values [B, H, T, D] to `cache.update` and multiplies what comes
-back. A `CacheHook` puts itself in between, whatever cache there is (growing, static, sliding, offloaded, none).
+An attention of transformers passes its new keys and values [B, H, T, D] to `cache.update` and multiplies by the keys
+and values that it returns. A `CacheHook` intercepts this call for any cache (growing, static, sliding, offloaded) and
+without one.
 """
 
 import inspect
@@ -16,15 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from compress.model.calls import without_data
 from compress.weights.caches import SCALES
 
-# What forwards of attentions call their cache.
+# Names of the cache argument in the forwards of attentions.
 ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
-# compressed-tensors rounds the cache of modules with one of these, whose class is called an attention.
+# compressed-tensors rounds the cache of modules that have one of these and "attention" in the name of their class.
 KNOWN_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 
 
 class CacheHook:
-    """Stands between an attention and its cache (a hook before forward, with keywords). argument, position: where the
-    attention gets its cache."""
+    """A hook between an attention and its cache (a forward pre-hook, with keywords). argument, position: the name and
+    the position of the attention's cache argument."""
 
     def __init__(self, argument: str, position: int) -> None:
         self.argument, self.position, self.active = argument, position, True
@@ -32,7 +33,7 @@ class CacheHook:
     def keep(
         self, attention: nn.Module, cache: Any, keys: Tensor, values: Tensor, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand new keys and values to the cache (None: there is none); returns all that are kept."""
+        """Pass new keys and values to the cache (None: there is none). Returns all keys and values kept."""
         raise NotImplementedError
 
     def __call__(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,7 +62,7 @@ class _Between:
 
 
 class SeeCache(CacheHook):
-    """Shows new keys and values to somebody and changes nothing."""
+    """A hook that calls `see` with new keys and values and changes nothing."""
 
     def __init__(self, see: Callable[[Tensor, Tensor], None], argument: str, position: int) -> None:
         super().__init__(argument, position)
@@ -75,8 +76,8 @@ class SeeCache(CacheHook):
 
 
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:
-    """The name and position of the argument in which an attention gets its cache; None where it takes none, or fills
-    it with something else than keys and values (the state of a convolution or a linear attention, an index)."""
+    """(Name, position) of an attention's cache argument. None for a module that takes no cache, or fills it with
+    something other than keys and values (the state of a convolution or of a linear attention, an index)."""
     if not hasattr(module, "layer_idx") or not _calls_update(type(module)):
         return None
     names = list(inspect.signature(module.forward).parameters)
@@ -84,7 +85,7 @@ def cache_argument(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _calls_update(kind: type[nn.Module]) -> bool:
-    """Whether the code of a class names `update`, by which a cache gets keys and values."""
+    """True for a class whose code names `update`, the method by which a cache gets keys and values."""
     members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
     functions = (inspect.unwrap(member) for member in members if inspect.isfunction(member))
     return any("update" in function.__code__.co_names for function in functions)
@@ -107,7 +108,7 @@ def hold_scales(attention: nn.Module, scales: Sequence[Tensor], persistent: bool
 
 @contextmanager
 def seeing_caches(seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) -> Iterator[None]:
-    """Within: what attentions hand to their caches is shown to a function of each, (keys, values)."""
+    """In the body, calls a function of each attention with the (keys, values) that it passes to its cache."""
     handles = []
     for attention, see in seen.items():
         found = cache_argument(attention)
@@ -121,16 +122,17 @@ def seeing_caches(seen: Mapping[nn.Module, Callable[[Tensor, Tensor], None]]) ->
 
 
 def has_cache_format(attention: nn.Module) -> bool:
-    """Whether readers of compressed-tensors round the cache of this module: they know it by its names."""
+    """True where readers of compressed-tensors round the cache of this module: they recognise it by names."""
     named = "attention" in type(attention).__name__.lower() and any(hasattr(attention, n) for n in KNOWN_PROJECTIONS)
     found = cache_argument(attention)
     return named and found is not None and found[0] != "layer_past"
 
 
 def head_sizes(model: nn.Module) -> set[int]:
-    """The sizes of heads in the caches of a model of tokens, from one forward on tensors without data, as far as that
-    goes: what depends on data ends it. Of a sharded model, an empty one of its configuration is asked: a forward that
-    ends half-way would leave FSDP's state behind."""
+    """The head sizes in the caches of a model of tokens, from one forward on tensors without data. The forward may end
+    early, at the first operation that depends on data; head sizes seen before count. A sharded model is replaced by an
+    empty one of the same configuration, since a forward that ends early would leave FSDP in the middle of its state.
+    """
     sizes: set[int] = set()
     if isinstance(model, FSDPModule):
         own: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
@@ -145,6 +147,6 @@ def head_sizes(model: nn.Module) -> set[int]:
         try:
             with without_data() as mode:
                 model(input_ids=mode.from_tensor(torch.zeros(1, 2, dtype=torch.long, device=device)), use_cache=False)
-        except Exception:  # noqa: BLE001 - whatever tracing cannot do: what was seen before it counts
+        except Exception:  # noqa: BLE001 - tracing may fail in any way; sizes seen before it count
             pass
     return sizes

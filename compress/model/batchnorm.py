@@ -1,15 +1,15 @@
-"""Folding batch norms into the layers before them, which leaves the function as it was and a layer less to compute.
+"""Folds batch norms into the layers before them: the function stays the same, with fewer layers to compute.
 
 In evaluation a batch norm is a scale and a shift of each channel, so with the layer y = W x + b before it,
 
     gamma (y - mean) / sqrt(var + eps) + beta  =  W' x + b'        f = gamma / sqrt(var + eps)
     W'_n = f_n W_n                b'_n = beta_n + f_n (b_n - mean_n)                        (Jacob et al. 2018, 3.2)
 
-Which norm follows which layer is seen in one forward pass, not read from names: the norm's input is, as an object, the
-layer's output, and no other operation and not the model's output ever touches that tensor. Fold before quantizing.
+The layer of each norm is found in one forward pass, not by names: the norm's input is the same object as the layer's
+output, no other operation reads that tensor, and it is no output of the model. Fold before quantizing.
 
-A folded model has no batch norms, and biases where there were none: it is for memory, or to be saved whole. A library
-that rebuilds the model from a configuration and then looks for its parameters has no place for them.
+A folded model lacks batch norms and has new biases. Keep it in memory or save it whole: a library that rebuilds the
+model from its configuration makes no parameters for the new biases.
 """
 
 from collections.abc import Mapping
@@ -26,25 +26,26 @@ from compress.model.calls import evaluating
 from compress.model.layers import Layer, is_layer
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# The fold rounds once per weight and bias; a forward pass adds that up over the layers.
+# Largest allowed change of the output, in units of eps. The fold rounds each weight and bias once; a forward pass
+# accumulates these errors over the layers.
 STEPS = 2**12
 
 
 @dataclass(frozen=True)
 class BatchNormFolds:
-    """folded: {norm: the layer that it went into}; left_alone: {norm: why it stays}."""
+    """The result of `fold_batch_norm`. folded: {norm: its layer}; left_alone: {norm: the reason why it stays}."""
 
     folded: Mapping[str, str] = field(default_factory=dict)
     left_alone: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Watch(TorchDispatchMode):
-    """Who reads the outputs of layers: the batch norm that is running, or an operation outside of any."""
+    """Records the readers of each layer's output: the running batch norm, or an operation outside of all norms."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer_of: dict[int, str] = {}
-        self.kept: list[Tensor] = []  # alive, so that identity means something
+        self.kept: list[Tensor] = []  # kept alive, so that no id is used twice
         self.calls: dict[str, int] = {}
         self.inputs: dict[str, str | None] = {}
         self.readers: dict[str, set[str]] = {}
@@ -79,11 +80,12 @@ class _Watch(TorchDispatchMode):
 
 
 def fold_batch_norm(model: nn.Module, batch: Mapping[str, Any]) -> BatchNormFolds:
-    """Fold every batch norm of a model in memory that can be, in place, and say why the others stay.
+    """Fold every batch norm of a model that can be folded, in place. Returns the folds, and reasons for the other
+    norms.
 
-    batch: a few samples as the model's inputs, like {"pixel_values": images}; what they are does not matter, only
-    that the model runs through the same layers as it always does. Raises CompressError, with the model as it was,
-    where the fold would change what it computes.
+    batch: a few samples as the model's inputs, like {"pixel_values": images}. Their values do not matter, but the model
+    must run through the same layers as it always does. Raises CompressError, and restores the model, where the fold
+    would change its output; InputError for a batch that is no mapping.
     """
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch is {type(batch).__name__}; give a dictionary of the model's inputs")
@@ -103,7 +105,7 @@ def fold_batch_norm(model: nn.Module, batch: Mapping[str, Any]) -> BatchNormFold
 
 
 def fold_into(layer: Layer, norm: nn.Module) -> None:
-    """Give a layer the weight and bias that stand for itself and the norm; computed in float64."""
+    """Give a layer the weight and bias of the layer and the norm together, computed in float64."""
     assert isinstance(norm, NORMS)
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -122,7 +124,7 @@ def fold_into(layer: Layer, norm: nn.Module) -> None:
 
 
 def _watch(model: nn.Module, batch: Mapping[str, Any]) -> _Watch:
-    """One forward pass with every layer and every batch norm observed."""
+    """Run one forward pass that observes every layer and every batch norm."""
     watch = _Watch()
     hooks = []
     for name, module in model.named_modules():
@@ -163,7 +165,7 @@ def _matches(model: nn.Module, watch: _Watch) -> BatchNormFolds:
 def _reason(
     model: nn.Module, watch: _Watch, name: str, norm: nn.Module, layer: str | None, users: Mapping[int, int]
 ) -> str | None:
-    """Why a norm stays; None where it can go into the layer."""
+    """The reason why a norm stays; None where it can be folded into the layer."""
     if watch.calls.get(name, 0) != 1:
         return f"called {watch.calls.get(name, 0)} times in a forward pass"
     if layer is None:
@@ -186,7 +188,7 @@ def _reason(
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put another module wherever one is held."""
+    """Replace a module in every parent that holds it."""
     for parent in model.modules():
         for name, child in list(parent.named_children()):
             if child is old:
@@ -194,7 +196,7 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 class _State:
-    """Everything that a fold changes, to put back."""
+    """A snapshot of everything that folds change; `restore` puts it back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.children = [(m, dict(m._modules)) for m in model.modules()]
@@ -219,7 +221,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
-    """By how much the outputs differ, where that is more than rounding; None where it is not."""
+    """Words for the difference of the outputs where it exceeds rounding; None where it does not."""
     if [t.shape for t in before] != [t.shape for t in after]:
         return "in shape"
     for old, new in zip(before, after, strict=True):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Full name, buffer) of each, under every name that it has; not of those that are made anew with the module."""
+    """(Full name, buffer) of every persistent buffer, once for each name that it has."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""What goes through a model: batches, the calls of its blocks, and what arrives before a layer."""
+"""The data that goes through a model: batches, the calls of its blocks, and the inputs of its layers."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +19,10 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """One micro-batch on its way through the blocks: the arguments of a block and where its hidden state is.
+    """One micro-batch on its way through the blocks: the arguments of a block, and the hidden state's place in them.
 
-    key: position or keyword of the hidden state. tokens: bool mask of the tokens that count, of the batch's leading
-    shape [B, T], or None when all do.
+    key: position or keyword of the hidden state; None where there is none. tokens: bool mask of the tokens that are no
+    padding, of the batch's leading shape [B, T], or None when all tokens count.
     """
 
     args: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Call:
         return self.args[self.key] if isinstance(self.key, int) else self.kwargs[self.key]
 
     def with_hidden(self, hidden: Tensor) -> "Call":
-        """The same call on another hidden state."""
+        """This call with another hidden state."""
         if isinstance(self.key, int):
             return replace(self, args=(*self.args[: self.key], hidden, *self.args[self.key + 1 :]))
         assert self.key is not None
@@ -44,12 +44,12 @@ class Call:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden state in what a block returned."""
+    """The hidden state in the output of a block: the tensor itself, or the first element."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def real_tokens(x: Tensor, call: Call) -> Tensor:
-    """The tokens of a layer's input as rows [M, K], pads removed.
+    """The tokens of a layer's input as rows [M, K], without padding.
 
     Raises CompressError where the input's leading shape is not that of the padding mask.
     """
@@ -67,7 +67,7 @@ def real_tokens(x: Tensor, call: Call) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode again afterwards."""
+    """Puts the model into evaluation mode for the body; every module returns to its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -79,7 +79,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Key-value caches off: a cache would be filled by every block forward."""
+    """Turns key-value caches off for the body: every block forward would fill them."""
     configs = [c for c in (getattr(model, "config", None),) if c is not None]
     configs += [c for c in (getattr(configs[0], "text_config", None),) if c is not None] if configs else []
     before = [(c, c.use_cache) for c in configs if hasattr(c, "use_cache")]
@@ -93,9 +93,9 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 
 def token_mask(batch: Batch) -> Tensor | None:
-    """Which tokens of a batch count: its attention mask [B, T], or None where all of them do.
+    """The bool mask [B, T] of the tokens that are no padding, from the attention mask; None where no token is padding.
 
-    Raises InputError for padding that does not say which token of which layer it is about.
+    Raises InputError for a mask of another shape, and for padding in a model with several token sequences per sample.
     """
     mask = batch.get("attention_mask")
     if mask is None or bool((mask != 0).all()):
@@ -110,7 +110,7 @@ def token_mask(batch: Batch) -> Tensor | None:
 
 @contextmanager
 def without_data() -> Iterator[FakeTensorMode]:
-    """Within: tensors have shapes and no data. What cannot be computed so raises, and torch logs no errors about it."""
+    """Runs the body on tensors with shapes but no data. An operation that needs data raises; torch logs nothing."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -123,10 +123,10 @@ def without_data() -> Iterator[FakeTensorMode]:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs) in the original.
+    """A micro-batch at a site: its tokens as rows, in the compressed model and (where it runs, too) in the original.
 
-    Before a convolution the rows are of channels, one per element of a channel, and `samples` are the inputs as they
-    came, [B, C, ...].
+    Before a convolution a row holds the channels [C] of one element (position), and `samples` are the unchanged inputs
+    [B, C, ...].
     """
 
     x_MK: Tensor
@@ -137,8 +137,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What arrives at a site, one micro-batch after the other (None where one does not come by). All of them wait
-    there, so they can be walked again."""
+    """The arrivals at a site, one for each micro-batch (None for one that does not reach it). All micro-batches wait at
+    the site, so that the arrivals can be iterated again."""
 
     walk: Callable[[], Iterator[Arrival | None]]
 
@@ -147,9 +147,9 @@ class Arrivals:
 
 
 def arrived(layer: Layer, call: Call, x: Tensor, reference: Tensor | None) -> Arrival:
-    """What arrives before a layer (and before the same layer of the original model).
+    """The arrival for a layer's input `x`. reference: the input of the same layer in the original model.
 
-    Raises CompressError where it cannot be told which of it is padding.
+    Raises CompressError where padding cannot be told apart from tokens.
     """
     geometry = layer.geometry
     if geometry is None:

@@ -1,9 +1,9 @@
-"""A convolution as a linear map: which input elements every output multiplies.
+"""A convolution as a linear map: lays out the input elements that every output multiplies.
 
     y[b, n, p] = sum_k W[n, k] patch[g(n), (b, p), k]        K = (C / groups) * prod(kernel),  M = B * positions
 
 The weight [N, C / groups, *kernel] flattened to [N, K] has the columns in the order in which `patches` lays them out.
-A grouped convolution is `groups` maps beside each other: rows [g N / groups, (g + 1) N / groups) multiply patches[g].
+A grouped convolution is `groups` independent maps: rows [g N / groups, (g + 1) N / groups) multiply patches[g].
 Shapes: B samples, C channels, S spatial sizes, N outputs, K inputs of one output, M rows.
 """
 
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 Mode = Literal["constant", "reflect", "replicate", "circular"]
-CHUNK = 2**24  # elements of patches that are laid out at a time
+CHUNK = 2**24  # elements of patches laid out at a time
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """All of a convolution but its weight. padding: (before, after) of each spatial dimension; mode fills it."""
+    """The parameters of a convolution except its weight. padding: (before, after) of each spatial dimension; mode: the
+    values that fill it."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +33,8 @@ class Geometry:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Conv1d and Conv2d that compute as torch does: a subclass may make another weight of the one it stores."""
+    """True for a Conv1d or Conv2d that computes as torch does. A subclass may compute with another weight than the one
+    it stores."""
     if not isinstance(module, nn.Conv1d | nn.Conv2d):
         return False
     kind = nn.Conv1d if isinstance(module, nn.Conv1d) else nn.Conv2d
@@ -61,19 +63,19 @@ def geometry_of(module: nn.Module) -> Geometry:
 
 
 def samples(x: Tensor, geometry: Geometry) -> Tensor:
-    """A convolution's input as a batch [B, C, *S]; torch takes a single sample without B, too."""
+    """A convolution's input as a batch [B, C, *S]; a single sample [C, *S], which torch allows, gets B = 1."""
     return x.unsqueeze(0) if x.ndim == len(geometry.kernel) + 1 else x
 
 
 def elements(x: Tensor, geometry: Geometry) -> Tensor:
-    """The input as rows of channels [B * prod(S), C]: every element once, whatever the kernel overlaps or skips."""
+    """The input as rows of channels [B * prod(S), C]: every element once, even where the kernel overlaps or skips."""
     batch = samples(x, geometry)
     return batch.movedim(1, -1).reshape(-1, batch.shape[1])
 
 
 def on_channels(x: Tensor, geometry: Geometry | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A layer's input, or output, changed where its channels come last; they do already in one that is no
-    convolution's (None)."""
+    """Applies `change` to a layer's input or output with its channels as the last dimension. geometry: None for a layer
+    that is no convolution, whose channels are last already."""
     if geometry is None:
         return change(x)
     channel = -1 - len(geometry.kernel)
@@ -81,13 +83,13 @@ def on_channels(x: Tensor, geometry: Geometry | None, change: Callable[[Tensor],
 
 
 def on_samples(x: Tensor, geometry: Geometry | None, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A layer's input, or output, changed row by row: what a token is to a linear layer (None), a sample is to a
-    convolution."""
+    """Applies `change` to a layer's input or output with one row per token (linear layer, geometry None) or one flat
+    row per sample (convolution)."""
     return change(x) if geometry is None else change(samples(x, geometry).flatten(1)).reshape(x.shape)
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """[groups, M, K]: what every output position multiplies, padding included. Any dtype."""
+    """[groups, M, K]: the input elements that every output position multiplies, padding included. Any dtype."""
     batch, dims = samples(x, geometry), len(geometry.kernel)
     margins = [size for pair in reversed(geometry.padding) for size in pair]
     if any(margins):
@@ -102,7 +104,7 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def patches_in_parts(x: Tensor, geometry: Geometry) -> Iterator[Tensor]:
-    """`patches`, a few samples at a time, so that memory stays bounded."""
+    """`patches` of a few samples at a time, to bound memory (`CHUNK`)."""
     batch = samples(x, geometry)
     window = torch.Size(geometry.kernel).numel()
     each = max(1, CHUNK // max(1, batch[:1].numel() * window))

@@ -1,4 +1,4 @@
-"""Weights that are no numbers, found before any work."""
+"""Finds NaN and infinite weights before any work."""
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,12 @@ from compress.errors import InputError
 from compress.model.buffers import stored_buffers
 from compress.system.comm import Comm
 
-AT_ONCE = 2**24  # values that are looked at together
+AT_ONCE = 2**24  # values checked at a time
 
 
 def check_finite(model: nn.Module, comm: Comm) -> None:
-    """Raise InputError that names the first parameter with a value that is not finite, or the first stored buffer with
-    one that is not a number (masks hold infinities). Each rank looks at its part of what all ranks have. A collective.
+    """Raises InputError, which names the first parameter with a NaN or infinite value, or the first stored buffer with
+    a NaN (masks hold infinities). Each rank checks a part of the tensors. A collective.
     """
     problem = None
     named: list[tuple[str, Tensor, bool]] = [(name, p, True) for name, p in model.named_parameters()]
@@ -30,7 +30,7 @@ def check_finite(model: nn.Module, comm: Comm) -> None:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """True for a tensor with values one beside the other: others are refused where layers are looked at."""
+    """True for a strided tensor with values. Others are refused elsewhere (`model.layers.check_tensors`)."""
     return not (is_lazy(tensor) or tensor.is_meta) and tensor.layout is torch.strided
 
 
@@ -40,7 +40,7 @@ def _damaged(tensor: Tensor, finite: bool) -> bool:
         return False
     for part in tensor.flatten().split(AT_ONCE):
         values = part.float() if part.element_size() == 1 else part
-        # A sum is one fast pass and finite only where all values are; large values may overflow it, so look again.
+        # A finite sum proves all values finite in one fast pass. Large values may overflow it: then check each value.
         if bool(values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()):
             continue
         if bool(values.isnan().any()) or (finite and bool(values.isinf().any())):

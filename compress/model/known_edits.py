@@ -1,8 +1,8 @@
 """Edits: changes of a model's weights or structure before anything in it is rounded.
 
-`Scale`, `Rotate` and `Permute` leave the function as it is, `Keep` and `Drop` leave a smaller one. An edit is a value:
-it is made before anything is touched, applied to a block (`Drop`: to a model), undone to the bit, and stored as a JSON
-entry with tensors beside it, from which the same edit can be read and applied to the original again.
+`Scale`, `Rotate` and `Permute` keep the function; `Keep` and `Drop` make a smaller model. An edit is a value. It is
+made before the model is changed, applied to a block (`Drop`: to a model) and undone bit for bit. It is stored as a JSON
+entry and tensors, from which the same edit can be read and applied to the original again.
 """
 
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ from compress.model.structure.rotate import Rotate
 
 
 class Edit(Protocol):
-    """What every edit has. `model.edits.changes.undo` takes back what `apply` returns."""
+    """The interface of every edit. `model.edits.changes.undo` undoes the changes that `apply` returns."""
 
     kind: ClassVar[str]
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
-        """Change a block or model in place. stored_dtypes: by parameter name inside it, the dtype in which the model
-        stores it, where that is not its present one."""
+        """Change a block or model in place. stored_dtypes: {parameter name inside it: the dtype in which the model
+        stores it}, for those whose present dtype is another."""
         ...
 
     def entry(self) -> dict[str, Any]:
-        """What JSON can hold of it; its kind is under "edit"."""
+        """The JSON part of the edit, with its kind under "edit"."""
         ...
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors beside the entry: on the CPU, contiguous, with a storage of their own."""
+        """The tensors of the edit: on the CPU, contiguous, each with its own storage."""
         ...
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Edit":
-        """The edit that was stored. Raises CheckpointError that names what is wrong."""
+        """The stored edit. Raises CheckpointError, which names the fault."""
         ...
 
 
@@ -48,7 +48,7 @@ EDITS: Mapping[str, type[Edit]] = {edit.kind: edit for edit in (Scale, Rotate, P
 
 
 def read_edit(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Edit:
-    """The edit of any kind that was stored. Raises CheckpointError that names what is wrong."""
+    """The stored edit, of any kind. Raises CheckpointError, which names the fault."""
     try:
         kind = one_of("edit", str(entry.get("edit")), EDITS)
     except InputError as error:

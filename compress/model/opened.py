@@ -1,4 +1,4 @@
-"""A block whose parameters are plain full tensors for a while (`run.residency`)."""
+"""A block whose parameters are temporarily plain full tensors (`run.residency`)."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,11 @@ from compress.model.buffers import stored_buffers
 
 @dataclass(frozen=True)
 class Opened:
-    """A block whose parameters are full working copies of those in `home`, which have the dtype the model stores, or
-    (of a model that is trained) a wider one than `stores` says."""
+    """A block whose parameters are full working copies of those in `home`.
+
+    home: {name inside the block: tensor}, in the dtype in which the model stores it; a model in training holds a wider
+    dtype there, and `stores` gives the stored one.
+    """
 
     block: nn.Module
     home: dict[str, Tensor]
@@ -33,22 +36,23 @@ class Opened:
         return self._dtype_of[id(parameter)]
 
     def value(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """A parameter in its stored dtype; what was there before, itself, where it was not edited."""
+        """The value of a parameter in its stored dtype; that of `home`, unchanged, where the parameter was not
+        edited."""
         before = self.home[name]
         if torch.equal(before.to(parameter.device, parameter.dtype), parameter.data):
-            return before.to(self.dtypes[name])  # not rounded through the compute dtype
+            return before.to(self.dtypes[name])  # from `home`: never rounded to the compute dtype
         return parameter.data.to(self.dtypes[name])
 
     def inside(self, module: nn.Module) -> "Opened":
-        """The same for a module inside the block."""
+        """The opened part for a module inside the block."""
         names = {id(parameter): name for name, parameter in self.block.named_parameters()}
         inner = {name: names[id(p)] for name, p in module.named_parameters()}
         home = {name: self.home[outer] for name, outer in inner.items()}
         return Opened(module, home, {name: self.stores[o] for name, o in inner.items() if o in self.stores})
 
     def stored(self, without: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """(name inside the block, value in the stored dtype) of every parameter and persistent buffer that is not left
-        out."""
+        """(Name inside the block, value in the stored dtype) of every parameter and persistent buffer, except those in
+        `without`."""
         # Not state_dict(): FSDP2 reshards in a hook of it.
         for name, parameter in self.block.named_parameters():
             if name in self.home and name not in without:

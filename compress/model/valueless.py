@@ -1,4 +1,4 @@
-"""A model without the values of its tensors: all that shapes say of it, in no memory."""
+"""Copies of a model without the values of its tensors: shapes and structure, in no memory."""
 
 import copy
 
@@ -9,7 +9,7 @@ from compress.model.buffers import stored_buffers
 
 
 def without_values(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are on the meta device; what several modules share, they share there, too."""
+    """A copy whose parameters and buffers are on the meta device; shared tensors stay shared."""
     memo: dict[int, object] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -19,8 +19,7 @@ def without_values(model: nn.Module) -> nn.Module:
 
 
 def size_of(model: nn.Module) -> tuple[int, int]:
-    """(parameters, bytes of what a checkpoint holds of the model: parameters and the buffers that are stored). What is
-    shared counts once."""
+    """(Number of parameters, bytes of the model's parameters and persistent buffers). Shared tensors count once."""
     tensors: dict[int, torch.Tensor] = {id(p): p for p in model.parameters()}
     parameters = sum(p.numel() for p in tensors.values())
     tensors |= {id(buffer): buffer for _, buffer in stored_buffers(model)}

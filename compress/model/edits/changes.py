@@ -1,7 +1,7 @@
-"""What an edit of a model did, so that it can be undone: attributes that got other values, in order.
+"""Records of the changes that an edit made to a model, so that it can be undone: attributes and their values, in order.
 
-A parameter's or buffer's `.data`, a layer's `out_features`, a list of blocks, a number of the configuration: all are
-attributes of something. What was there before is kept, not computed back, so that undoing restores every bit.
+A parameter's or buffer's `.data`, a layer's `out_features`, a list of blocks, a number of the configuration: each is an
+attribute of some object. The previous value is kept, not recomputed, so that undoing restores every bit.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-DATA = "data"  # of a parameter or buffer, which stays the same object with other values, maybe of another shape
+DATA = "data"  # of a parameter or buffer: the object stays the same, its values and its shape may change
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Applied:
-    """What an edit changed, in order."""
+    """The changes that an edit made, in order."""
 
     changes: tuple[Change, ...]
 
 
 def change(owner: Any, name: str, after: Any) -> Change:
-    """Give an attribute another value."""
+    """Set an attribute to `after`. Returns the change."""
     before = getattr(owner, name)
     setattr(owner, name, after)
     return Change(owner, name, before, after)
 
 
 def undo(applied: Applied) -> None:
-    """Put back, bit for bit, what was there before. Edits are undone in reverse order."""
+    """Restore the previous values, bit for bit. Several edits must be undone in reverse order."""
     for each in reversed(applied.changes):
         if each.name == DATA:
             assert each.owner.data_ptr() == each.after.data_ptr(), "the parameter was replaced after the edit"
@@ -46,7 +46,7 @@ def undo(applied: Applied) -> None:
 
 @contextmanager
 def changing() -> Iterator[list[Change]]:
-    """A list to note changes in; they are undone where the edit fails in the middle."""
+    """Yields a list for the changes that the body makes, and undoes them when the body raises."""
     done: list[Change] = []
     try:
         yield done

@@ -1,9 +1,9 @@
-"""The configuration of a model whose structure was edited: what it must say for transformers to make that model again.
+"""Finds the configuration of a model whose structure was edited, from which transformers makes the same model again.
 
-Found by trying: a model made from a configuration without memory for its weights (on the meta device) must have
-parameters of the same shapes, and modules with the same plain attributes, as the edited one. Numbers of the
-configuration are changed, one after the other, as long as fewer things differ: from what the made model has to what
-the edited one has (`intermediate_size` 64 -> 48), or in the same ratio (q has 16 of 32 rows: 4 heads -> 2).
+By trial: a model is made from a configuration, without memory for its weights (on the meta device). Its parameters must
+have the same shapes, and its modules the same plain attributes, as those of the edited one. Numbers of the
+configuration are changed one after the other, as long as the differences become fewer: from the number of the made
+model to that of the edited one (`intermediate_size` 64 -> 48), or in the same ratio (q: 16 of 32 rows, 4 heads -> 2).
 """
 
 import copy
@@ -21,24 +21,24 @@ from compress.model.edits.changes import Applied, change, changing
 from compress.model.edits.keep import Coupling
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-PASSING = ("training", "gradient_checkpointing")  # attributes that say how a model is used, not what it is
+PASSING = ("training", "gradient_checkpointing")  # attributes of a model's use, not of its structure
 Facts = dict[tuple[str, str], Any]  # {(parameter or module, "" for its shape or the attribute): value}
 Differing = dict[tuple[str, str], tuple[Any, Any]]
 Pair = tuple[int, int]
-MOST_FIELDS = 4  # numbers of a configuration that are changed together: heads, key-value heads, head size, blocks
-STATES = 4  # of the search, that are followed at a time
+MOST_FIELDS = 4  # most numbers changed together: heads, key-value heads, head size, blocks
+STATES = 4  # beam width of the search
 
 
 @dataclass(frozen=True)
 class Field:
-    """A number of a configuration (path: of the configuration inside) and what it is to be."""
+    """A new value for a number of a configuration. path: the attributes that lead to a nested configuration."""
 
     path: tuple[str, ...]
     name: str
     value: Any
 
     def owner(self, config: Any) -> Any:
-        """The configuration that has it."""
+        """The (nested) configuration that holds the number."""
         for name in self.path:
             config = getattr(config, name)
         return config
@@ -55,13 +55,14 @@ def configure(
     known: Fields = (),
     like: nn.Module | None = None,
 ) -> Applied:
-    """Make a model's configuration say what the model is now. Nothing happens for a model without one.
+    """Update a model's configuration so that it describes the edited model. Returns the changes; none for a model
+    without a configuration.
 
     unread: (module, attribute) of copies of the configuration's numbers that may be out of date (`unread_of`).
-    pairs: numbers (before, after) that no shape shows, of blocks. kept: which blocks of how many (pairs) are left;
-    lists of the configuration with an element for each are cut. known: numbers that are to be so, whatever others are.
-    like: a model that was edited in the same way; what its configuration says is tried before anything else.
-    Raises InputError where no configuration was found.
+    pairs: (before, after) counts that no shape shows, of blocks. kept: indices of the blocks that are left, of the
+    counts in `pairs`; lists of the configuration with one element per block are cut. known: fields with given values.
+    like: a model that was edited in the same way, whose numbers are tried first. Raises InputError where no
+    configuration is found.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
@@ -93,12 +94,12 @@ def configure(
 
 
 def unread_of(prefix: str, coupling: Coupling) -> list[tuple[str, str]]:
-    """`Coupling.unread` of a block with the name `prefix`, under the names that its modules have in the model."""
+    """`Coupling.unread` of the block named `prefix`, with the full names of its modules."""
     return [(".".join(filter(None, (prefix, name))), attribute) for name, attribute in coupling.unread]
 
 
 def facts_of(model: nn.Module) -> Facts:
-    """What a configuration decides about a model: shapes and plain attributes."""
+    """The facts about a model that its configuration decides: shapes of parameters and plain attributes of modules."""
     found: Facts = {(name, ""): tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -116,30 +117,30 @@ class _Search:
         self.said = ""
 
     def made(self, fields: Fields) -> nn.Module:
-        """The model of the configuration with these numbers, without weights."""
+        """The model, without weights, of the configuration with these numbers."""
         with torch.device("meta"), no_init_weights():
             return type(self.model)(self.configuration(fields))
 
     def configuration(self, fields: Fields) -> PretrainedConfig:
-        """The model's, with these numbers."""
+        """A copy of the model's configuration with these numbers."""
         config = copy.deepcopy(self.model.config)
         for field in fields:
             setattr(field.owner(config), field.name, listed(field.value))
         return config
 
     def differing(self, fields: Fields) -> Differing | None:
-        """{what differs: (in the made model, in ours)}; None where no model can be made."""
+        """{fact that differs: (in the made model, in ours)}; None where no model can be made."""
         try:
             made = facts_of(self.made(fields))
-        except Exception as error:  # noqa: BLE001 - a configuration that its class refuses is none
+        except Exception as error:  # noqa: BLE001 - the class may refuse the configuration with any error
             self.said = f"{type(error).__name__}: {first_line(error)}"
             return None
         keys = (self.ours.keys() | made.keys()) - self.unread
         return {k: (made.get(k), self.ours.get(k)) for k in keys if made.get(k) != self.ours.get(k)}
 
     def written(self, fields: Fields) -> Applied:
-        """Change the model's configuration, and the copies that its modules have of it. Raises InputError where its
-        class would not read that from a file."""
+        """Change the model's configuration, and the copies of its numbers in the modules. Raises InputError where the
+        configuration's class would not read the result from a file."""
         self.check_readable(fields)
         made, modules = facts_of(self.made(fields)), dict(self.model.named_modules())
         with changing() as done:
@@ -154,17 +155,18 @@ class _Search:
         return Applied(tuple(done))
 
     def check_readable(self, fields: Fields) -> None:
-        """Some classes refuse, when they are read, what they let one set: heads that do not divide the hidden size."""
+        """Raises InputError for numbers that the class refuses when it reads them. Some classes allow to set numbers
+        that they refuse to read: heads that do not divide the hidden size."""
         config = self.configuration(fields)
         try:
             type(config).from_dict(config.to_dict())
-        except Exception as error:  # noqa: BLE001 - whatever it says, transformers would not load the model
+        except Exception as error:  # noqa: BLE001 - with any error here, transformers would not load the model
             said = ", ".join(f"{field.name} {listed(field.value)}" for field in fields)
             why = first_line(error.__cause__ or error).rstrip(".")
             raise InputError(f"{type(config).__name__} takes no {said}: {why}; give another share") from None
 
     def refusal(self, differing: Differing | None) -> str:
-        """Why there is no configuration, with one thing that differs from what today's would make."""
+        """The message for no configuration, with one difference to the model that the present one would make."""
         start = f"no configuration of {type(self.model).__name__} describes the edited model"
         if not differing:
             return f"{start} ({self.said}); leave this edit out"
@@ -177,12 +179,12 @@ class _Search:
 
 
 def listed(value: Any) -> Any:
-    """A field's value as the configuration has it."""
+    """A field's value as the configuration holds it: a list in the place of a tuple."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def configs_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, configuration) of a configuration and those inside of it."""
+    """(path, configuration) of a configuration and of all nested ones."""
     yield path, config
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
@@ -190,7 +192,8 @@ def configs_of(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
-    """Lists with an element for each block, cut. Those of tokens and classes are about something else."""
+    """Fields for lists with one element per block, cut to the kept blocks. Lists of tokens or class names of the same
+    length are left out."""
     return tuple(
         Field(path, name, tuple(value[i] for i in kept))
         for path, owner in configs_of(config)
@@ -200,7 +203,7 @@ def _lists(config: Any, count: int, kept: Sequence[int]) -> Fields:
 
 
 def _between(config: Any, other: Any, taken: Fields) -> Fields:
-    """The numbers of another configuration that this one has not, beside those that are taken."""
+    """Fields for the numbers of another configuration that differ from this one's, except those in `taken`."""
     owners, places = dict(configs_of(config)), {(field.path, field.name) for field in taken}
     return tuple(
         Field(path, name, value)
@@ -211,7 +214,7 @@ def _between(config: Any, other: Any, taken: Fields) -> Fields:
 
 
 def _moves(config: Any, fields: Fields, differing: Differing | None, pairs: Collection[Pair]) -> Iterator[Field]:
-    """Numbers that could be changed: those that are what differs, those that may count it, those that are missing."""
+    """Candidates for the next change: numbers that equal or are in ratio to one that differs, and missing numbers."""
     wanted = dict.fromkeys(pairs)
     named: dict[str, int] = {}
     for (_, attribute), (made, own) in (differing or {}).items():

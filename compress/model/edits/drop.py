@@ -1,8 +1,8 @@
-"""Dropping whole blocks of a stack (ShortGPT, Men et al. 2024; the unreasonable ineffectiveness of the deeper layers,
-Gromov et al. 2024): those that are left follow each other directly.
+"""Drops whole blocks of a stack (ShortGPT, Men et al. 2024; the unreasonable ineffectiveness of the deeper layers,
+Gromov et al. 2024): the remaining blocks follow each other directly.
 
-The list of blocks gets shorter, the blocks are renumbered where they know their number (an attention its place in the
-cache), and the configuration says how many there are and of which kind.
+The list of blocks gets shorter, blocks that hold their number are renumbered (an attention holds its place in the
+cache), and the configuration gets the new number of blocks and their kinds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from compress.system.schema import fits
 
 
 class DropEntry(TypedDict):
-    """A `Drop` as JSON has it."""
+    """The JSON entry of a `Drop`."""
 
     edit: str
     stack: str
@@ -28,7 +28,7 @@ class DropEntry(TypedDict):
 
 @dataclass(frozen=True)
 class Drop:
-    """The edit, of a whole model: blocks of a stack, by its name and their places in it."""
+    """An edit of a whole model: drops the blocks at `indices` of the stack (ModuleList) named `stack`."""
 
     kind: ClassVar[str] = "drop"
 
@@ -36,8 +36,8 @@ class Drop:
     indices: tuple[int, ...]
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
-        """Shorten the list in a model. Raises InputError where there is no such block, or no configuration for what
-        would be left; the model is then as it was."""
+        """Shorten the list in a model. Raises InputError, and leaves the model as it was, for a stack or blocks that do
+        not exist, and where no configuration describes the remaining model."""
         container = dict(module.named_modules()).get(self.stack)
         if not isinstance(container, nn.ModuleList):
             raise InputError(f"{type(module).__name__} has no list of blocks {self.stack!r} to drop some of")
@@ -60,18 +60,18 @@ class Drop:
         return {"edit": self.kind, "stack": self.stack, "indices": list(self.indices)}
 
     def parts(self) -> dict[str, Tensor]:
-        """None: the entry says all."""
+        """No tensors: the entry holds everything."""
         return {}
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Drop":
-        """What was stored. Raises CheckpointError for what is no such edit."""
+        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
         fits(entry, DropEntry, "an edit that drops blocks")
         return cls(entry["stack"], tuple(entry["indices"]))
 
 
 def _renumber(blocks: Sequence[nn.Module], kept: Sequence[int]) -> list[Change]:
-    """Attributes that are the number of the block in every block that has them get the new number."""
+    """Renumber the attributes that hold the block's number in every block that has them."""
     values: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for i, block in enumerate(blocks):
         for name, module in block.named_modules():

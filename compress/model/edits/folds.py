@@ -1,17 +1,17 @@
-"""Scale folds: divide a producer's output channels by s, multiply what reads them by s, leave the function unchanged.
+"""Scale folds: divide a producer's output channels by s and multiply their readers by s; the function stays the same.
 
     y_c = producer(x)_c / s_c        W[:, j] <- W[:, j] * s_{c(j)}        for every layer W that reads y
 
 A *producer* is a norm (its weight and bias) or a linear layer (its rows and bias); *consumers* are linear layers whose
-input channel j is the producer's channel c(j), times something that the producer has no say in: attention mixes
+input channel j is the producer's channel c(j), times a factor that does not depend on the producer: attention mixes
 tokens, a gate multiplies, ReLU is positively homogeneous. `model.structure.discovery` finds the folds of a block; this
 module applies them.
 
 Shapes: C channels of the producer, K inputs of a consumer, N rows of a linear producer.
 
-A norm's weight is rounded to the dtype in which the model stores it *before* the consumers are scaled, and they get
-the ratio that came out of the rounding, not the one that was asked for. In bfloat16 that takes an error of up to 2^-9
-per channel out of the fold, and several times that in a norm that multiplies by 1 + w.
+A norm's weight is rounded to the dtype in which the model stores it *before* the consumers are scaled. They are scaled
+by the ratio after rounding, not by the one asked for. In bfloat16 this removes an error of up to 2^-9 per channel from
+the fold, and several times that in a norm that multiplies by 1 + w.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,13 @@ from compress.system.schema import fits
 
 Kind = Literal["norm", "norm_plus_one", "linear"]
 Merge = Literal["max", "mean"]
-UNTOUCHED = -1  # in a channel map: this input of the consumer does not come from the producer
+UNTOUCHED = -1  # in a channel map: an input of the consumer that does not come from the producer
 
 
 @dataclass(frozen=True, eq=False)
 class Consumer:
-    """A linear layer that reads a producer. channel_of_K: the producer's channel behind each input, or UNTOUCHED."""
+    """A linear layer that reads a producer. channel_of_K: the producer's channel that each input reads, or
+    UNTOUCHED."""
 
     name: str
     channel_of_K: Tensor
@@ -52,7 +53,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Fold:
-    """A producer, how it holds its scale, and everything that reads it. Names are those inside the block."""
+    """A producer, the kind of its scale, and all layers that read it. Names are those inside the block."""
 
     producer: str
     kind: Kind
@@ -60,7 +61,8 @@ class Fold:
     consumers: tuple[Consumer, ...]
 
     def used(self) -> Tensor:
-        """Which channels [C] somebody reads. The others (the q and k rows of a fused qkv, say) must not be scaled."""
+        """Bool mask [C] of the channels that a consumer reads. The others (like the q and k rows of a fused qkv) must
+        not be scaled."""
         used = torch.zeros(self.channels + 1, dtype=torch.bool)
         for consumer in self.consumers:
             used[consumer.channel_of_K.cpu()] = True  # UNTOUCHED marks the extra last entry
@@ -69,16 +71,16 @@ class Fold:
 
 @dataclass(frozen=True)
 class Folding(Applied):
-    """What `apply` did, and the scales that are in the weights now (rounded, 1 where nobody reads)."""
+    """The changes of `apply`, and the scales [C] now in the weights (rounded; 1 for channels that nothing reads)."""
 
     scale_C: Tensor
 
 
 def reduce_scales(values_K: Tensor, channel_of_K: Tensor, channels: int, how: Merge, empty: float = 1.0) -> Tensor:
-    """Merge values of a consumer's inputs (scales or statistics) to the producer's channels [C].
+    """Merge values of a consumer's inputs (scales or statistics) into one per channel of the producer [C].
 
-    Several inputs can come from one channel (grouped-query attention: one value head serves several query heads).
-    For several consumers concatenate their values and their maps. Channels that nobody reads get `empty`.
+    Several inputs can read one channel (grouped-query attention: one value head serves several query heads).
+    For several consumers concatenate their values and their maps. Channels that nothing reads get `empty`.
     """
     read = channel_of_K != UNTOUCHED
     merged_C = torch.full((channels,), empty, dtype=values_K.dtype, device=values_K.device)
@@ -87,20 +89,20 @@ def reduce_scales(values_K: Tensor, channel_of_K: Tensor, channels: int, how: Me
 
 
 def spread_scales(scale_C: Tensor, channel_of_K: Tensor) -> Tensor:
-    """The scale of each of a consumer's inputs [K]: its channel's, 1 for an input from elsewhere."""
+    """The scale [K] of each input of a consumer: that of its channel, and 1 for an input that reads no channel."""
     channel_of_K = channel_of_K.to(scale_C.device)
     return torch.where(channel_of_K == UNTOUCHED, 1, scale_C[channel_of_K.clamp(min=0)])
 
 
 def usable_scales(scale_C: Tensor) -> Tensor:
-    """Scales with 1 in place of what cannot be one: zero (a dead channel), negative, infinite, not a number."""
+    """Scales with 1 in the place of unusable ones: zero (a dead channel), negative, infinite, not a number."""
     return torch.where(torch.isfinite(scale_C) & (scale_C > 0), scale_C, 1)
 
 
 def divided_norm(weight_C: Tensor, scale_C: Tensor, plus_one: bool, stored: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(a norm's new weight, the scales that it really divides by), after rounding the weight to its stored dtype.
+    """(A norm's new weight, the scales that it divides by after rounding to its stored dtype).
 
-    Where rounding would wipe a channel out, the channel stays as it was: scale 1.
+    plus_one: the norm multiplies by 1 + w. A channel that rounding would make zero stays as it was, with scale 1.
     """
     working = torch.promote_types(weight_C.dtype, torch.float32)
     old_C = weight_C.to(working)
@@ -154,7 +156,8 @@ def apply(
 
 @dataclass
 class FoldRecord:
-    """What the report says about one fold: who was divided, who makes up for it, and what the pass measured."""
+    """The report's entry about one fold: the divided producer, the consumers that compensate, and the pass's
+    figures."""
 
     producer: str
     consumers: list[str]
@@ -163,7 +166,7 @@ class FoldRecord:
 
 
 class FoldEntry(TypedDict):
-    """A fold as JSON has it; the maps of its consumers are tensors, named by their numbers."""
+    """The JSON entry of an edit along a fold; the maps of its consumers are tensors named 0, 1, ..."""
 
     edit: str
     producer: str
@@ -185,12 +188,12 @@ def fold_entry(fold: Fold, edit: str) -> dict[str, Any]:
 
 
 def fold_parts(fold: Fold) -> dict[str, Tensor]:
-    """The channel maps of the consumers: copies, as two edits may share a fold, which safetensors refuses."""
+    """The channel maps of the consumers, copied: two edits may share a fold, and safetensors refuses shared tensors."""
     return {str(i): c.channel_of_K.cpu().clone().contiguous() for i, c in enumerate(fold.consumers)}
 
 
 def read_fold(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Fold:
-    """The fold of an entry. Raises CheckpointError for what is none."""
+    """The fold of an entry. Raises CheckpointError for an entry that holds none."""
     fits(entry, FoldEntry, "an edit along a fold")
     channels = entry["channels"]
     consumers = tuple(
@@ -202,7 +205,7 @@ def read_fold(entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> Fold:
 
 @dataclass(frozen=True)
 class Scale:
-    """The edit: a fold and the scales [C] that were asked for, enough to apply it again."""
+    """An edit: divides a fold's producer by scales [C] (as asked for, before rounding) and scales its consumers."""
 
     kind: ClassVar[str] = "scale"
 
@@ -210,7 +213,7 @@ class Scale:
     scale_C: Tensor
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Folding:
-        """`apply`, of the block."""
+        """Apply the fold to a block (`apply`)."""
         return apply(module, self.fold, self.scale_C, stored_dtypes)
 
     def entry(self) -> dict[str, Any]:
@@ -218,11 +221,11 @@ class Scale:
         return fold_entry(self.fold, self.kind)
 
     def parts(self) -> dict[str, Tensor]:
-        """The scales and the maps."""
+        """The scales and the channel maps."""
         return {"scale": self.scale_C.cpu().clone().contiguous(), **fold_parts(self.fold)}
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Scale":
-        """What was stored. Raises CheckpointError for what is no scale edit."""
+        """The stored edit. Raises CheckpointError for an entry that is no scale edit."""
         fold = read_fold(entry, parts)
         return cls(fold, numbers(parts, "scale", (fold.channels,)))

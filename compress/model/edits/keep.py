@@ -1,9 +1,10 @@
-"""Removing channels, attention heads and the like: a producer's rows together with what reads them.
+"""Removes channels, attention heads and the like: a producer's rows together with the inputs that read them.
 
-A `Coupling` is what must be cut together: the layers whose rows are removed, the modules in between that hold a number
-per channel (a batch norm, a depthwise convolution), the layers whose inputs are removed, and the numbers in modules
-that count them. Its *groups* are the smallest parts that can go: one channel of an MLP (row j of gate and up, input j
-of down), one key-value head with its query heads. `model.structure.couplings` finds couplings; `Keep` cuts.
+A `Coupling` names everything that must be cut together: the layers whose rows are removed, the modules in between that
+hold one number per channel (a batch norm, a depthwise convolution), the layers whose inputs are removed, and the
+attributes of modules that count them. Its *groups* are the smallest parts that can be removed: one channel of an MLP
+(row j of gate and up, input j of down), one key-value head with its query heads. `model.structure.couplings` finds
+couplings; `Keep` cuts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +21,14 @@ from compress.model.edits.changes import DATA, Applied, Change, change, changing
 from compress.model.edits.parts import indices
 from compress.system.schema import fits
 
-OUTSIDE = -1  # of a channel: in no group, it always stays
+OUTSIDE = -1  # the group of a channel that is in no group and always stays
 Role = Literal["producers", "between", "consumers"]
 ROLES: tuple[Role, ...] = ("producers", "between", "consumers")
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A module of a coupling, by its name inside the block, and the group of each of its channels, or OUTSIDE."""
+    """A module of a coupling, by its name inside the block. group_of: the group of each channel, or OUTSIDE."""
 
     name: str
     group_of: Tensor
@@ -44,10 +45,10 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Coupling:
-    """What is cut together. The channels of a producer are its rows, those of a consumer its inputs.
+    """Modules that are cut together. The channels of a producer are its rows, those of a consumer its inputs.
 
-    unread: (module, attribute) of numbers that may count channels, too, but that the block never reads: copies of the
-    configuration, which `model.edits.configured` brings up to date.
+    unread: (module, attribute) of numbers that may count channels, too, but that the block never reads: copies of
+    numbers of the configuration, which `model.edits.configured` updates.
     """
 
     groups: int
@@ -59,17 +60,17 @@ class Coupling:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many rows of each producer one group has: all 1 where single channels can go."""
+        """{producer: rows per group}; all are 1 where single channels can be removed."""
         return {m.name: int((m.group_of != OUTSIDE).sum()) // self.groups for m in self.producers}
 
     def members(self) -> Iterator[tuple[Role, Member]]:
-        """All modules with their roles."""
+        """(Role, member) of every module."""
         for role in ROLES:
             yield from ((role, member) for member in getattr(self, role))
 
 
 class KeepEntry(TypedDict):
-    """A `Keep` as JSON has it; the group of every channel and the groups kept are tensors."""
+    """The JSON entry of a `Keep`; the group of every channel and the kept groups are tensors."""
 
     edit: str
     groups: int
@@ -82,7 +83,7 @@ class KeepEntry(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Keep:
-    """The edit: some groups of a coupling stay, in the order in which they are; the others go."""
+    """An edit: keeps the groups `kept` of a coupling, in ascending order, and removes the others."""
 
     kind: ClassVar[str] = "keep"
 
@@ -98,9 +99,9 @@ class Keep:
             )
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
-        """Cut the tensors of a block and its modules' numbers. Parameters stay the same objects.
+        """Cut the tensors of a block and the counts in its modules. Parameters stay the same objects.
 
-        Raises InputError, before anything is changed, for a block whose layers have other widths.
+        Raises InputError, before any change, for a block whose layers have other widths.
         """
         modules = {name: module.get_submodule(name) for name in {m.name for _, m in self.coupling.members()}}
         for role, member in self.coupling.members():
@@ -129,7 +130,7 @@ class Keep:
         return {**entry, "unread": [list(each) for each in self.coupling.unread]}
 
     def parts(self) -> dict[str, Tensor]:
-        """The groups kept, and the group of every channel of every member."""
+        """The kept groups, and the group of every channel of every member."""
         found = {"kept": self.kept.clone().contiguous()}
         for role in ROLES:
             members: Sequence[Member] = getattr(self.coupling, role)
@@ -138,7 +139,7 @@ class Keep:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Keep":
-        """What was stored. Raises CheckpointError for what is no such edit."""
+        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
         fits(entry, KeepEntry, "an edit that keeps channels")
         groups = entry["groups"]
         members = {
@@ -159,20 +160,20 @@ class Keep:
 
 
 def dimension_of(layer: nn.Module, role: Role) -> int:
-    """Where the weight of a layer has its rows, or its inputs."""
+    """The dimension of a layer's stored weight that is cut: its rows (producers) or its inputs (otherwise)."""
     rows = 1 if isinstance(layer, Conv1D) else 0
     return rows if role == "producers" else 1 - rows
 
 
 def number_of(layer: nn.Module, role: Role) -> str:
-    """The attribute in which a layer counts its rows, or its inputs."""
+    """The attribute in which a layer counts its inputs (consumers) or its rows (otherwise)."""
     names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
     names = ("out_channels", "in_channels") if is_convolution(layer) else names
     return names[role == "consumers"]
 
 
 def _width(module: nn.Module, role: Role) -> int | None:
-    """How many channels a member has; None for one in between, of which nothing is known but its tensors."""
+    """The number of channels of a member; None for one in between, or without a weight."""
     weight = module._parameters.get("weight")
     if role == "between" or weight is None:
         return None
@@ -190,7 +191,7 @@ def _cut_layer(layer: nn.Module, staying: Tensor, role: Role) -> list[Change]:
 
 
 def _cut_between(module: nn.Module, staying: Tensor, role: Role) -> list[Change]:
-    """Every tensor and every number of a module that has one per channel."""
+    """Cut every tensor with an entry per channel, and every number that counts the channels."""
     done: list[Change] = []
     width = channels_between(module)
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -203,7 +204,7 @@ def _cut_between(module: nn.Module, staying: Tensor, role: Role) -> list[Change]
 
 
 def channels_between(module: nn.Module) -> int:
-    """How many channels a module has that holds numbers per channel."""
+    """The number of channels of a module that holds numbers per channel: the length of its first tensor."""
     return next(t.shape[0] for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0)
 
 

@@ -1,4 +1,4 @@
-"""Reading the tensors that were stored for an edit: what is missing or is no such tensor is named."""
+"""Reads the tensors that were stored for an edit; errors name a tensor that is missing or of the wrong kind."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ WHOLE = (torch.int32, torch.int64)
 
 
 def numbers(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...]) -> Tensor:
-    """A tensor of real numbers. shape: None where any size will do. Raises CheckpointError."""
+    """A stored tensor of real numbers. shape: None for a dimension of any size. Raises CheckpointError."""
     found = _part(parts, name, shape)
     if not found.is_floating_point():
         raise CheckpointError(f"{name} has dtype {found.dtype}; it must be one of real numbers")
@@ -19,7 +19,8 @@ def numbers(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...
 
 
 def indices(parts: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...], low: int, end: int) -> Tensor:
-    """A tensor of whole numbers from low up to, but without, end. Raises CheckpointError."""
+    """A stored tensor of whole numbers in [low, end). shape: None for a dimension of any size. Raises
+    CheckpointError."""
     found = _part(parts, name, shape)
     if found.dtype not in WHOLE:
         raise CheckpointError(f"{name} has dtype {found.dtype}; it must be one of whole numbers")

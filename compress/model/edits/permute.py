@@ -1,9 +1,9 @@
-"""Permuting channels: the rows of what makes them, the numbers in between and the inputs of what reads them alike.
+"""Permutes channels: the rows of their producers, the numbers in between and the inputs of their consumers alike.
 
     y' = P y        W_producer <- P W_producer        W_consumer <- W_consumer P^T        (W P^T)(P y) = W y
 
-Nothing but the order of numbers changes, so every one of them keeps its bits; the function is the same up to the order
-in which a consumer adds. Which channels may change places is for `model.structure.orders` to find.
+Only the order of numbers changes, so every number keeps its bits; the function is the same up to the order in which a
+consumer adds. `model.structure.orders` finds the channels that may be permuted.
 """
 
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from compress.system.schema import fits
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A module by its name inside the block, and which of its channels comes to each place: rows of a producer, inputs
-    of a consumer."""
+    """The new order of a module's channels. name: inside the block. order: for each place, the old channel that moves
+    there (rows of a producer, inputs of a consumer)."""
 
     name: str
     order: Tensor
 
 
 class PermuteEntry(TypedDict):
-    """A `Permute` as JSON has it; the orders are tensors."""
+    """The JSON entry of a `Permute`; the orders are tensors."""
 
     edit: str
     producers: list[str]
@@ -41,7 +41,8 @@ class PermuteEntry(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Permute:
-    """The edit: channels in another order, everywhere at once."""
+    """An edit: reorders channels in all modules that hold them. Raises InputError for an order that is no
+    permutation."""
 
     kind: ClassVar[str] = "permute"
 
@@ -55,9 +56,9 @@ class Permute:
                 raise InputError(f"the order of {each.name} names a channel twice; give each of its channels once")
 
     def apply(self, module: nn.Module, stored_dtypes: Mapping[str, torch.dtype] | None = None) -> Applied:
-        """Put the tensors of a block in order. Parameters stay the same objects.
+        """Reorder the tensors of a block. Parameters stay the same objects.
 
-        Raises InputError, before anything is left changed, for a block whose layers have other widths.
+        Raises InputError, and undoes all changes, for a block whose layers have other widths.
         """
         with changing() as done:
             for role in ROLES:
@@ -79,7 +80,7 @@ class Permute:
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Permute":
-        """What was stored. Raises CheckpointError for what is no such edit."""
+        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
         fits(entry, PermuteEntry, "an edit that permutes channels")
 
         def order(name: str) -> Tensor:
@@ -95,7 +96,7 @@ class Permute:
 
 
 def _ordered(module: nn.Module, given: Order, role: Role) -> list[Change]:
-    """The tensors of a module in their new order. Of what lies in between, all that have a number per channel."""
+    """Reorder the tensors of a module. In a module in between, these are all tensors with an entry per channel."""
     if role == "between":
         tensors = [t for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.ndim > 0]
         return [_indexed(given, t, 0) for t in tensors if t.shape[0] == len(given.order)]

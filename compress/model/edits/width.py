@@ -1,9 +1,9 @@
-"""The channels of the hidden state, which run through a whole model: where they are, and a model with fewer of them.
+"""Finds the channels of the hidden state in a whole model, and makes the model with fewer of them.
 
-Found by asking transformers: a model made from the same configuration with twice the hidden size (on the meta device)
-is twice as long where a tensor has these channels, and where it has others that a configuration counts with them: rows
-of queries that are hidden / heads each, an MLP of four times the hidden size. The latter are known beforehand; they
-hang together inside a block (`model.structure.couplings`).
+Found by trial: transformers makes a model from the same configuration with twice the hidden size (on the meta device).
+The dimensions that are twice as long either hold these channels, or others that the configuration derives from them:
+query rows of hidden / heads each, an MLP of four times the hidden size. The derived ones are known beforehand, since
+they are coupled inside a block (`model.structure.couplings`).
 """
 
 import copy
@@ -21,15 +21,18 @@ from compress.model.edits.configured import Field, configs_of, facts_of
 from compress.model.edits.keep import Coupling, dimension_of, number_of
 from compress.model.layers import is_layer
 
-FIELD = "hidden_size"  # as transformers calls it in configurations, some of which have another name for it, too
+FIELD = "hidden_size"  # its usual name in configurations of transformers; some have another name for it, too
 Place = tuple[str, int | str]  # (parameter, dimension), or (module, attribute)
 
 
 @dataclass(frozen=True)
 class Width:
-    """Where a model has the channels of its hidden state: dimensions of parameters by name, and attributes (module,
-    name) that count them. owner: of the field of the configuration, the path to it. also: other fields of the same
-    owner, which have to be the same number (OPT's word_embed_proj_dim)."""
+    """The places of the hidden state's channels in a model.
+
+    size: the number of channels. axes: {parameter: its dimensions with the channels}. numbers: (module, attribute) that
+    count them. owner: the path to the configuration with the field. also: other fields of the same configuration that
+    must be the same number (OPT's word_embed_proj_dim).
+    """
 
     size: int
     axes: Mapping[str, tuple[int, ...]]
@@ -39,17 +42,17 @@ class Width:
     also: tuple[str, ...] = ()
 
     def configured(self, size: int) -> tuple[Field, ...]:
-        """What the configuration says of that many channels."""
+        """The configuration's fields for `size` channels."""
         return tuple(Field(self.owner, name, size) for name in (self.field, *self.also))
 
     def inside(self, module: str) -> "Width":
-        """The same for a module of the model."""
+        """The places inside a module of the model."""
         start = f"{module}."
         axes = {name.removeprefix(start): dims for name, dims in self.axes.items() if name.startswith(start)}
         return Width(self.size, axes, tuple(("", name) for owner, name in self.numbers if owner == module))
 
     def norms(self, model: nn.Module) -> dict[str, nn.Module]:
-        """What multiplies every channel by a weight, by name."""
+        """{name: module} of the modules that multiply every channel by a weight."""
         return {
             name: module
             for name, module in model.named_modules()
@@ -58,7 +61,7 @@ class Width:
 
 
 def taken_by(name: str, block: nn.Module, coupling: Coupling) -> Iterator[Place]:
-    """What a coupling of a block cuts. name: the block's, in the model."""
+    """The places that a coupling of a block cuts. name: of the block in the model."""
 
     def full(inside: str) -> str:
         return ".".join(filter(None, (name, inside)))
@@ -80,9 +83,10 @@ def taken_by(name: str, block: nn.Module, coupling: Coupling) -> Iterator[Place]
 
 
 def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]) -> Width:
-    """Where the channels are. taken: what has others; blocks: names of the blocks, of which all others are known.
+    """The places of the hidden state's channels. taken: places of other channels; blocks: names of the blocks, whose
+    other channels are all in `taken`.
 
-    Raises InputError for a model that does not say its width, or of which it cannot be told what has these channels.
+    Raises InputError for a model without a hidden size in its configuration, and where the places cannot be determined.
     """
     config = getattr(model, "config", None)
     owner = config.get_text_config() if isinstance(config, PretrainedConfig) else None
@@ -113,8 +117,8 @@ def width_of(model: nn.Module, taken: Collection[Place], blocks: Collection[str]
 
 
 def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], field: str) -> tuple[str, ...]:
-    """Other fields of the configuration that have to be as wide as the hidden state: where it alone is wider, the model
-    has parameters that it had not, like a projection between both."""
+    """Other fields of the configuration that must equal the hidden size: without them, a wider model has additional
+    parameters, like a projection between both widths."""
     size, own = getattr(owner, field), {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def same(*names: str) -> bool:
@@ -128,28 +132,30 @@ def _as_wide(model: nn.Module, owner: PretrainedConfig, path: tuple[str, ...], f
 
 
 def _made(model: nn.Module, *fields: Field) -> nn.Module:
-    """The model of the configuration with other numbers in it, without weights."""
+    """The model, without weights, of the configuration with these numbers. Raises InputError where its class
+    refuses."""
     config = copy.deepcopy(model.config)
     for field in fields:
         setattr(field.owner(config), field.name, field.value)
     try:
         with torch.device("meta"):
             return type(model)(config)
-    except Exception as error:  # noqa: BLE001 - what a class refuses, no width can be made of
+    except Exception as error:  # noqa: BLE001 - the class may refuse these numbers with any error
         raise InputError(
             f"no {type(model).__name__} has another {fields[0].name} ({first_line(error)}); leave hidden out"
         ) from None
 
 
 def _counts(own: Any, other: Any, size: int) -> bool:
-    """Whether an attribute counts the channels, in the model and in one of twice as many."""
+    """True for an attribute that counts the channels: `size` in the model (own), 2 * size in the wider one (other)."""
     if type(own) is int:
         return bool(own == size and other == 2 * size)
     return type(own) is tuple and type(other) is tuple and (size, 2 * size) in zip(own, other, strict=False)
 
 
 def _dimensions(name: str, own: Any, other: Any, size: int, taken: Collection[Place]) -> Iterator[int]:
-    """Which dimensions of a tensor have the channels. Raises InputError for one that is longer for another reason."""
+    """The dimensions of a tensor that have the channels. Raises InputError for one that is longer for another
+    reason."""
     if own == other:
         return
     if other is None or len(own) != len(other):
@@ -166,8 +172,8 @@ def _dimensions(name: str, own: Any, other: Any, size: int, taken: Collection[Pl
 
 
 def narrow(model: nn.Module, width: Width, kept_N: Tensor) -> Applied:
-    """Cut all that has the channels: those that are kept stay, in order. Parameters stay the same objects, and the
-    configuration as it is."""
+    """Cut every tensor and count to the kept channels, in order. Parameters stay the same objects; the configuration is
+    not changed."""
     parameters, modules = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_modules())
     each = {id(parameters[name]): (parameters[name], dims) for name, dims in width.axes.items()}
     with changing() as done:

@@ -1,1 +1,1 @@
-"""How the parts of a block depend on each other, found by probing."""
+"""Finds the dependences among the parts of a block by probing it."""

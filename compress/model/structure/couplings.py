@@ -1,10 +1,10 @@
-"""The couplings of a block: which channels or heads can be removed, and what must go with them.
+"""Finds the couplings of a block: channels or heads that can be removed, each with everything that must be cut with it.
 
-Found by numbers, not by names. The components of the block (`model.structure.dependence`) that have as many rows and
-inputs in the same layers are the groups of one coupling: 64 components of one row in gate and up and one input in down;
-two of 16, 8, 8 rows in q, k, v and 16 inputs in o. Then half of the groups is cut on trial, and the block must compute,
-to float32's rounding, what it computes with the inputs of the others zeroed. Which attributes of its modules count
-channels or heads is tried out there, too: as few as it takes.
+Found by numbers, not by names. Components of the block (`model.structure.dependence`) with equally many rows and inputs
+in the same layers are the groups of one coupling: 64 components of one row in gate and up and one input in down; two of
+16, 8, 8 rows in q, k, v and 16 inputs in o. A trial then cuts half of the groups: up to float32's rounding, the block
+must compute the same as with the inputs of the removed half zeroed. The trial also finds the attributes of modules that
+count channels or heads: the smallest set with which the cut block runs.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +27,7 @@ from compress.model.structure.trial import Trial
 
 @dataclass(frozen=True)
 class Couplings:
-    """The couplings of a block; for every layer whose rows cannot be removed, the reason."""
+    """The couplings of a block (found), and a reason for every layer whose rows cannot be removed (rejected)."""
 
     found: tuple[Coupling, ...]
     rejected: tuple[str, ...]
@@ -36,8 +36,8 @@ class Couplings:
 def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -> Couplings:
     """The couplings of an opened block, from the micro-batch of one call. The block is left as it was, bit for bit.
 
-    shared: identities of parameters that something outside the block also uses; sharing inside is found here.
-    Whatever goes wrong means no couplings, with the reason.
+    shared: identities of parameters that modules outside the block also use; sharing inside is found here.
+    Any error gives no couplings, with the reason.
     """
     short = short_call(call)
     problem = ""
@@ -51,14 +51,14 @@ def find_couplings(block: nn.Module, call: Call, shared: Collection[int] = ()) -
 
 
 def why_not(block: nn.Module, call: Call, coupling: Coupling) -> list[str]:
-    """Why a coupling found on another block of the same kind does not hold for this one; empty where it does."""
+    """The reasons why a coupling of another block of the same kind does not hold for this one; empty where it does."""
     short, problem = short_call(call), None
     for attempt in [call] if short is call else [short, call]:
         try:
             with evaluating(block), in_float32(block, attempt) as exact_call:
                 problem = Trial(block, exact_call, cuttable(block), coupling).problem(coupling)
             return [] if problem is None else [problem]
-        except Exception as error:  # noqa: BLE001 - a call may be cut where it must not be
+        except Exception as error:  # noqa: BLE001 - the shortened call may be one that does not run
             problem = f"{type(error).__name__}: {first_line(error)}"
     assert problem is not None
     return [problem]
@@ -69,8 +69,8 @@ def _depthwise(module: nn.Module) -> bool:
 
 
 def cuttable(block: nn.Module) -> dict[str, Producer]:
-    """The layers of a block whose rows or inputs may be cut, by name. A depthwise convolution is none of them: it is a
-    number (or some) per channel."""
+    """{name: layer} of a block whose rows or inputs may be cut. A depthwise convolution is no such layer: it holds
+    numbers per channel."""
     return {
         name: Producer(module, "linear", Layer(name, module).shape[0])
         for name, module in block.named_modules()
@@ -79,12 +79,12 @@ def cuttable(block: nn.Module) -> dict[str, Producer]:
 
 
 class _Search:
-    """One block in float32 with one call: its components, and the couplings that they make."""
+    """The search for couplings in one block in float32, with one call."""
 
     def __init__(self, block: nn.Module, call: Call, shared: set[int]) -> None:
         self.block, self.call = block, call
         layers = cuttable(block)
-        # Modules that hold one number per channel: norms above all. What has modules inside is no such thing.
+        # Modules that hold one number per channel: norms above all. They have no modules inside.
         between = {
             name: Producer(module, "norm", channels_between(module))
             for name, module in block.named_modules()
@@ -104,7 +104,7 @@ class _Search:
         self.reasons |= dict.fromkeys(self.unreached, "was never called during the probe")
 
     def found(self) -> Couplings:
-        """Couplings and reasons."""
+        """The couplings, and the reasons for layers without one."""
         fixed = dict(self.reasons)
         dependence = dependence_of(self.wiring, set(fixed))
         self.wiring.leaves.clear()
@@ -128,7 +128,7 @@ class _Search:
         )
 
     def unusable(self, coupling: Coupling, fixed: Mapping[str, str]) -> str | None:
-        """Why a coupling must not be cut, as far as it can be said without trying."""
+        """The reason why a coupling must not be cut, where it is known without a trial; None otherwise."""
         for member in (*coupling.producers, *coupling.between, *coupling.consumers):
             if member.name in fixed:
                 return f"{member.name} {fixed[member.name]}"
@@ -140,14 +140,14 @@ class _Search:
 
 
 def alike(dependence: Dependence, between: Collection[str]) -> Iterator[Coupling]:
-    """Components that have as many channels in the same places, as the groups of couplings, still without numbers."""
+    """Couplings whose groups are the components with equally many channels in the same places; without `numbers`."""
     places = [("producers", name, part) for name, part in dependence.produced.items()]
     places += [("between" if n in between else "consumers", n, part) for n, part in dependence.read.items()]
     labels = torch.cat([part for _, _, part in places]).unique()
     labels = labels[labels != NONE]
     if not labels.numel():
         return
-    # [places, components]: how many channels of each component are in each place
+    # [places, components]: number of channels of each component in each place
     counts = torch.stack([(_index(labels, part) + 1).bincount(minlength=len(labels) + 1)[1:] for _, _, part in places])
     kinds, kind_of = counts.unique(dim=1, return_inverse=True)
     for kind, sizes in enumerate(kinds.T):
@@ -161,6 +161,6 @@ def alike(dependence: Dependence, between: Collection[str]) -> Iterator[Coupling
 
 
 def _index(labels: Tensor, part: Tensor) -> Tensor:
-    """The place of each component in a sorted list, -1 for those that are not in it."""
+    """The index of each component in a sorted list; NONE for those that are not in it."""
     place = torch.searchsorted(labels, part).clamp(max=len(labels) - 1)
     return torch.where(labels[place] == part, place, NONE)

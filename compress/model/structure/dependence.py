@@ -1,17 +1,17 @@
-"""Which channels of a block live and die together: the parts into which it falls apart, seen in hollow forwards.
+"""Finds the channels of a block that can only be removed together: its connected components, seen in hollow forwards.
 
-A layer's input depends on a producer's channel where it changes at all when the channel does, in whatever way: a gate
-enters a product through an activation, a query through softmax. Draw an edge for each such pair, and what hangs
-together is one *component*: row j of gate and up with input j of down; the query, key and value rows of one
-key-value head with the inputs of o that belong to it. Removing a whole component leaves all others as they are.
+An input of a layer depends on a channel of a producer when it changes with the channel in any way: a gate enters a
+product through an activation, a query through softmax. Each such pair is an edge of a graph, whose connected parts are
+the *components*: row j of gate and up with input j of down; the query, key and value rows of one key-value head with
+the inputs of o that belong to it. Removing a whole component leaves all others as they are.
 
-Two questions are asked of the hollow block. `reach`: which channels do these inputs depend on? One backward pass,
-whose gradients are zero or not. `changed`: which inputs change when these channels get other numbers? One forward.
-Inputs are halved again and again while the halves depend on different channels, all segments at the same time: 2 log K
-passes tell K channels apart. A segment whose halves share channels (a cut in the middle of a head, a norm that mixes
-all) is taken apart from a single input: the channels it depends on, the inputs that these reach, and so on.
+The hollow block answers two questions. `reach` gives the channels that chosen inputs depend on, by one backward pass
+(gradients that are not zero). `changed` gives the inputs that change with chosen channels, by one forward. Segments of
+inputs are bisected, all at the same time, while their halves depend on different channels: 2 log K passes tell K
+channels apart. A segment whose halves share channels (a cut in the middle of a head, a norm that mixes all) is split by
+growing components from single inputs: the channels that an input depends on, the inputs that these reach, and so on.
 
-Gradients can be zero by chance, so the answer is an offer, to be checked by a cut (`model.structure.couplings`).
+Gradients can be zero by chance, so the result is a proposal, which a cut must confirm (`model.structure.couplings`).
 
 Shapes: K inputs of a reader, C channels of all producers, one after the other.
 """
@@ -26,21 +26,22 @@ from compress.model.calls import Call
 from compress.model.structure.hollow import changed, given_output, hollow_forward
 from compress.model.structure.producers import Producer
 
-NONE = -1  # of an input: depends on no producer; of a channel: belongs to no component that could be removed
-MOST_ROUNDS = 512  # heads to be told apart one after the other; what is left then counts as one component
+NONE = -1  # for an input that depends on no producer, and for a channel in no component that can be removed
+MOST_ROUNDS = 512  # most heads to tell apart one after the other; the rest then counts as one component
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """The component of each output channel of each layer, and of each input of each layer and watched module; NONE
-    where there is none, or where it reaches the block's output."""
+    """Components of a block's channels. produced: {layer: the component of each output channel}; read: {layer or
+    watched module: the component of each input}. NONE for a channel or input without a component that can be
+    removed."""
 
     produced: dict[str, Tensor]
     read: dict[str, Tensor]
 
 
 class Wiring:
-    """A hollow block whose every given output can be differentiated by and exchanged."""
+    """A hollow block in which every given output can be replaced, and be the variable of a gradient."""
 
     def __init__(
         self, block: nn.Module, call: Call, producers: Mapping[str, Producer], watched: Mapping[str, Producer]
@@ -62,11 +63,11 @@ class Wiring:
         return output.clone()  # a leaf must not be changed in place
 
     def reach(self, reader: str, chosen_K: Tensor) -> Tensor:
-        """Which channels [C] the chosen inputs of a reader depend on."""
+        """Bool mask [C] of the channels that the chosen inputs of a reader depend on."""
         return self._behind([rows[:, chosen_K.to(rows.device)] for rows in self.inputs[reader]])
 
     def reached_by_outputs(self) -> Tensor:
-        """Which channels [C] the block's output depends on without passing a layer."""
+        """Bool mask [C] of the channels that reach the block's output without passing a layer."""
         return self._behind([t for t in self.base.outputs if t.is_floating_point()])
 
     def _behind(self, tensors: list[Tensor]) -> Tensor:
@@ -74,7 +75,7 @@ class Wiring:
         live = [t for t in tensors if t.requires_grad and t.numel()]
         if not live:
             return found_C
-        # Not the plain sum, in which what a norm does cancels.
+        # Not the plain sum: a norm makes it constant, so that gradients would vanish.
         weights = [given_output("weights", t.shape[:1], t[:1].numel()).reshape(t.shape).to(t) for t in live]
         total = torch.stack([(t * w).sum() for t, w in zip(live, weights, strict=True)]).sum()
         leaves = [leaf for _, leaf in self.leaves]
@@ -85,7 +86,7 @@ class Wiring:
         return found_C
 
     def changed(self, reader: str, chosen_C: Tensor) -> Tensor:
-        """Which inputs [K] of a reader change when the chosen channels get other numbers."""
+        """Bool mask [K] of a reader's inputs that change when the chosen channels get other numbers."""
 
         def other(name: str, output: Tensor) -> Tensor:
             chosen = chosen_C[self.places[name]].to(output.device)
@@ -96,7 +97,7 @@ class Wiring:
         return changed(self.base, seen, {**self.producers, **self.watched})[reader].cpu()
 
     def parts_of(self, reader: str) -> tuple[Tensor, Tensor]:
-        """`taken_apart`, of a reader."""
+        """`taken_apart` for a reader."""
         width = self.inputs[reader][0].shape[1]
         return taken_apart(width, lambda k: self.reach(reader, k), lambda c: self.changed(reader, c))
 
@@ -104,8 +105,8 @@ class Wiring:
 def taken_apart(
     inputs: int, reach: Callable[[Tensor], Tensor], changed: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(the part of each of a reader's inputs [K], the part of each channel [C] that it reads), NONE where there is
-    none: inputs of different parts depend on different channels."""
+    """(The part of each input [K] of a reader, the part of each channel [C] that it reads); NONE for inputs and
+    channels without one. Inputs of different parts depend on different channels."""
     part_K = torch.zeros(inputs, dtype=torch.int64)
     part_C = torch.where(reach(part_K == 0), 0, NONE)
     count = 1
@@ -144,7 +145,8 @@ def _untangle(
     reach: Callable[[Tensor], Tensor],
     changed: Callable[[Tensor], Tensor],
 ) -> None:
-    """Split parts (in place) of which `left_K` are the inputs, each from one input on, one component a round."""
+    """Split the parts of the inputs `left_K` in place. Each round grows one component in every such part, from one
+    input."""
     for _ in range(MOST_ROUNDS):
         if not bool(left_K.any()):
             return
@@ -169,7 +171,7 @@ def _untangle(
 
 
 def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
-    """The components of a whole block. fixed: layers whose channels cannot be removed, whoever reads them."""
+    """The components of a whole block. fixed: layers whose channels and inputs cannot be removed."""
     held_C = wiring.reached_by_outputs()
     for name in fixed & wiring.places.keys():
         held_C[wiring.places[name]] = True
@@ -180,8 +182,7 @@ def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
         alike = (n for n in parts if _same(wiring.inputs[n], rows))
         known = next(alike, None)
         parts[name] = wiring.parts_of(name) if known is None else parts[known]
-    # A watched module sees components, it does not join them: a norm over the channels of one head, say, is used by
-    # all heads.
+    # A watched module does not join components: a norm over the channels of one head, say, is used by all heads.
     label_C = joined([part_C for name, (_, part_C) in parts.items() if name in wiring.producers], wiring.channels)
     label_C = torch.where(torch.isin(label_C, label_C[held_C]), NONE, label_C)
     read = {name: _labels(part_K, part_C, label_C) for name, (part_K, part_C) in parts.items()}
@@ -189,8 +190,8 @@ def dependence_of(wiring: Wiring, fixed: set[str]) -> Dependence:
 
 
 def joined(parts: list[Tensor], channels: int) -> Tensor:
-    """The component [C] of each channel, as the number of its first one: channels that some reader has in one part
-    are of one component."""
+    """The component [C] of each channel, named by the number of its first channel. Channels that lie in one part of any
+    reader are of one component."""
     label_C = torch.arange(channels)
     while True:
         before_C = label_C.clone()
@@ -206,9 +207,9 @@ def joined(parts: list[Tensor], channels: int) -> Tensor:
 
 
 def _labels(part_K: Tensor, part_C: Tensor, label_C: Tensor) -> Tensor:
-    """The component of each input: that of all channels of its part; NONE where they are of several."""
+    """The component [K] of each input: that of all channels of its part; NONE where they are of several components."""
     used = part_C != NONE
-    size = int(torch.cat([part_K, part_C]).max()) + 2  # the last one for NONE
+    size = int(torch.cat([part_K, part_C]).max()) + 2  # the last entry is for NONE
     lowest, highest = torch.full((size,), label_C.numel()), torch.full((size,), NONE)
     lowest.scatter_reduce_(0, part_C[used], label_C[used], "amin")
     highest.scatter_reduce_(0, part_C[used], label_C[used], "amax")

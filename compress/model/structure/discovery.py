@@ -1,14 +1,14 @@
-"""Which norms and linear layers of a block feed which others by a scale alone: the folds that the block allows.
+"""Finds the folds of a block: norms and linear layers whose channels enter other linear layers as scales alone.
 
 Found by numbers, not by names: no table of architectures. For one block and one short micro-batch,
 
-1. run it once as it is: its outputs, and what each norm does to its input (times w, or times 1 + w);
-2. scale every producer in turn in hollow forwards (`model.structure.hollow`): who reads which of its channels, and
-   whether anything else sees them (a residual sum, another norm, a product of two of its channels);
+1. run it once as it is, to get its outputs and the kind of each norm (times w, or times 1 + w);
+2. scale every producer in turn in hollow forwards (`model.structure.hollow`), to find the readers of each of its
+   channels, and any other use of them (a residual sum, another norm, a product of two of its channels);
 3. apply all folds found, with random powers of two, and run the block again: its outputs must be the same bits.
 
-A fold survives only if everything that its producer feeds is a linear layer of the fold. Blocks of one kind share
-what was found; the others only repeat 1 and 3. What was refused, and why, is said in `Discovery.rejected`.
+A fold is kept only if its producer feeds nothing but linear layers of the fold. Blocks of one kind share the folds of
+the first one; the others only repeat 1 and 3. `Discovery.rejected` gives the reasons for refused folds.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -45,7 +45,8 @@ from compress.model.structure.producers import (
 
 @dataclass(frozen=True)
 class Discovery:
-    """The folds of a block; for every producer without one, the reason; what it cost (full and hollow forwards)."""
+    """The folds of a block, a reason for every producer without one (rejected), and the full (forwards) and hollow
+    (probes) forwards that it took to find them."""
 
     folds: tuple[Fold, ...]
     rejected: tuple[str, ...]
@@ -56,15 +57,15 @@ class Discovery:
 def discover(block: nn.Module, call: Call, shared: Collection[int] = ()) -> Discovery:
     """The folds of an opened block, from the micro-batch of one call. The block is left as it was, bit for bit.
 
-    All linear layers of the block take part, whether or not anything is to be done to them later: a fold has to
-    reach every reader. shared: identities of parameters that something outside the block also uses (a tied head);
-    sharing inside the block is found here. Whatever goes wrong means no folds, with the reason.
+    All linear layers of the block take part, even those that no pass treats: a fold must include every reader. shared:
+    identities of parameters that modules outside the block also use (a tied head); sharing inside the block is found
+    here. Any error gives no folds, with the reason.
     """
     return _guarded(block, call, shared, _Discoverer.discover)
 
 
 def confirm(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Discovery:
-    """Those of the folds, found on another block of the same kind, that hold for this one: two full forwards."""
+    """The folds, of those found on another block of the same kind, that hold for this one. Takes two full forwards."""
     return _guarded(block, call, shared, partial(_Discoverer.confirm, folds=folds))
 
 
@@ -86,7 +87,8 @@ class Finder:
 
 
 def signature_of(block: nn.Module) -> tuple[object, ...]:
-    """What blocks of one kind have in common: modules, and shapes and dtypes of parameters."""
+    """A key that is equal for blocks of one kind: names and types of modules, names, shapes and dtypes of
+    parameters."""
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     return modules, tuple((name, p.shape, p.dtype) for name, p in block.named_parameters(remove_duplicate=False))
 
@@ -94,7 +96,8 @@ def signature_of(block: nn.Module) -> tuple[object, ...]:
 def _guarded(
     block: nn.Module, call: Call, shared: Collection[int], work: Callable[["_Discoverer"], Discovery]
 ) -> Discovery:
-    """`work` on a few tokens of the call; on all of it where the cut does not run, or reaches too few layers."""
+    """The result of `work` on a few tokens of the call, or on the whole call where the short one does not run or misses
+    layers. Any error gives no folds, with the reason."""
     short = short_call(call)
     found = None
     problem = ""
@@ -113,7 +116,7 @@ def _guarded(
 
 
 class _Discoverer:
-    """One block in float32 with one call: what it computes, who reads whom, which folds leave it alone."""
+    """The discovery of folds in one block in float32, with one call."""
 
     def __init__(self, block: nn.Module, call: Call, shared: set[int]) -> None:
         self.block, self.call, self.shared = block, call, shared
@@ -167,7 +170,7 @@ class _Discoverer:
         return hollow_forward(self.block, self.call, self.producers, given)
 
     def readers(self, name: str, base: Seen) -> tuple[tuple[Consumer, ...], str | None]:
-        """The layers that read a producer as a scale, or why it cannot be folded into its readers."""
+        """(The layers that read a producer as a scale, None), or (..., the reason why it cannot be folded)."""
         every_C = torch.ones(self.producers[name].channels, dtype=torch.bool)
         consumers, problem = self.probe(name, base, every_C)
         if problem is None or not self.producers[name].is_linear:
@@ -184,7 +187,8 @@ class _Discoverer:
         return (), problem
 
     def probe(self, name: str, base: Seen, chosen_C: Tensor) -> tuple[tuple[Consumer, ...], str | None]:
-        """Number the chosen channels in powers of two and read the numbers from the inputs of the layers."""
+        """Find the readers of the chosen channels: scale each by a power of two that encodes its number, and decode the
+        numbers from the inputs of the layers. Returns (consumers, the reason why they make no fold, or None)."""
         channels = self.producers[name].channels
         digits: dict[str, list[Tensor]] = {}
         for i, code_C in enumerate(codes(channels)):
@@ -205,7 +209,7 @@ class _Discoverer:
         return tuple(consumers), None if consumers else "no linear layer reads it"
 
     def confirmed(self, folds: Sequence[Fold], rejected: list[str]) -> Discovery:
-        """The folds that can be written and that leave the outputs as they are."""
+        """Keeps the folds whose parameters may be edited and that do not change the outputs."""
         candidates: list[Fold] = []
         for fold in folds:
             problem = self.unwritable(fold)
@@ -213,7 +217,7 @@ class _Discoverer:
                 candidates.append(fold)
             else:
                 rejected.append(_refusal(fold, problem))
-        # Apart, because only norms that multiply by 1 + w need a tolerance.
+        # Tried apart: only norms that multiply by 1 + w need a tolerance.
         plus_one = [fold for fold in candidates if fold.kind == "norm_plus_one"]
         others = [fold for fold in candidates if fold.kind != "norm_plus_one"]
         kept: list[Fold] = []
@@ -230,7 +234,7 @@ class _Discoverer:
         return Discovery(tuple(sorted(kept, key=folds.index)), tuple(rejected), self.forwards, self.probes)
 
     def unwritable(self, fold: Fold) -> str | None:
-        """Why the parameters of a fold must not be edited."""
+        """The reason why the parameters of a fold must not be edited; None where they may."""
         for name in (fold.producer, *(consumer.name for consumer in fold.consumers)):
             if any(id(p) in self.shared for p in self.block.get_submodule(name).parameters(recurse=False)):
                 return f"{name} shares a parameter with another module"
@@ -241,12 +245,13 @@ class _Discoverer:
         return None
 
     def harm(self, folds: Sequence[Fold], tolerance: float) -> float | None:
-        """How much the folds, with random powers of two, change the outputs; None where they leave them alone."""
+        """The relative change of the outputs by the folds with random powers of two; None where it is within the
+        tolerance (and the noise of the device)."""
         generator = torch.Generator().manual_seed(0)
         done: list[Applied] = []
         try:
             for fold in folds:
-                # Producers grow, so that nothing in between can fall into the subnormal numbers.
+                # Producers are scaled up, so that no value in between becomes subnormal.
                 shift_C = torch.randint(LARGEST_SHIFT + 1, (fold.channels,), generator=generator)
                 done.append(apply(self.block, fold, powers_of_two(-shift_C)))
             change = distance(self.run(), self.outputs)
@@ -254,7 +259,7 @@ class _Discoverer:
             for applied in reversed(done):
                 undo(applied)
         if change > tolerance and self.noise is None:
-            # A device whose sums come in no fixed order differs from itself.
+            # A device that adds in no fixed order does not repeat its own results.
             self.noise = 2 * distance(self.run(), self.outputs)
         return change if change > tolerance + (self.noise or 0) else None
 

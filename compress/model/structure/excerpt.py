@@ -1,4 +1,4 @@
-"""A micro-batch made cheap and exact enough to probe a block with: a few tokens of it, in float32."""
+"""Makes a micro-batch cheap and exact enough for probing a block: a few of its tokens, in float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,21 +11,21 @@ from torch.utils._pytree import tree_map
 
 from compress.model.calls import Call
 
-TOKENS = 16  # enough for every channel to be seen with both signs, at next to no cost
+TOKENS = 16  # enough for every channel to occur with both signs, at little cost
 
 
 def short_call(call: Call) -> Call:
-    """One sample and a few tokens of a call; the call itself where there is nothing to cut.
+    """A call on few samples and at most TOKENS tokens of `call`; the call itself where there is nothing to cut.
 
-    Cut by shape: in every tensor the dimensions that are as long as the batch or as its samples. That guess can be
-    wrong (the call then fails), but it need not be right: whatever runs will do for probing.
+    Cut by shape: in every tensor, the dimensions as long as the batch and as its token sequences. This guess may be
+    wrong, and the call may then fail. Any call that runs will do for probing.
     """
     tensors = [t for t in (*call.args, *call.kwargs.values()) if isinstance(t, Tensor) and t.ndim > 0]
     if not tensors:
         return call
     lead = tensors[0] if call.key is None else call.hidden
     samples = lead.shape[0]
-    # A whole model is given token ids [B, T], a block hidden states [B, T, C]; in anything else only samples are cut.
+    # A whole model takes token ids [B, T], a block hidden states [B, T, C]; in other inputs only samples are cut.
     has_tokens = lead.ndim == 3 if call.key is not None else lead.ndim == 2 and not lead.is_floating_point()
     length = lead.shape[1] if has_tokens else 1
     if samples * length <= TOKENS:
@@ -52,7 +52,7 @@ def short_call(call: Call) -> Call:
 
 @contextmanager
 def in_float32(block: nn.Module, call: Call) -> Iterator[Call]:
-    """The block's half-precision parameters and buffers, and the call, in float32; as they were afterwards.
+    """Converts the block's half-precision parameters and buffers, and the call, to float32 for the body.
 
     Powers of two are exact in every dtype, but float16 has no room for large ones.
     """

@@ -1,15 +1,15 @@
-"""Hollow forwards: a block runs with the outputs of its layers and norms given, to see what each of them reads.
+"""Hollow forwards: run a block with given outputs in the place of its layers' and norms', to observe their inputs.
 
-A forward in which every linear layer and every norm returns fixed random numbers multiplies no matrix and cuts the
-block into its elementary connections: what a layer reads then depends only on the producers right before it, through
-attention, gates, activation functions and residual sums. Scale one producer's channels by powers of two and compare:
-an input of a layer that came out times 2^e in every token is that producer's channel of exponent e, one that did not
-change does not come from it, and anything else is no fold.
+In a hollow forward every linear layer and every norm returns fixed random numbers. It multiplies no matrix and cuts the
+block into its elementary connections: the input of a layer depends only on the producers right before it, through
+attention, gates, activation functions and residual sums. Scale one producer's channels by powers of two and compare: an
+input that is scaled by 2^e in every token reads the producer's channel of exponent e; an input that does not change
+does not read the producer; any other change rules a fold out.
 
-Exactness: multiplying by a power of two commutes with rounding, so each product of a gate, and the whole sum over
-tokens that attention makes of one channel, comes out scaled to the last bit, barring overflow and underflow. The
-numbers given are of magnitude 0.5 to 1.5 and exponents go up to 2^96, in float32; no channel is dead, and each is
-seen with both signs, so that functions linear on one side only (ELU) show.
+Exactness: multiplying by a power of two commutes with rounding. So each product of a gate, and the whole sum over
+tokens that attention forms of one channel, is scaled to the last bit, barring overflow and underflow. The given numbers
+have magnitudes of 0.5 to 1.5, and factors go up to 2^96, in float32. No channel is dead, and each occurs with both
+signs, so that functions that are linear on one side only (ELU) are detected.
 """
 
 import zlib
@@ -26,15 +26,16 @@ from torch.utils._pytree import tree_flatten
 from compress.model.calls import Call
 from compress.model.structure.producers import Producer, distance
 
-LARGEST_EXPONENT = 96  # 2^96 leaves 2^31 for what a channel's values are multiplied with before float32 overflows
-INTEGER_TOLERANCE = 1e-3  # far above float32's rounding in a backward pass, far below what chance would produce
+LARGEST_EXPONENT = 96  # 2^96 leaves a factor of 2^31 for other operations before float32 overflows
+INTEGER_TOLERANCE = 1e-3  # far above float32's rounding in a backward pass, far below differences by chance
 
 NOBODY: Mapping[str, Producer] = {}
 
 
 @dataclass
 class Seen:
-    """What a hollow forward saw: the input of every call of a producer, and what the block returned."""
+    """Observations of a hollow forward. inputs: {(module, number of its call): input}; outputs: tensors that the block
+    returned."""
 
     inputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Seen:
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Modules with other forward functions inside; hooks and everything else about them stay."""
+    """Gives modules other forward functions for the body; their hooks and everything else stay."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -62,7 +63,7 @@ def replaced_forwards(forwards: Mapping[nn.Module, Any]) -> Iterator[None]:
 
 @contextmanager
 def repeatable(block: nn.Module) -> Iterator[None]:
-    """A block that draws random numbers draws the same ones each time; the generators go on as if nothing had been."""
+    """Seeds the random generators for the body, so that a block draws the same numbers each time, and restores them."""
     devices = {p.device for p in block.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         torch.manual_seed(0)
@@ -70,8 +71,8 @@ def repeatable(block: nn.Module) -> Iterator[None]:
 
 
 def given_output(seed: str, leading: torch.Size, channels: int) -> Tensor:
-    """Random numbers of magnitude 0.5 to 1.5, always the same for a seed; positive in the first row, negative in the
-    second, of either sign in the others."""
+    """Random numbers [*leading, channels] of magnitude 0.5 to 1.5, always the same for a seed; positive in the first
+    row, negative in the second, of either sign in the others."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     rows = leading.numel()
     magnitude = torch.rand(rows, channels, generator=generator) + 0.5
@@ -81,7 +82,7 @@ def given_output(seed: str, leading: torch.Size, channels: int) -> Tensor:
 
 
 def as_given(name: str, output: Tensor) -> Tensor:
-    """The given output of a producer as it is."""
+    """The given output of a producer, unchanged."""
     return output
 
 
@@ -93,16 +94,17 @@ def hollow_forward(
     gradients: bool = False,
     watched: Mapping[str, Producer] = NOBODY,
 ) -> Seen:
-    """Run the block hollow. given: what takes the place of a producer's given output [..., C]. gradients: whether
-    what is seen can be differentiated by it. watched: modules that compute as ever, and whose inputs are seen, too."""
+    """Run a hollow forward of the block. given: replaces a producer's given output [..., C]. gradients: record
+    gradients with respect to the given outputs. watched: modules that compute as usual, whose inputs are observed,
+    too."""
     seen = Seen()
     counts = dict.fromkeys((*producers, *watched), 0)
 
     def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, int]:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         index, counts[name] = counts[name], counts[name] + 1
-        if x.numel() > 0:  # an expert that is called without a token has not been seen
-            seen.inputs[name, index] = x.clone()  # the block may go on to change it in place
+        if x.numel() > 0:  # a call of an expert without tokens is no observation
+            seen.inputs[name, index] = x.clone()  # the block may change it in place later
         return x, index
 
     def stand_in(name: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,14 +125,14 @@ def hollow_forward(
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors in what a block returned."""
+    """Copies of the tensors in the output of a block."""
     return [value.clone() for value in tree_flatten(output)[0] if isinstance(value, Tensor)]
 
 
 def exponents(before: Tensor, after: Tensor) -> Tensor | None:
-    """e [K] where after = before * 2^e exactly, in every token of each channel; None where that is not so.
+    """Exponents e [K] with after = before * 2^e exactly, in every token of each channel; None where there are none.
 
-    A channel that is always zero could hide anything: None.
+    Also None where a channel is zero in every token, since zero would fit any exponent.
     """
     before_MK, after_MK = before.reshape(-1, before.shape[-1]), after.reshape(-1, after.shape[-1])
     mantissa, exponent = torch.frexp(before_MK)
@@ -145,7 +147,8 @@ def exponents(before: Tensor, after: Tensor) -> Tensor | None:
 
 
 def compare(base: Seen, seen: Seen, producers: dict[str, Producer]) -> tuple[dict[str, Tensor], str | None]:
-    """{linear layer: exponents [K]} of the inputs that a probe scaled, or why it did more than scale inputs."""
+    """({linear layer: exponents [K]} of the inputs that a probe scaled, None), or ({}, the reason why the probe did
+    more than scale inputs)."""
     if base.inputs.keys() != seen.inputs.keys():
         return {}, "decides which layers are called"
     changes: dict[str, Tensor] = {}
@@ -172,8 +175,8 @@ def compare(base: Seen, seen: Seen, producers: dict[str, Producer]) -> tuple[dic
 
 
 def changed(base: Seen, seen: Seen, producers: Mapping[str, Producer]) -> dict[str, Tensor]:
-    """{layer: which of its inputs [K] changed at all, in any token of any call}: dependence, where `compare` asks for
-    scales."""
+    """{layer: bool mask [K] of the inputs that changed in any token of any call}. It shows any dependence, while
+    `compare` accepts scales only."""
     found: dict[str, Tensor] = {}
     for (name, index), before in base.inputs.items():
         rows = producers[name].rows(before.detach())
@@ -186,7 +189,7 @@ def changed(base: Seen, seen: Seen, producers: Mapping[str, Producer]) -> dict[s
 
 
 def codes(channels: int) -> list[Tensor]:
-    """Exponents [C] for each of as few probes as it takes to tell the channels apart; 0 is left for `untouched`."""
+    """Exponents [C] for each probe, with as few probes as tell the channels apart. 0 is left for untouched inputs."""
     count = 1
     while LARGEST_EXPONENT**count < channels:
         count += 1
@@ -198,7 +201,7 @@ def codes(channels: int) -> list[Tensor]:
 
 
 def decode(found: list[Tensor], channels: int) -> Tensor | None:
-    """Channel numbers [K] (-1: untouched) from the exponents of every probe; None where they are no numbers."""
+    """Channel numbers [K] (-1: untouched) from the exponents of all probes; None for exponents of no number."""
     written = torch.stack(codes(channels))
     largest = written.amax(1)
     read = torch.stack(found).cpu()
@@ -214,12 +217,13 @@ def decode(found: list[Tensor], channels: int) -> Tensor | None:
 
 
 def scalable_channels(block: nn.Module, call: Call, producers: Mapping[str, Producer], name: str) -> Tensor | None:
-    """Which channels [C] of a producer seem to enter its readers as scales, though not all of them do; None for none.
+    """Bool mask [C] of a producer's channels that seem to enter its readers as scales; None where none does.
 
-    For a layer whose rows have several roles (a fused qkv or gate_up). By Euler's theorem an input x_j that is
-    homogeneous of degree one in channel c has sum_t y_tc dx_j/dy_tc = x_j. So the sum over all inputs of those
-    quotients by x_j is, for a channel that is only scaled, the number of inputs that read it, and a number without
-    meaning for the others: one backward pass per token tells. Its answer is a guess, to be confirmed by probing.
+    For a layer whose rows have several roles (a fused qkv or gate_up), of which only some are scales. By Euler's
+    theorem an input x_j that is homogeneous of degree one in channel c has sum_t y_tc dx_j/dy_tc = x_j. Summed over all
+    inputs and divided by x_j, this is the number of inputs that read the channel if they read it as a scale, and an
+    arbitrary number otherwise. One backward pass per token computes it. The result is a guess that probing must
+    confirm.
     """
     followed: list[Tensor] = []
 

@@ -1,9 +1,9 @@
-"""Which channels of a block may change places: with what their rows, and the inputs that read them, go along.
+"""Finds the channels of a block that may be permuted, each set with all rows and inputs that must be permuted alike.
 
-Two kinds, found by numbers and tried out before they are used. The channels of a coupling whose groups are single
-channels (row j of gate and up, input j of down: `model.structure.couplings`), in any order. And the channels of one
-head between a producer and what reads it (v and o: where whole matrices pass, `model.structure.rotate`, so do
-permutations), in any order inside the head.
+There are two kinds, found by numbers and confirmed by a trial. The channels of a coupling whose groups are single
+channels may take any order (row j of gate and up, input j of down: `model.structure.couplings`). The channels of one
+head between a producer and its readers may take any order inside the head (v and o: where whole matrices pass,
+`model.structure.rotate`, so do permutations).
 
 Shapes: U channels that may change places among themselves, R copies of them among the inputs of a consumer
 (grouped-query attention: one per query head of a group).
@@ -31,19 +31,19 @@ from compress.model.structure.rotate import copies, unfit, widest
 
 @dataclass(frozen=True)
 class Places:
-    """Channels that may change places. of: {(role, module): [R, U] its channels, each copy in the order of the
-    others}; widths: how many channels each of them has."""
+    """Channels that may be permuted among themselves. of: {(role, module): [R, U] its channels, every copy in the same
+    order}; widths: {(role, module): the number of all its channels}."""
 
     of: Mapping[tuple[Role, str], Tensor]
     widths: Mapping[tuple[Role, str], int]
 
     @property
     def consumers(self) -> dict[str, Tensor]:
-        """The inputs of each layer that reads the channels, [R, U]."""
+        """{layer that reads the channels: its inputs [R, U]}."""
         return {name: places for (role, name), places in self.of.items() if role == "consumers"}
 
     def permuted(self, order_U: Tensor) -> Permute:
-        """The edit that brings channel order[u] to the place of channel u."""
+        """The edit that moves channel order[u] to the place of channel u."""
         found: dict[Role, list[Order]] = {role: [] for role in ROLES}
         for (role, name), places_RU in self.of.items():
             order = torch.arange(self.widths[role, name])
@@ -54,16 +54,18 @@ class Places:
 
 @dataclass(frozen=True)
 class Orders:
-    """What may change places in a block, and why the inputs of other layers may not, as far as that is known."""
+    """The channels of a block that may be permuted (found), and known reasons why the inputs of other layers may not
+    (rejected: {layer: reason})."""
 
     found: tuple[Places, ...]
     rejected: Mapping[str, str]
 
 
 def find_orders(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Collection[int] = ()) -> Orders:
-    """What may change places in an opened block, from the micro-batch of one call. The block is left as it was.
+    """The channels of an opened block that may be permuted, from the micro-batch of one call. The block is left as it
+    was.
 
-    folds: those of the block; shared: identities of parameters that something outside the block also uses.
+    folds: those of the block; shared: identities of parameters that modules outside the block also use.
     """
     offers = [places for c in find_couplings(block, call, shared).found if (places := _of_coupling(block, c))]
     taken = {name for places in offers for name in places.consumers}
@@ -84,7 +86,7 @@ def find_orders(block: nn.Module, call: Call, folds: Sequence[Fold], shared: Col
 
 
 def why_not(block: nn.Module, call: Call, places: Places) -> str | None:
-    """Why channels must stay in their order; None where the block computes with another what it did."""
+    """The reason why channels must stay in their order; None where the block computes the same in another order."""
     order = torch.arange(next(iter(places.of.values())).shape[1]).roll(1).flip(0)
 
     def run(exact: Call) -> list[Tensor]:
@@ -105,7 +107,8 @@ def why_not(block: nn.Module, call: Call, places: Places) -> str | None:
 
 
 def _of_coupling(block: nn.Module, coupling: Coupling) -> Places | None:
-    """The channels of a coupling of linear layers, where each group is one channel wherever it is."""
+    """The channels of a coupling of linear layers; None where a group is more than one channel of any member, and for
+    other layers."""
     of: dict[tuple[Role, str], Tensor] = {}
     widths: dict[tuple[Role, str], int] = {}
     for role, member in coupling.members():

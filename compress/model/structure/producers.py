@@ -1,7 +1,7 @@
 """The modules of a block whose output channels can be scaled through their own parameters: linear layers and norms.
 
-A norm is recognised by what it does: scaling its weight and bias scales its output's channels. Whether it multiplies
-by w or by 1 + w is tried out.
+A norm is recognised by its behaviour: scaling its weight and bias scales its output's channels. A trial tells a norm
+that multiplies by w from one that multiplies by 1 + w.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from compress.model.edits.folds import Kind, divided_norm
 from compress.model.layers import Layer, is_linear
 
 ROUNDING = 2.0**-16  # a norm that multiplies by 1 + w cannot hold every power of two exactly in float32
-LARGEST_SHIFT = 6  # factors up to 2^6: whatever does not scale is far from the result that scaling would have
+LARGEST_SHIFT = 6  # factors up to 2^6: the output of a module that does not scale is then far from the scaled one
 
 CHANNELS_SECOND = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.PReLU)  # torch counts channels along dimension 1
 
 
 @dataclass(frozen=True)
 class Producer:
-    """A module whose output channels can be scaled, and how it holds their scale."""
+    """A module whose output channels can be scaled. kind: the form of the scale; channels: their number C."""
 
     module: nn.Module
     kind: Kind
@@ -37,7 +37,7 @@ class Producer:
         return self.kind == "linear"
 
     def leading(self, x: Tensor) -> torch.Size:
-        """The shape of its output for an input, without the channels."""
+        """The shape of its output, without the channels, for an input."""
         if not is_convolution(self.module):
             return x.shape[:-1]
         geometry = geometry_of(self.module)
@@ -45,7 +45,7 @@ class Producer:
         return torch.Size((*x.shape[: -spatial - 1], *output_sizes(x.shape[-spatial:], geometry)))
 
     def arranged(self, output: Tensor) -> Tensor:
-        """An output [..., C] with its channels where the module has them."""
+        """An output [..., C] with its channels moved to the dimension where the module has them."""
         return output.movedim(-1, -1 - len(geometry_of(self.module).kernel)) if is_convolution(self.module) else output
 
     def rows(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Producer:
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
-    """Identities of the parameters that are registered in several places."""
+    """Identities (`id`) of the parameters that are registered in several places."""
     seen: set[int] = set()
     shared: set[int] = set()
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -68,12 +68,12 @@ def shared_parameters(model: nn.Module) -> set[int]:
 
 
 def powers_of_two(exponents_C: Tensor) -> Tensor:
-    """2^e, exact on every device: torch's exp2 and ldexp promise no last bit."""
+    """2^e in float32, exact: torch's exp2 and ldexp may be off in the last bit."""
     return torch.tensor([2.0**e for e in exponents_C.tolist()], dtype=torch.float32)
 
 
 def producers_of(block: nn.Module, run: Callable[[], Any]) -> dict[str, Producer]:
-    """By name, in registration order. `run` runs the block once; norms that it does not reach are left out."""
+    """{name: producer} in registration order. `run` runs the block once; norms that it does not reach are left out."""
     kinds: dict[str, Kind | None] = {}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -107,7 +107,7 @@ def _may_be_norm(module: nn.Module) -> bool:
 
 
 def _norm_kind(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Kind | None:
-    """How a module with a vector for a weight scales its last dimension; None where it does something else."""
+    """The kind of norm of a module whose weight is a vector; None where it does not scale its last dimension."""
     weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, nn.Parameter)
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -123,7 +123,7 @@ def _norm_kind(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Kind |
             weight.data, _ = divided_norm(before[0], 1 / scale_C, kind == "norm_plus_one", weight.dtype)
             if bias is not None:
                 bias.data = bias.data * scale_C
-            # Its forward, not the module: no hooks, least of all the one that called this.
+            # Call its forward, not the module: hooks would run, among them the one that called this.
             if distance([module.forward(*args, **kwargs)], [output * scale_C]) <= ROUNDING:
                 return kind
         finally:
@@ -134,7 +134,8 @@ def _norm_kind(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Kind |
 
 
 def distance(values: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference relative to the largest expected value of its tensor; 0 only for identical tensors."""
+    """The largest difference, relative to the largest expected value of its tensor; 0 only for identical tensors, and
+    infinite for tensors of other shapes."""
     if [v.shape for v in values] != [e.shape for e in expected]:
         return float("inf")
     worst = 0.0

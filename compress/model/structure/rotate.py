@@ -1,14 +1,13 @@
-"""Rotating channels: an orthogonal matrix between a producer and its consumers that the function does not see.
+"""Rotates channels: inserts an orthogonal matrix between a producer and its consumers; the function stays the same.
 
     y' = Q^T y        W_producer <- Q^T W_producer        W_consumer <- W_consumer Q        (W Q)(Q^T y) = W y
 
 It spreads outliers over channels before they are rounded (QuIP, Chee et al. 2023; QuaRot, Ashkboos et al. 2024).
-Weights only: nothing is computed when the model runs. A whole matrix passes where the path is linear and treats the
-channels alike: from the values of one head to the output projection. An activation, a gate or a norm's weight in
-between lets only scales pass. Whether it does is tried out, not looked up: `why_not`, and `widest` for the largest
-matrices.
+Only weights change: nothing is added to the model's computation. A whole matrix passes where the path is linear and
+treats the channels alike: from the values of one head to the output projection. An activation, a gate or a norm's
+weight in between lets only scales pass. A trial decides (`why_not`, and `widest` for the largest matrices).
 
-Shapes: U channels that somebody reads, in B blocks of D; the rotation is [D, D], the same for all, or [B, D, D].
+Shapes: U channels that a consumer reads, in B blocks of D; the rotation is [D, D], the same for all, or [B, D, D].
 A consumer may have several copies R of all channels (grouped-query attention: one per query head of a group).
 """
 
@@ -32,8 +31,8 @@ from compress.model.structure.producers import ROUNDING, Producer, distance
 
 @dataclass(frozen=True, eq=False)
 class Rotate:
-    """The edit: orthogonal matrices on the channels of a fold. Raises InputError for what is no such matrix, and for
-    a fold that has no room for it."""
+    """An edit: applies orthogonal matrices to the channels of a fold. Raises InputError for a matrix that is not
+    orthogonal or of the wrong shape, and for a fold that takes no matrix."""
 
     kind: ClassVar[str] = "rotate"
 
@@ -74,7 +73,7 @@ class Rotate:
         return Applied(tuple(done))
 
     def _blocks(self, weight: Tensor) -> Tensor:
-        """[B, D, D] in the dtype that is computed in."""
+        """The rotation [B, D, D] in the dtype of the computation."""
         size = self.rotation.shape[-1]
         working = torch.promote_types(weight.dtype, torch.float32)
         return self.rotation.to(weight.device, working).expand(int(self.fold.used().sum()) // size, size, size)
@@ -100,12 +99,12 @@ class Rotate:
         return fold_entry(self.fold, self.kind)
 
     def parts(self) -> dict[str, Tensor]:
-        """The rotation and the maps."""
+        """The rotation and the channel maps."""
         return {"rotation": self.rotation.cpu().clone().contiguous(), **fold_parts(self.fold)}
 
     @classmethod
     def read(cls, entry: Mapping[str, Any], parts: Mapping[str, Tensor]) -> "Rotate":
-        """What was stored. Raises CheckpointError for what is no such edit."""
+        """The stored edit. Raises CheckpointError for an entry that is no such edit."""
         fold = read_fold(entry, parts)
         rotation = numbers(parts, "rotation", (None,) * parts["rotation"].ndim if "rotation" in parts else ())
         try:
@@ -115,7 +114,8 @@ class Rotate:
 
 
 def copies(consumer: Consumer) -> Tensor:
-    """[R, U]: the inputs of a consumer that make up each whole copy of the channels, in the order of the channels."""
+    """[R, U]: for each of the R copies of the channels, the consumer's inputs that read it, in the order of
+    channels."""
     order = consumer.channel_of_K.argsort(stable=True)
     order = order[consumer.channel_of_K[order] != UNTOUCHED]
     channels = int(consumer.channel_of_K[order].unique().numel())
@@ -123,7 +123,7 @@ def copies(consumer: Consumer) -> Tensor:
 
 
 def unfit(fold: Fold) -> list[str]:
-    """Why no matrix at all fits into a fold; empty where it depends on what lies between."""
+    """The reasons why a fold takes no matrix at all; empty where the path between its layers decides (`why_not`)."""
     if fold.kind != "linear":
         return ["a norm multiplies every channel by itself; its weight has no room for a matrix"]
     used = int(fold.used().sum())
@@ -135,10 +135,11 @@ def unfit(fold: Fold) -> list[str]:
 
 
 def why_not(block: nn.Module, call: Call, fold: Fold, size: int) -> list[str]:
-    """Why orthogonal matrices of this size do not pass from a producer to its consumers; empty where they do.
+    """The reasons why orthogonal matrices of this size do not pass from a producer to its consumers; empty where they
+    do.
 
-    Tried out in a hollow forward on a few tokens of the call: rotate what the producer gives, and see whether the
-    consumers' inputs come out rotated.
+    A hollow forward on a few tokens of the call rotates the producer's output and checks that the consumers' inputs are
+    rotated.
     """
     problems = unfit(fold)
     used_U = fold.used().nonzero().flatten()
@@ -174,7 +175,7 @@ def why_not(block: nn.Module, call: Call, fold: Fold, size: int) -> list[str]:
 
 
 def widest(block: nn.Module, call: Call, fold: Fold) -> int | None:
-    """The largest size of matrices that pass, of at least two channels; None where none do."""
+    """The largest size D of matrices that pass, at least 2; None where none pass."""
     used = int(fold.used().sum())
     sizes = [size for size in range(used, 1, -1) if used % size == 0]
     return next((size for size in sizes if not why_not(block, call, fold, size)), None)

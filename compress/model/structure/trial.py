@@ -1,4 +1,4 @@
-"""Cutting a coupling on trial: does the block then compute what it should, and which attributes count its groups?"""
+"""Cuts a coupling on trial: checks that the block computes as it should, and finds the attributes that count groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +16,13 @@ from compress.model.layers import Layer
 from compress.model.structure.hollow import hollow_forward, repeatable, tensors_of
 from compress.model.structure.producers import ROUNDING, Producer, distance
 
-MOST_TRIALS = 128  # sets of attributes that are tried out for one coupling
+MOST_TRIALS = 128  # most sets of attributes tried for one coupling
 
 
 class Trial:
-    """Half of the groups of a coupling cut: hollow, every layer must read what it did, without the channels that are
-    gone; and the block must compute what it does with the inputs of the other half zeroed."""
+    """Cuts half of a coupling's groups and checks the block. In a hollow forward every layer must read the same inputs
+    as before, except the removed channels. In a full forward the block must compute the same as the uncut one with the
+    inputs of the removed half zeroed."""
 
     def __init__(self, block: nn.Module, call: Call, layers: Mapping[str, Producer], coupling: Coupling) -> None:
         self.block, self.call, self.layers, self.coupling = block, call, layers, coupling
@@ -44,19 +45,19 @@ class Trial:
             return tensors_of(self.block(*self.call.args, **self.call.kwargs))
 
     def problem(self, coupling: Coupling) -> str | None:
-        """Why the cut block computes something else, or nothing."""
+        """The reason why the cut block does not run or computes something else; None where it computes the same."""
         applied = Keep(coupling, self.edit.kept).apply(self.block)
         try:
             change = self.hollow_harm()
             change = distance(self.run(), self.expected) if change <= ROUNDING else change
-        except Exception as error:  # noqa: BLE001 - a block that does not run so cannot be cut so
+        except Exception as error:  # noqa: BLE001 - the cut block may fail in any way
             return f"cut, the block does not run: {type(error).__name__}: {first_line(error)}"
         finally:
             undo(applied)
         return None if change <= ROUNDING else f"cut, what the block computes is off by {change:.1e} of the largest"
 
     def hollow_harm(self) -> float:
-        """How far what the layers of the cut block read is from what they read before."""
+        """The largest relative difference (`distance`) between the layers' inputs in the cut and in the uncut block."""
         rows = {member.name: self.edit.staying(member) for member in self.coupling.producers}
         columns = {member.name: self.edit.staying(member) for member in self.coupling.consumers}
 
@@ -74,7 +75,7 @@ class Trial:
         return distance(now, before)
 
     def settled(self) -> Coupling | str:
-        """The coupling with the attributes that count its groups, or why it cannot be cut."""
+        """The coupling with the attributes that count its groups, or the reason why it cannot be cut."""
         candidates = self.countable()
         subsets = (c for n in range(len(candidates) + 1) for c in combinations(candidates, n))
         first = ""
@@ -88,19 +89,19 @@ class Trial:
         return first
 
     def ignores(self, name: str, attribute: str) -> bool:
-        """Whether the block runs without an attribute of a module."""
+        """True where the block runs without an attribute of a module."""
         attributes = vars(self.block.get_submodule(name))
         value = attributes.pop(attribute)
         try:
             self.run()
-        except Exception:  # noqa: BLE001 - whatever it says, it was read
+        except Exception:  # noqa: BLE001 - any error means that the attribute was read
             return False
         finally:
             attributes[attribute] = value
         return True
 
     def countable(self) -> Sequence[Number]:
-        """Attributes of the modules around the members (and in between) that may be multiples of the groups."""
+        """Attributes of the modules around and between the members whose numbers may be multiples of the groups."""
         coupling = self.coupling
         names = [member.name for _, member in coupling.members()]
         paths = [name.split(".") for name in names]
@@ -124,7 +125,7 @@ class Trial:
 
 
 def zeroed(layer: Layer, staying: Tensor) -> Tensor:
-    """The weight of a layer, as it is stored, with zeros for all inputs (of a convolution, channels) but these."""
+    """The stored weight of a layer with zeros for all inputs (channels of a convolution) except `staying`."""
     weight = layer.parameter.data
     dimension = 0 if layer.transposed else 1
     keep = torch.zeros(weight.shape[dimension], dtype=weight.dtype, device=weight.device)
