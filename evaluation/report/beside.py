@@ -1,4 +1,4 @@
-"""Tasks and speed of several runs beside each other; nothing of what no run has measured."""
+"""Tables that compare the tasks and the speed of several runs; measurements that no run has are left out."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,8 @@ def tables(runs: Sequence[Run]) -> list[Block]:
 
 
 def _task(name: str, sha256: str, runs: Sequence[Run]) -> Table:
-    """Who was asked the same questions; other ones of the same name are a table of their own."""
+    """A table of the runs' answers to one set of questions; other questions under the same name get a table of their
+    own."""
     rows = []
     for run in runs:
         task = next((each for each in run.evaluation.tasks if (each.name, each.sha256) == (name, sha256)), None)
@@ -41,7 +42,7 @@ def _answered(task: TaskResult) -> tuple[str, ...]:
 
 
 def _speed(runs: Sequence[Run]) -> Table:
-    """Tokens a second, and where; whether rounds of the original were between those of every run, or taken once."""
+    """A table of tokens per second. Its title tells whether the original was timed in turns with every run, or once."""
     measured = [run.evaluation.speed for run in runs if run.evaluation.speed is not None]
     turns = "in turns with the original" if all(each.in_turns for each in measured) else "the original taken once"
     rows = [(words.name(run.name), *_timed(run.evaluation)) for run in runs]

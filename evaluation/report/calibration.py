@@ -1,4 +1,4 @@
-"""What calibration fixed in a checkpoint: its ranges, from the record of the run, as figures and as a page.
+"""The ranges that calibration fixed in a checkpoint, from the record of the run, as figures and as a page.
 
 In a picture a bar's height is the number of values per bin of the finest width, on a logarithmic axis, so that bars of
 different widths compare; solid lines are the bounds of the range, dotted ones what was observed.
@@ -30,13 +30,13 @@ READING = (
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 190.0, 62.0, 8.0, 10.0, 26.0
 LEAST, LARGEST = 1e-60, 1e60  # sizes of a value, well beyond those of a float of 32 bits
 MOST_BINS = 128  # a side, see `HistogramRecord`
-MARGIN = 0.03  # of what is shown, beside it
+MARGIN = 0.03  # free space beside the shown values, as a share of them
 LEAST_WIDTH = 1.5  # of a bar, in units of the picture
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Values from left up to right. height: how many there are per bin of the finest width. beyond: outside the
+    """Values from left up to right. height: their number per bin of the finest width. beyond: True outside the
     range."""
 
     left: float
@@ -69,7 +69,8 @@ def calibrated_ranges(model: str) -> list[RangeRecord]:
 
 
 def _impossible(record: RangeRecord) -> str | None:
-    """The figure of a range that is none, in words: infinite or not a number, a histogram that cannot be."""
+    """The first figure of a range that is impossible, in words: infinite or not a number, an inconsistent histogram; or
+    None."""
     for key in ("low", "high", "lowest", "highest"):
         value = float(getattr(record, key))
         if not (value == 0 or LEAST <= abs(value) <= LARGEST):
@@ -95,7 +96,7 @@ def most_clipped(ranges: Sequence[RangeRecord]) -> RangeRecord | None:
 
 
 def clipped(ranges: Sequence[RangeRecord]) -> str:
-    """How much of a tensor the calibrated ranges cut off at most, in a line."""
+    """A line on the largest share of values clipped by a calibrated range."""
     worst = most_clipped(ranges)
     count = f"{len(ranges)} calibrated ranges"
     if worst is None:
@@ -108,7 +109,7 @@ def clipped(ranges: Sequence[RangeRecord]) -> str:
 
 
 def title_of(record: RangeRecord) -> str:
-    """The tensor that a range is of; layers that read it together without the path that they share."""
+    """The tensor that a range belongs to; of layers that read it together, without the path that they share."""
     path = record.tensor[: record.tensor.rfind(".") + 1]
     names = ", ".join((record.tensor, *(other.removeprefix(path) for other in record.also)))
     return names if record.role == "input" else f"{record.role} of {names}"
@@ -156,7 +157,7 @@ def bars(record: RangeRecord) -> list[Bar]:
 
 
 def joined(found: Sequence[Bar], least: float) -> list[Bar]:
-    """Neighbours as one bar where they are too narrow to be told apart: no wider than `least` together."""
+    """Merge neighbouring bars that are too narrow to be told apart: merged ones are no wider than `least`."""
     made: list[Bar] = []
     for bar in found:
         if made and made[-1].beyond == bar.beyond and bar.right - made[-1].left <= least:
@@ -200,7 +201,7 @@ def figure(record: RangeRecord, anchor: str = "") -> Picture:
 
 
 def _bar(bar: Bar, across: Axis, up: Axis) -> str:
-    """A path, which takes less room in a page of thousands than a rectangle."""
+    """A bar as an SVG path, which takes less room in a page of thousands than a rectangle."""
     x, y = across.place(bar.left), up.place(bar.height)
     width = max(LEAST_WIDTH, across.place(bar.right) - x)
     said = hover(f"{bar.count:,} value{'' if bar.count == 1 else 's'} from {bar.left:.4g} to {bar.right:.4g}")
@@ -208,8 +209,8 @@ def _bar(bar: Bar, across: Axis, up: Axis) -> str:
 
 
 def write_ranges(model: str, ranges: Sequence[RangeRecord], path: Path) -> None:
-    """One page: a table of the ranges, and the histograms that there are, block by block. Raises InputError where the
-    file cannot be written."""
+    """Write a page: a table of the ranges, and the histograms that were recorded, block by block. Raises InputError
+    where the file cannot be written."""
     write_page(path, report_of(model, ranges))
 
 

@@ -20,7 +20,7 @@ OPTIONS = ("scheme", "pattern")
 
 
 def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
-    """The whole file. own_words: the checkpoint is one that transformers cannot read, only `compress.load`."""
+    """The whole file. own_words: True for a checkpoint that only `compress.load` can read, not transformers."""
     front = yaml.safe_dump(front_matter(article.name, found, own_words), sort_keys=False, allow_unicode=True)
     lines = ["---", front.rstrip("\n"), "---", "", f"# {plain(article.name)}", "", plain(article.verdict), ""]
     if found.reference is not None:
@@ -33,7 +33,7 @@ def as_card(article: Article, found: Evaluation, own_words: bool) -> str:
 
 
 def front_matter(name: str, found: Evaluation, own_words: bool) -> dict[str, Any]:
-    """What the hub reads. The base model is named where its name is one of the hub."""
+    """The metadata that the hub reads. The base model is included where its name is a name of the hub."""
     front: dict[str, Any] = {"library_name": "compress" if own_words else "transformers"}
     base = "" if found.reference is None else found.reference.name
     if HUB_ID.fullmatch(base):
@@ -61,7 +61,7 @@ def _tags(recipe: Mapping[str, Any] | None) -> list[str]:
 
 
 def _results(found: Evaluation, text: TextResult, kind: str | None) -> list[dict[str, Any]]:
-    """Figures as a model index has them: on the text, and of every task."""
+    """Figures in the form of a model index: on the text, and of every task."""
     metrics = [
         {"type": kind_of, "value": float(f"{figure.value:.6g}")}
         for key, kind_of in METRICS.items()

@@ -23,13 +23,13 @@ def compose(runs: Sequence[Run]) -> Report:
 
 
 def title_of(run: Run) -> str:
-    """What a report of one run is called."""
+    """The title of a report of one run."""
     recipe = facts.recipe_words(run.evaluation)
     return words.name(f"{run.name}: {recipe}" if recipe else run.name)
 
 
 def article(run: Run, sensitive: bool = True) -> Article:
-    """Everything about one run. sensitive: with the sensitivity of its original, which several may have in common."""
+    """Everything about one run. sensitive: include the sensitivity of its original, which several runs may share."""
     found = run.evaluation
     parts: list[Section | None] = [
         quality.section(found),
@@ -49,7 +49,7 @@ def article(run: Run, sensitive: bool = True) -> Article:
 
 
 def compared(runs: Sequence[Run], recipes: Sequence[str]) -> tuple[Section, str]:
-    """All runs beside each other, and in a sentence which of them nothing beats."""
+    """All runs beside each other, and a sentence that names those on the Pareto front."""
     key, alike, left = pareto.comparable(runs)
     by_run = {id(run): recipe for run, recipe in zip(runs, recipes, strict=True)}
     points = pareto.points_of(alike, key, [by_run[id(run)] for run in alike])

@@ -1,6 +1,6 @@
-"""What a report is made of, whatever it is written as: sections of tables, pictures, texts and continuations.
+"""The content of a report, independent of its format: sections of tables, pictures, texts and continuations.
 
-All of it is plain text (pictures aside, which are SVG of our own drawing): who writes it escapes it.
+All of it is plain text, except pictures, which are our own SVG: the writer of a format escapes it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ FOOTNOTE = (
 
 @dataclass(frozen=True)
 class Words:
-    """A paragraph. style: `note` for what explains, `warning` for what a reader must know."""
+    """A paragraph. style: `note` for explanations, `warning` for facts that a reader must know."""
 
     kind: ClassVar[str] = "words"
     text: str
@@ -24,11 +24,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Table:
-    """rows of as many cells as there are columns; the first `names` columns and those `left` are words, the others
+    """rows have as many cells as there are columns; the first `names` columns and those in `left` are words, the others
     figures.
 
-    faint: rows that are of less interest. folded: shown when asked for. title: what it is, one line. links: of every
-    row the anchor of the picture that shows it, empty where none does.
+    faint: rows of less interest. folded: hidden until opened. title: one line. links: for each row the anchor of its
+    picture, empty where it has none.
     """
 
     kind: ClassVar[str] = "table"
@@ -42,14 +42,14 @@ class Table:
     links: Sequence[str] = ()
 
     def is_words(self, column: int) -> bool:
-        """Whether a column holds words, which begin at the left."""
+        """True for a column of words, which are aligned to the left."""
         return column < self.names or column in self.left
 
 
 @dataclass(frozen=True)
 class Picture:
-    """svg: drawn by `compress.evaluation.report.drawing`. title: what it shows; caption: how to read it. anchor: what
-    rows of tables link to."""
+    """svg: drawn by `compress.evaluation.report.drawing`. title: the subject; caption: how to read it. anchor: target
+    of links from rows of tables."""
 
     kind: ClassVar[str] = "picture"
     title: str
@@ -60,7 +60,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What two models make of a prompt: what they agree on, and where each goes on its own way."""
+    """Two models' continuations of a prompt: the text they share, and the rest of each."""
 
     kind: ClassVar[str] = "continuation"
     prompt: str
@@ -71,7 +71,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure that is seen first. detail: what it is held against."""
+    """A headline figure. detail: what it is compared with."""
 
     label: str
     value: str
@@ -91,7 +91,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Article:
-    """One run: what it came to in a sentence, the figures that are seen first, and the rest."""
+    """One run: its verdict in a sentence, its headline figures, and the rest."""
 
     name: str
     recipe: str
@@ -102,8 +102,8 @@ class Article:
 
 @dataclass(frozen=True)
 class Report:
-    """overview: of all runs together, where there are several. articles: a run each. command: of `compress`, that wrote
-    it. footnote: how all of its figures are to be read."""
+    """overview: of all runs together, where there are several. articles: one for each run. command: of `compress`, that
+    wrote the report. footnote: how to read its figures."""
 
     title: str
     verdict: str

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs, the second less the first, and the layers whose figures moved most."""
+"""Two runs side by side: the differences, second less first, and the layers whose figures moved most."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from compress.evaluation.report.runs import Run
 from compress.evaluation.report.verdict import held_out
 
 MOVED = 10  # layers
-LEAST = 1e-12  # what a logarithm is taken of
+LEAST = 1e-12  # smaller losses count as this one
 
 
 def differences(first: Run, second: Run) -> Report:
@@ -31,7 +31,7 @@ def differences(first: Run, second: Run) -> Report:
 
 
 def _said(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
-    """What the second has over the first, in a sentence."""
+    """Changes from the first run to the second, in a sentence or two."""
     said = []
     if a.bytes is not None and b.bytes is not None:
         more = b.bytes - a.bytes
@@ -46,7 +46,7 @@ def _said(a: Evaluation, b: Evaluation, names: tuple[str, str]) -> str:
 
 
 def alike(a: Evaluation, b: Evaluation) -> bool:
-    """Whether the first texts of two evaluations are the same tokens in the same windows."""
+    """True where the first texts of two evaluations are the same tokens in the same windows."""
     texts = held_out(a), held_out(b)
     if texts[0] is None or texts[1] is None:
         return False
@@ -168,7 +168,7 @@ def _at(flat: Mapping[str, Any], key: str) -> str:
 
 
 def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of all that is in a recipe."""
+    """(path, value) of every entry in a recipe."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, f"{where}.{key}" if where else str(key))

@@ -1,4 +1,4 @@
-"""Pictures (SVG) that need nothing to be drawn or seen: a frame with axes, and marks in it."""
+"""Pictures (SVG) that need no other software: a frame with axes, and marks in it."""
 
 import html
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SIZE, MARGIN = (720, 440), 56
-POWERS_FROM = 100  # times between the ends of a logarithmic axis, from which powers of ten mark it
+POWERS_FROM = 100  # ratio of the ends of a logarithmic axis from which powers of ten mark it
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Frame:
     high: float
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point is drawn."""
+        """The coordinates of a point in the picture."""
         width, height = SIZE
         across = (x - self.left) / ((self.right - self.left) or 1.0)
         up = math.log(y / self.low) / (math.log(self.high / self.low) or 1.0)
         return MARGIN + across * (width - 2 * MARGIN), height - MARGIN - up * (height - 2 * MARGIN)
 
     def axes(self, ticks: Sequence[float]) -> list[str]:
-        """Marks of the axes: to the right at `ticks`, upwards at powers of ten, or where these are too far apart, at
-        five places."""
+        """Marks of the axes: to the right at `ticks`, upwards at powers of ten, or at five places where the axis is too
+        short for these."""
         width, height = SIZE
         marks = []
         for tick in ticks:
@@ -40,7 +40,7 @@ class Frame:
         return marks
 
     def levels(self) -> list[float]:
-        """What the axis upwards is marked with."""
+        """The values marked on the axis upwards."""
         if self.high / self.low >= POWERS_FROM:
             first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             return [10.0**power for power in range(first, last + 1)]
@@ -48,7 +48,7 @@ class Frame:
 
 
 def key(kinds: Sequence[tuple[str, str]]) -> list[str]:
-    """What colours stand for: (name, colour)."""
+    """A legend: marks for each (name, colour)."""
     marks = []
     for i, (kind, colour) in enumerate(kinds):
         x, y = SIZE[0] - 150, MARGIN + 18 * i
@@ -58,7 +58,7 @@ def key(kinds: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def picture(title: str, marks: Sequence[str]) -> str:
-    """The whole file. title is plain text, marks are SVG."""
+    """The whole SVG file. title is plain text, marks are SVG."""
     width, height = SIZE
     return "\n".join(
         [
@@ -107,7 +107,7 @@ class Axis:
     logarithmic: bool = False
 
     def place(self, value: float) -> float:
-        """Where a value is drawn; those beyond the ends at the ends."""
+        """The coordinate of a value; values beyond the ends are drawn at the ends."""
         value = min(max(value, self.low), self.high)
         if self.logarithmic:
             share = math.log(value / self.low) / (math.log(self.high / self.low) or 1.0)
@@ -141,7 +141,7 @@ def round_values(low: float, high: float) -> list[float]:
 
 
 def padded(values: Sequence[float], logarithmic: bool, share: float = 0.08) -> tuple[float, float]:
-    """Ends of an axis on which all values are, and some space beside them."""
+    """Ends of an axis that holds all values, with some space beside them."""
     low, high = min(values), max(values)
     if logarithmic:
         factor = (high / low) ** share if high > low else 2.0
@@ -168,19 +168,19 @@ def rule(x1: float, y1: float, x2: float, y2: float, style: str = "grid") -> str
 
 
 def hover(words: str) -> str:
-    """What is said where the pointer rests."""
+    """A tooltip with these words."""
     return f"<title>{html.escape(words)}</title>"
 
 
 def inline(about: str, height: float, marks: Sequence[str]) -> str:
-    """A picture for a page that has the style INK. about: what it shows, for who cannot see it."""
+    """A picture for a page that has the style INK. about: a description for readers who cannot see it."""
     name = html.escape(about, quote=True)
     inside = "".join(marks)
     return f'<svg class="drawn" viewBox="0 0 {WIDE} {height:.0f}" role="img" aria-label="{name}">{inside}</svg>'
 
 
 def alone(drawn: str) -> str:
-    """An inline picture as a file of its own, light or dark as who looks at it prefers."""
+    """An inline picture as a file of its own, light or dark as its viewer prefers."""
     style = f"svg{{{COLOURS};background:var(--paper)}}@media(prefers-color-scheme:dark){{svg{{{DARK}}}}}{INK}"
     head, tail = drawn.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{tail}\n'

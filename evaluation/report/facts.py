@@ -1,4 +1,4 @@
-"""What is known of a run beside its quality: size, speed, what was left alone, whether it was verified, where from."""
+"""Sections on a run beside its quality: size, speed, layers left alone, verification, provenance."""
 
 import json
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def _bits(found: SizeResult | None, field: str) -> str:
 
 
 def _part(found: SizeResult) -> str:
-    """Of the parameters, the compressed ones."""
+    """The share of the parameters that are compressed."""
     return words.share(found.compressed_parameters / max(1, found.parameters))
 
 
@@ -76,7 +76,7 @@ def _components(own: SizeResult, other: SizeResult | None) -> Table:
 
 
 def _bars(own: SizeResult, other: SizeResult | None) -> Picture:
-    """A bar for each model, as long as it has bytes, cut into components; what they are below, but for the smallest."""
+    """A bar for each model, as long as its bytes, cut into components, with a legend of all but the smallest below."""
     models = [("this model", own)] + ([] if other is None or not other.components else [("original", other)])
     most = max(each.bytes for _, each in models)
     large = [*dict.fromkeys(p.name for _, each in models for p in each.components if p.bytes > NAMED_FROM * each.bytes)]
@@ -108,7 +108,7 @@ def _block(x: float, y: float, width: float, height: float, shade: float, inside
 
 
 def speed(found: Evaluation) -> Section:
-    """Tokens a second, and which kernels made them."""
+    """Tokens per second, and the kernels that computed them."""
     measured = found.speed
     if measured is None:
         return Section("Speed", [Words(f"{words.NOT_MEASURED}: {found.missing.get('speed', 'it was not asked for')}")])
@@ -149,7 +149,7 @@ def _timings(measured: SpeedResult) -> Table:
 
 
 def left_alone(run: RunResult) -> Section | None:
-    """Layers that stay as they were, by reason, and what the run remarked."""
+    """Layers left uncompressed, by reason, and the run's notes."""
     by_reason: dict[str, list[str]] = {}
     for name, why in run.left_alone.items():
         by_reason.setdefault(why, []).append(name)
@@ -165,7 +165,7 @@ def left_alone(run: RunResult) -> Section | None:
 
 
 def verification(run: RunResult) -> Section:
-    """Whether what lies on disk is what the run decided."""
+    """The result of comparing the files on disk with the run's decisions."""
     seen = run.verification
     if seen is None:
         return Section("Verification", [Words("Not verified: run `compress verify` on the directory.", "warning")])
@@ -181,13 +181,13 @@ def verification(run: RunResult) -> Section:
 
 
 def missing(found: Evaluation) -> Section | None:
-    """What was not measured, and why."""
+    """Measurements that are missing, with reasons."""
     rows = [(words.name(what), words.clean(why)) for what, why in found.missing.items()]
     return Section("Not measured", [Table(("what", "why"), rows, names=2)]) if rows else None
 
 
 def provenance(found: Evaluation) -> Section:
-    """Where the model and its figures come from."""
+    """The origin of the model and of its figures."""
     rows = [("model", _named(found.model.name, found.model.fingerprint))]
     rows.append(
         ("architecture", f"{found.model.architecture}, {found.model.parameters:,} parameters, {found.model.dtype}")
@@ -214,7 +214,7 @@ def provenance(found: Evaluation) -> Section:
 
 
 def known(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Facts as rows of a table, without those of which nothing is known."""
+    """Facts as rows of a table, without unknown ones."""
     return [
         (words.name(CALLED.get(key, key)), words.clean(said)) for key, value in facts.items() if (said := _said(value))
     ]
@@ -225,7 +225,7 @@ def _named(name: str, fingerprint: str | None) -> str:
 
 
 def _said(value: Any) -> str:
-    """A fact in words; nothing for what is not there."""
+    """A fact in words; empty where there is none."""
     if isinstance(value, Mapping):
         return _pairs(value)
     if isinstance(value, list | tuple):
@@ -245,7 +245,7 @@ TRAINED = ("train", "reconstruct")
 
 
 def recipe_words(found: Evaluation) -> str:
-    """The steps of a recipe in a line: each method with what it rounds to."""
+    """The steps of a recipe in a line: each method with its scheme."""
     steps = (found.recipe or {}).get("passes")
     if not isinstance(steps, list) or not steps:
         return ""

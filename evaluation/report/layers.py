@@ -17,7 +17,7 @@ FAINTEST = 0.06  # opacity of the smallest value
 MOST_LETTERS = 9  # of a kind above its column
 PLACE = re.compile(r"^(?:(.*?)\.)?(\d+)\.(.+)$")
 OUTSIDE = "(outside)"
-# What the record knows of a layer, and how it is shown: (figure, heading, how).
+# Figures of a layer's record, and their display: (figure, heading, format).
 COLUMNS = (
     ("loss", "error", "share"),
     ("rtn_loss", "plain rounding", "share"),
@@ -33,7 +33,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Mapped:
-    """What a heat map is of. what: in the words of a sentence; said: a value in so many digits."""
+    """The subject of a heat map. what: its name in a sentence; said: formats a value in so many digits."""
 
     title: str
     what: str
@@ -59,7 +59,7 @@ def place_of(layer: str) -> tuple[str, str]:
 
 
 def last_of_each(records: Sequence[LayerRecord]) -> dict[str, LayerRecord]:
-    """{layer: what the last pass with a figure of its error made of it}; a layer may have been through several."""
+    """{layer: record of the last pass with a figure of its error}; a layer may have been through several."""
     found: dict[str, LayerRecord] = {}
     for record in records:
         if record.name not in found or "loss" in record.figures:
@@ -142,13 +142,13 @@ def _legend(depth: Axis, about: Mapped, y: float) -> list[str]:
 
 
 def _number(block: str) -> str:
-    """A block by its number alone, with as much of its name as there is room for."""
+    """A block's number, or up to seven letters of a name without one."""
     last = block.rpartition(".")[2]
     return last if last.isdecimal() else words.name(block)[:7]
 
 
 def _short(kind: str, kinds: Sequence[str]) -> str:
-    """A kind by the last part of its name, where that tells it apart, without what all projections are called."""
+    """The last part of a kind's name where it is unique, else the whole name; without the suffix `_proj`."""
     last = kind.rpartition(".")[2]
     alone = sum(each.rpartition(".")[2] == last for each in kinds) == 1
     return (last if alone else kind).replace("_proj", "")
@@ -168,7 +168,7 @@ def worst(layers: Mapping[str, LayerRecord], losses: Mapping[str, float]) -> Tab
 
 
 def _health(layers: Mapping[str, LayerRecord]) -> list[Block]:
-    """What is remarkable about layers, in a line each."""
+    """Remarkable facts about the layers' health, a line each."""
     said = []
     dead = {name: n for name, each in layers.items() if (n := value_of(each, "dead_channels"))}
     if dead:

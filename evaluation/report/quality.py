@@ -1,4 +1,4 @@
-"""The quality of a run: figures with their intervals, where KL comes from, tasks, and continuations side by side."""
+"""The quality of a run: figures with their intervals, KL by confidence, tasks, and continuations side by side."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ LEAST = 1e-12
 
 
 def section(found: Evaluation) -> Section:
-    """Figures on every text; what is not there is said to be missing."""
+    """Figures on every text; missing measurements are named."""
     blocks: list[Block] = []
     if not found.texts and not found.embeddings and not found.classifications:
         why = found.missing.get("quality", found.missing.get("texts", "no text was given"))
@@ -80,7 +80,7 @@ def _row(text: TextResult, key: str) -> tuple[str, ...]:
 
 
 def _histogram(found: Histogram) -> Picture:
-    """How many tokens have which KL, to the right by powers of ten."""
+    """A histogram of the tokens' KL; the axis to the right has powers of ten."""
     across = Axis(found.edges[0], found.edges[-1], LEFT, WIDE - 8)
     up = Axis(0, max(found.counts), HEIGHT - BOTTOM, TOP)
     total, marks = sum(found.counts), []
@@ -144,7 +144,7 @@ def _confidence(bands: Sequence[Band]) -> list[Block]:
 
 
 def calibration_gap(texts: Sequence[TextResult]) -> Table | None:
-    """What a model gained on the text that it was calibrated on, beside the others."""
+    """Figures on the calibration text beside those on the others; None unless there are both."""
     if not any(text.role == "calibration" for text in texts) or len(texts) < 2:
         return None
     rows = []
@@ -202,7 +202,7 @@ def _span(interval: tuple[float, float]) -> str:
 
 
 def generations(found: Sequence[Generation]) -> Section | None:
-    """Continuations side by side, from where they part."""
+    """Continuations side by side, from the place where they diverge."""
     if not found:
         return None
     blocks: list[Block] = [
@@ -218,7 +218,7 @@ def generations(found: Sequence[Generation]) -> Section | None:
 
 
 def _cut(each: Generation) -> int:
-    """Up to where two continuations are one; nothing is marked where there is one alone."""
+    """The length of the text that two continuations share; the whole length where there is only one."""
     if each.reference is None or each.diverges_at is None:
         return len(each.model)
     return min(each.diverges_at, len(each.model), len(each.reference))

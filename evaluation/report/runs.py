@@ -1,4 +1,4 @@
-"""What a report is about: directories that runs wrote, and files that `compress evaluate --json` wrote."""
+"""The runs in a report: directories that runs wrote, and files that `compress evaluate --json` wrote."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +24,8 @@ NO_EVALUATION = "no evaluation is kept in this directory: run `compress evaluate
 
 @dataclass(frozen=True)
 class Run:
-    """name: what the report calls it, as short as it can be. path: as it was given; directory: where the weights are,
-    None for an evaluation alone."""
+    """name: as in the report, as short as possible. path: as it was given; directory: of the weights, None for an
+    evaluation alone."""
 
     name: str
     path: Path
@@ -34,7 +34,8 @@ class Run:
 
 
 def open_runs(names: Sequence[str]) -> list[Run]:
-    """What the arguments name. Raises InputError or CheckpointError in one line that names the file at fault."""
+    """The runs that the arguments name. Raises InputError or CheckpointError in one line that names the file at
+    fault."""
     if not names:
         raise InputError("nothing to report on; give directories that compress wrote, or files of `evaluate --json`")
     seen: dict[Path, str] = {}
@@ -66,7 +67,7 @@ def _open(name: str) -> Run:
 
 
 def _unfinished(path: Path) -> str:
-    """What else a directory without a record may be."""
+    """A hint for a directory without a record: the unfinished work of a run that it may be."""
     if path.name.endswith(PARTIAL):
         return ", it is the work of a run that is not finished (`--resume` finishes it)"
     beside = path.with_name(path.name + PARTIAL)
@@ -74,7 +75,7 @@ def _unfinished(path: Path) -> str:
 
 
 def _of_directory(path: Path) -> Evaluation:
-    """The evaluation that is kept in a directory, or what is known without one, with what its run wrote down."""
+    """The evaluation stored in a directory, or one made of its files and its run's record alone."""
     source = find_source(str(path))
     recipe, run = run_of(source)
     if not (path / EVALUATION).exists():
@@ -89,7 +90,8 @@ def _of_directory(path: Path) -> Evaluation:
 
 
 def _read(path: Path) -> Evaluation:
-    """An evaluation whose histograms can be drawn. Raises CheckpointError, naming the file, for one that cannot be."""
+    """An evaluation whose histograms can be drawn. Raises CheckpointError, naming the file, for one whose histograms
+    cannot."""
     found = read_evaluation(path)
     for i, text in enumerate(found.texts):
         drawn = text.kl_histogram
@@ -112,7 +114,7 @@ def named(source: Source) -> Named:
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """The last parts of paths, as many as are needed to tell them apart."""
     called = [path.parent if path.name == EVALUATION else path for path in map(Path.absolute, paths)]
     parts = [(path.with_suffix("") if path.suffix == ".json" else path).parts for path in called]
     for length in range(1, max(map(len, parts)) + 1):

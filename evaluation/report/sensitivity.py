@@ -1,4 +1,4 @@
-"""How sensitive the layers of the original are: a map and the worst ten, at the candidate nearest to a run's bits."""
+"""The sensitivity of the original's layers: a map and the worst ten, at the candidate nearest to a run's bits."""
 
 import math
 
@@ -23,7 +23,7 @@ LOSS = Mapped(
 
 
 def section(found: Evaluation, stored: bool = True) -> Section | None:
-    """None where nothing was measured. stored: tell what this run has stored the layers as."""
+    """The section on sensitivity; None where it was not measured. stored: include the formats that this run chose."""
     measured = found.sensitivity
     if measured is None or not measured.units:
         return None
@@ -42,8 +42,8 @@ def section(found: Evaluation, stored: bool = True) -> Section | None:
 
 
 def nearest(measured: SensitivityResult, bits: float | None) -> str:
-    """The candidate whose bits per weight are nearest; the one of fewest bits where none are known. Of those that suit
-    as many units as any does."""
+    """The candidate whose bits per weight are nearest, or, where `bits` is None, the one of fewest bits; only
+    candidates that suit as many units as any does."""
     most = max(sum(name in unit.loss for unit in measured.units) for name in measured.bits)
     whole = [name for name in measured.bits if sum(name in unit.loss for unit in measured.units) == most]
     wanted = 0.0 if bits is None else bits
@@ -66,7 +66,7 @@ def _conditions(measured: SensitivityResult, name: str) -> str:
 def worst(
     measured: SensitivityResult, values: dict[str, float], about: Mapped, records: dict[str, LayerRecord]
 ) -> Table:
-    """The units that lose most, by every candidate, and what the run made of them."""
+    """The units that lose most, by every candidate, and the format that the run stored them in."""
     units = {unit.name: unit for unit in measured.units}
     first = sorted(values, key=lambda name: -values[name])[:WORST]
     names = list(measured.bits)

@@ -1,7 +1,7 @@
-"""How a checkpoint was trained, from the lines that its run left beside it: as figures and as a picture.
+"""The training of a checkpoint, from the lines that its run left beside it: as figures and as a picture.
 
-In the picture the loss goes upwards by its logarithm: of every step thin, its mean over a hundredth of the way thick,
-and that of held-out samples as dots. Trainings of one run follow each other to the right.
+In the picture the loss is drawn upwards by its logarithm: every step as a thin line, the mean over a hundredth of the
+steps as a thick one, held-out samples as dots. Trainings of one run follow each other to the right.
 """
 
 import json
@@ -24,11 +24,11 @@ from compress.train.loop.metrics import TRAINING
 
 STEP, MEAN, HELD_OUT = "#a6c8e0", "#4477aa", "#ee6677"
 SHARE = 100  # of the steps, over which a mean is taken
-LEAST = 1e-12  # what a logarithm is taken of
+LEAST = 1e-12  # smaller losses are drawn as this one
 
 
 class Line(TypedDict):
-    """Of `training.jsonl`, what is read again."""
+    """The fields read from a line of `training.jsonl`."""
 
     training: int
     step: int
@@ -46,7 +46,7 @@ class Curve:
 
 
 def curves(model: str) -> list[Curve]:
-    """How a model was trained. Raises InputError for a checkpoint that does not say, CheckpointError for damage."""
+    """The trainings of a model. Raises InputError for a checkpoint without any, CheckpointError for a damaged file."""
     source = find_source(model)
     path = source.path / TRAINING
     if not path.exists():
@@ -71,7 +71,7 @@ def content(found: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def rows(found: Sequence[Curve]) -> list[tuple[str, ...]]:
-    """A line for each training: steps, losses of the first and last hundredth, held-out ones, tokens a second."""
+    """A row for each training: steps, losses of the first and last hundredth, held-out losses, tokens a second."""
     told: list[tuple[str, ...]] = []
     for curve in found:
         few = math.ceil(len(curve.steps) / SHARE)
@@ -85,7 +85,7 @@ def rows(found: Sequence[Curve]) -> list[tuple[str, ...]]:
 
 
 def total(line: Line) -> float:
-    """The losses on held-out samples together, each as it is."""
+    """The sum of the losses on held-out samples, unweighted."""
     return math.fsum(line["held_out"].values())
 
 

@@ -1,8 +1,8 @@
-"""What a run came to, in a sentence: what it cost, and what it saved.
+"""The verdict on a run in a few sentences: its cost, and its savings.
 
-A difference is `within noise` where its 95 % interval holds zero, and KL is where its interval reaches the floor that
-the reference has to itself, rounded to its own dtype. A sample that is too small to tell is said to be, and a small one
-is named beside its figure.
+A difference is `within noise` where its 95 % interval holds zero; KL is, where it exceeds the reference's noise floor
+(the reference rounded to its own dtype, against itself) by no more than its error. A sample too small to show a
+difference is called so; the size of a small one is named beside its figure.
 """
 
 import math
@@ -15,16 +15,16 @@ from compress.evaluation.report.content import Tile
 
 ALPHA = 0.05
 FEW_QUESTIONS = 100  # below, a task is named with their number
-UNCLEAR = 0.1  # width of an interval of a difference of accuracies, from which on it cannot tell
+UNCLEAR = 0.1  # width of a difference's interval, from which on the task has too few questions
 
 
 def held_out(found: Evaluation) -> TextResult | None:
-    """The text that the first figures are about: the first that is held out, or else the first."""
+    """The text behind the first figures: the first held-out one, or else the first."""
     return next((text for text in found.texts if text.role == "held-out"), found.texts[0] if found.texts else None)
 
 
 def change(found: Evaluation) -> Figure | None:
-    """By how much the perplexity changed, as a share of the reference's, with its paired error."""
+    """The change of perplexity, as a share of the reference's, with its paired error."""
     text = held_out(found)
     ratio = None if text is None else text.figures.get("log_perplexity_ratio")
     if ratio is None or not math.isfinite(ratio.value):
@@ -35,7 +35,7 @@ def change(found: Evaluation) -> Figure | None:
 
 
 def sample(text: TextResult) -> str:
-    """The size of a text that is small, in words; nothing for one that is long enough."""
+    """The size of a small text in words; empty for one that is long enough."""
     if text.windows >= FEW_WINDOWS:
         return ""
     count = "one window" if text.windows == 1 else f"{text.windows} windows"
@@ -43,13 +43,13 @@ def sample(text: TextResult) -> str:
 
 
 def in_noise(figure: Figure) -> bool:
-    """Whether the 95 % interval holds zero."""
+    """True where the 95 % interval holds zero."""
     found = words.bounds(figure)
     return found is not None and found[0] <= 0 <= found[1]
 
 
 def at_floor(text: TextResult) -> bool:
-    """Whether KL is no further from the noise floor than chance explains."""
+    """True where KL is no further above the noise floor than chance explains."""
     kl, floor = text.figures.get("kl_mean"), (text.noise or {}).get("kl_mean")
     if kl is None or floor is None or kl.error is None:
         return False
@@ -58,7 +58,7 @@ def at_floor(text: TextResult) -> bool:
 
 
 def smaller(found: Evaluation) -> float | None:
-    """How many times the reference's bytes are the model's."""
+    """The reference's bytes over the model's; None where either is not known."""
     if found.size is None or found.reference_size is None or not found.size.bytes:
         return None
     return found.reference_size.bytes / found.size.bytes
@@ -107,7 +107,7 @@ def _perplexity(found: Evaluation) -> list[str]:
 
 
 def _encoded(found: Evaluation) -> Iterator[str]:
-    """What an encoder still says of pairs of sentences."""
+    """Sentences on an encoder's correlation with people's scores of pairs of sentences."""
     for pairs in found.embeddings:
         own, moved = pairs.figures["spearman"], pairs.figures.get("spearman_difference")
         beside = "" if moved is None else f", the original's {words.number(own.value - moved.value, 3)}"
@@ -116,7 +116,7 @@ def _encoded(found: Evaluation) -> Iterator[str]:
 
 
 def _classified(found: Evaluation) -> Iterator[str]:
-    """How often a classifier is right, and says what the original says."""
+    """Sentences on a classifier's accuracy, and on its agreement with the original."""
     for inputs in found.classifications:
         figures = inputs.figures
         said = [f"Right on {words.with_error(figures['accuracy'], 100, ' %')} of {words.count(inputs.inputs)} inputs"]
@@ -168,20 +168,20 @@ def _named(task: TaskResult) -> str:
 
 
 def too_few(task: TaskResult) -> bool:
-    """True for a task that had too few questions to show a difference that matters, where it shows none."""
+    """True for a task whose interval is unknown, or too wide to rule out a difference that matters."""
     found = task.interval or words.bounds(task.difference)
     return found is None or found[1] - found[0] > UNCLEAR
 
 
 def outcome(task: TaskResult) -> str:
-    """The outcome of a task in two or three words; nothing without a reference."""
+    """The outcome of a task in two or three words; empty without a reference."""
     if task.difference is None:
         return ""
     return "differs" if significant(task) else "too few to tell" if too_few(task) else "within noise"
 
 
 def significant(task: TaskResult) -> bool:
-    """Whether a task's accuracy differs from the reference's: by the adjusted p, or by the interval without one."""
+    """True where a task's accuracy differs from the reference's: by the adjusted p, or by the interval without one."""
     p = task.p_adjusted if task.p_adjusted is not None else task.p_value
     if p is not None:
         return p < ALPHA
@@ -207,7 +207,7 @@ def _speed(found: Evaluation) -> list[str]:
 
 
 def tiles(found: Evaluation) -> list[Tile]:
-    """The figures that are seen first."""
+    """The headline figures."""
     made = []
     if found.size is not None:
         times = smaller(found)

@@ -1,4 +1,4 @@
-"""Figures as people read them: with as many digits as their error leaves, and a word for what is not there."""
+"""Figures as people read them: with as many digits as their error leaves, and a word for missing ones."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from compress.evaluation.document import Figure
 
 Z95 = 1.959964  # standard errors on either side that hold 95 % of a normal distribution
 NOT_MEASURED = "not measured"
-NONE = "–"  # noqa: RUF001 - in a table, of what does not apply
+NONE = "–"  # noqa: RUF001 - in a table, for a value that does not apply
 MOST_DIGITS = 6
 MOST_PLACES = 7  # behind the point
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -16,11 +16,11 @@ STEP = 1024.0
 LONG = 400  # characters of a name
 PERCENTILE = re.compile(r"(kl|delta_p)_p(\d+)$")
 SHARES = ("same_top", "accuracy", "reference_accuracy", "accuracy_difference", "agreement")
-# What is shown as code: of all that could be markup somewhere nothing is let in.
+# Text shown as code: no character that could be markup in any format.
 CODE = re.compile(r"(?<!`)`([\w-][\w .,:=/+-]*)`(?!`)")
 POINTS = "delta_p"  # figures that are differences of probabilities
 
-# What the figures of a text are called, in the order in which they are shown.
+# Names of a text's figures, in the order in which they are shown.
 LABELS = {
     "perplexity": "perplexity",
     "reference_perplexity": "perplexity of the original",
@@ -39,15 +39,15 @@ LABELS = {
 
 
 def clean(text: str) -> str:
-    """Other people's text without what a reader cannot see but a browser or terminal obeys: control characters and
-    overrides of the direction of writing are written as escapes; line feeds and tabs stay."""
+    """Other people's text, safe to show: control characters and overrides of the direction of writing, which a reader
+    cannot see but a browser or terminal obeys, are written as escapes; line feeds and tabs stay."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else escape(c) for c in text)
 
 
 def escape(character: str) -> str:
-    """As Python writes it."""
+    """A character as Python escapes it."""
     return character.encode("unicode_escape").decode("ascii")
 
 
@@ -58,7 +58,7 @@ def name(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """To so many significant digits, never in more than nine characters."""
+    """A number with so many significant digits, never in more than nine characters."""
     if value is None:
         return NOT_MEASURED
     if not math.isfinite(value):
@@ -72,12 +72,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def decimals(error: float) -> int:
-    """Places behind the point that leave an error two digits."""
+    """Decimal places that leave an error two digits."""
     return max(0, 1 - math.floor(math.log10(error)))
 
 
 def with_error(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
-    """A figure ± its standard error; with its interval in brackets where it has that instead."""
+    """A figure ± its standard error; or with its interval in brackets where only that is known."""
     if figure is None:
         return NOT_MEASURED
     value, error = figure.value * scale, None if figure.error is None else figure.error * scale
@@ -113,7 +113,7 @@ def interval(figure: Figure | None, scale: float = 1.0, unit: str = "") -> str:
 
 
 def share(value: float | None, digits: int = 3) -> str:
-    """0 to 1 in percent."""
+    """A share, 0 to 1, in percent."""
     return NOT_MEASURED if value is None else f"{number(100 * value, digits)} %"
 
 
@@ -130,12 +130,12 @@ def data(count: float | None) -> str:
 
 
 def count(value: int | None) -> str:
-    """A whole number, thousands apart."""
+    """A whole number with separators of thousands."""
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
 def scale_of(key: str) -> tuple[float, str]:
-    """What a figure is multiplied by to be read, and its unit: shares and differences of probabilities in percent."""
+    """(factor, unit) for display: shares and differences of probabilities in percent."""
     return (100.0, " %") if key in SHARES or key.startswith(POINTS) else (1.0, "")
 
 
@@ -145,12 +145,12 @@ def figure_words(key: str, figure: Figure | None) -> str:
 
 
 def figure_interval(key: str, figure: Figure | None) -> str:
-    """Its 95 % interval."""
+    """The 95 % interval of a text's figure."""
     return interval(figure, *scale_of(key))
 
 
 def label_of(key: str) -> str:
-    """What a figure is called."""
+    """The name of a figure for display."""
     if key in LABELS:
         return LABELS[key]
     found = PERCENTILE.match(key)

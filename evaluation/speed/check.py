@@ -1,10 +1,10 @@
 """Is a compressed model right? Asked before it is timed, in the two ways in which it could be wrong.
 
-Layers: in a real prefill and a real decode step, every compressed layer's output is held, for a few of the tokens, to
-the exact product of what its codes stand for with the very input that it got (`compress.runtime.check.twin.error`).
+Layers: in a real prefill and a real decode step, every compressed layer's output is compared, for a few of the tokens,
+with the exact product of its decoded weight and the layer's actual input (`compress.runtime.check.twin.error`).
 
 Logits: those of the model against its dequantized twin, the same model with every compressed layer replaced by the
-plain product of what its codes stand for, in the model's dtype:
+plain product of its decoded weight, in the model's dtype:
 
     |a - b|_2 / |b|_2  <=  max(ROUNDINGS eps(dtype) sqrt(blocks), STEPS of 8-bit inputs)
 
@@ -42,7 +42,7 @@ def layer_error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
 
 @contextmanager
 def watched_layers(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within: the worst error of every compressed layer that runs, by name."""
+    """Records the worst error of every compressed layer that runs inside a context, by name."""
     worst: dict[str, float] = {}
 
     def watch(name: str) -> Any:

@@ -30,28 +30,28 @@ class Generation:
         self.launch, self.why_eager = "eager", "a CPU has no graphs" if self.device.type == "cpu" else "not captured"
 
     def rewind(self) -> None:
-        """An empty cache."""
+        """Empty the cache."""
         self.cache.reset()
 
     @torch.no_grad()
     def prefill(self) -> None:
-        """The prompt into the cache, and the token that follows it."""
+        """Read the prompt into the cache, and choose the token that follows it."""
         out = self.model(self.prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.ids.copy_(out.logits[:, -1:].argmax(-1))
 
     @torch.no_grad()
     def step(self) -> None:
-        """One more token per sequence."""
+        """Generate one more token per sequence."""
         out = self.model(self.ids, past_key_values=self.cache, use_cache=True)
         self.ids.copy_(out.logits[:, -1:].argmax(-1))
 
     def start(self) -> None:
-        """Ready for the first step."""
+        """Empty the cache and prefill, ready for the first step."""
         self.rewind()
         self.prefill()
 
     def cache_bytes(self) -> int:
-        """Of the keys and values, once there are any."""
+        """Bytes of the keys and values, once there are any."""
         held = [t for layer in self.cache.layers for t in (layer.keys, layer.values) if t is not None]
         return sum(tensor.nbytes for tensor in held)
 
@@ -81,7 +81,7 @@ class Generation:
         self.run_step, self.launch, self.why_eager = graph.replay, "graph", ""
 
     def round(self) -> tuple[float, float]:
-        """(milliseconds of the prefill, milliseconds of one step)."""
+        """Run a round: (milliseconds of the prefill, milliseconds of one step)."""
         self.rewind()
         prefill = elapsed_ms(self.prefill, self.device)
 

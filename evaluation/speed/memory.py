@@ -20,13 +20,14 @@ PAUSE_S = 0.005
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Of parameters and buffers, those that are shared counted once."""
+    """Bytes of parameters and buffers; shared ones are counted once."""
     tensors = {t.untyped_storage().data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
 def read_bytes(model: nn.Module) -> int:
-    """Of what one decode step reads: all but embedding tables, of which it reads a row, unless the head shares them."""
+    """Bytes that one decode step reads: all but embedding tables, of which it reads a row, unless the head shares
+    them."""
     tables = [m.weight.untyped_storage() for m in model.modules() if isinstance(m, nn.Embedding)]
     heads = {m.weight.untyped_storage().data_ptr() for m in model.modules() if isinstance(m, nn.Linear)}
     return held_bytes(model) - sum(t.nbytes() for t in tables if t.data_ptr() not in heads)
@@ -42,13 +43,14 @@ def anonymous_bytes(process: int | None = None) -> int | None:
 
 
 class Peak:
-    """The most that was seen so far; None where it cannot be seen."""
+    """The largest memory seen so far; None where it cannot be measured."""
 
     bytes: int | None = None
 
 
 def settled_bytes(device: torch.device) -> int | None:
-    """What is in use when nothing runs: the level that a CPU's peak is counted from."""
+    """Bytes in use when nothing runs: the level that a CPU's peak is counted from. None where they cannot be
+    measured."""
     gc.collect()
     give_back()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else anonymous_bytes()
@@ -56,7 +58,8 @@ def settled_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def watched_memory(device: torch.device, base: int | None) -> Iterator[Peak]:
-    """Within: the peak of the device's memory (GPU), or of the process's above `base` (CPU). Known afterwards."""
+    """Measures the peak of the device's memory (GPU), or of the process's above `base` (CPU), inside a context; set at
+    its end."""
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

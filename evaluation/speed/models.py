@@ -42,7 +42,7 @@ STORED = "compressed"
 
 
 def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> None:
-    """Fill a report, keeping what there is after every variant."""
+    """Fill a report, saving it after every variant."""
     variants = list(find_variants(options, report.notes))
     report.settings["variants"] = [name for name, _ in variants]
     steps = 1 + len(variants)
@@ -68,7 +68,7 @@ def bench_model(options: ModelOptions, report: Report, reporter: Reporter) -> No
 
 
 def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report) -> None:
-    """Say of the entries that have no figures yet why they will not have any; all but a lack of memory is a failure."""
+    """Record on entries without figures why they have none; any reason but a lack of memory is a failure."""
     line = next(iter(str(reason).splitlines()), "")
     for entry in entries:
         if "decode" not in entry and "skipped" not in entry:
@@ -82,7 +82,7 @@ def _leave_out(entries: list[dict[str, Any]], reason: Exception, report: Report)
 def measure_variant(
     entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
 ) -> list[tuple[dict[str, Any], Generation]]:
-    """Make and check one variant, and on a GPU time it. Returns what is still to be timed."""
+    """Make and check one variant, and on a GPU time it. Returns the entries still to be timed."""
     prepared = prepare(entries, build, options, report)
     if options.device.type == "cpu":
         return list(prepared)
@@ -95,7 +95,7 @@ def measure_variant(
 
 
 def find_variants(options: ModelOptions, notes: list[str]) -> Iterator[tuple[str, Build]]:
-    """(name, how to make it) of everything that is measured, the dense model first. Raises InputError."""
+    """(name, function that builds it) of every variant to measure, the dense model first. Raises InputError."""
     room = options.prompt + options.new
     if options.model in decoder.SHAPES:
         if options.trust_remote_code:
@@ -146,7 +146,7 @@ def _of_checkpoint(options: ModelOptions, variant: str, notes: list[str]) -> Bui
 
 
 def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Module:
-    """Layers that read one tensor multiplied together, where `compress.load` does it: on a GPU."""
+    """Fuse layers that read the same tensor, where `compress.load` does: on a GPU."""
     if device.type != "cuda":
         return model
     if next(compressed_layers(model), None) is None:
@@ -159,7 +159,7 @@ def _fused(model: nn.Module, device: torch.device, notes: list[str]) -> nn.Modul
 def prepare(
     entries: list[dict[str, Any]], build: Build, options: ModelOptions, report: Report
 ) -> Iterator[tuple[dict[str, Any], Generation]]:
-    """Make one variant, note its memory, check it at every batch size. What is right is yielded, ready to be timed."""
+    """Make one variant, record its memory, check it at every batch size. Yields the correct ones, ready to be timed."""
     device = options.device
     base = memory.settled_bytes(device)
     with memory.watched_memory(device, base) as building:
@@ -191,7 +191,7 @@ def prepare(
 
 
 def _kernels(model: nn.Module, tokens: int) -> list[str]:
-    """What multiplies so many tokens by the compressed layers of a model."""
+    """The kernels of a model's compressed layers for so many tokens."""
     layers = (layer for _, layer in compressed_layers(model))
     routes = (
         layer.route(layer.scheme, tokens, (layer.out_features, layer.in_features), layer.dtype, layer.device)
@@ -201,20 +201,20 @@ def _kernels(model: nn.Module, tokens: int) -> list[str]:
 
 
 def _linear_weights(model: Any) -> int:
-    """Weights of the linear layers that every token passes: all but the head."""
+    """Number of weights in the linear layers that every token passes: all but the head."""
     head = model.get_output_embeddings()
     layers = (m for m in model.modules() if isinstance(m, nn.Linear | QuantLinear) and m is not head)
     return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 def _arithmetic(model: nn.Module, dtype: torch.dtype) -> str:
-    """What most of a model multiplies in, as the ceilings call it."""
+    """The arithmetic of most of a model's products, by the name of its ceiling."""
     rounded = [layer.scheme.inputs is not None for _, layer in compressed_layers(model)]
     return INT8 if rounded and all(rounded) else str(dtype).removeprefix("torch.")
 
 
 def check_variant(entry: dict[str, Any], generation: Generation) -> str:
-    """Add the errors of a compressed model to its entry. Returns what is wrong with it, in a line, or nothing."""
+    """Add the errors of a compressed model to its entry. Returns the problem in a line, or an empty string."""
     model = generation.model
     with check.watched_layers(model) as errors:
         generation.start()

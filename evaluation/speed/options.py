@@ -1,4 +1,4 @@
-"""What a person asks a benchmark for, checked before anything is measured."""
+"""The options of a benchmark, checked before anything is measured."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,8 @@ def linear_options(
     quick: bool = False,
     tune: bool = False,
 ) -> LinearOptions:
-    """Defaults for what is None: Llama's layers on a GPU, square ones on a CPU. Raises InputError."""
+    """Options with defaults for those that are None: Llama's layers on a GPU, square ones on a CPU. Raises
+    InputError."""
     found = parse_shapes(shapes) if shapes is not None else None
     numbers = parse_numbers("tokens", tokens) if tokens is not None else None
     kind, target = _dtype(dtype), find_device(device)
@@ -88,7 +89,7 @@ def model_options(
     quick: bool = False,
     trust_remote_code: bool = False,
 ) -> ModelOptions:
-    """Defaults for what is None, smaller on a CPU. schemes: only of a shape. Raises InputError."""
+    """Options with defaults for those that are None, smaller on a CPU. schemes: only for a shape. Raises InputError."""
     names = None
     if schemes is not None:
         names = tuple(one_of("scheme", name.strip(), VARIANTS) for name in schemes.split(","))
@@ -118,7 +119,7 @@ def model_options(
 
 
 def default_schemes() -> tuple[str, ...]:
-    """What a shape is measured as, the dense model first."""
+    """The default schemes of a shape, the dense model first."""
     return (DENSE, "w4a16", "w8a8")
 
 

@@ -1,4 +1,4 @@
-"""A benchmark as a page of pictures and tables that needs nothing else (`compress.evaluation.report.page`)."""
+"""A benchmark as a self-contained page of pictures and tables (`compress.evaluation.report.page`)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Bar:
-    """value: its length, None where there is none. figure: said at its end. about: said where the pointer rests.
-    style: `main` or `other`."""
+    """value: its length, None for no bar. figure: text at its end. about: tooltip. style: `main` or `other`."""
 
     name: str
     value: float | None
@@ -71,12 +70,12 @@ def page_of(found: report.Report) -> Report:
 
 
 def shapes_of(settings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Shapes of linear layers as a person writes them; nothing of a model's settings."""
+    """Shapes of linear layers as a person writes them; empty for the settings of a model."""
     return {"shapes": [f"{N}x{K}" for N, K in settings["shapes"]]} if "shapes" in settings else {}
 
 
 def _ceilings(ceilings: Mapping[str, Mapping[str, Any]]) -> list[Tile]:
-    """What the machine reaches at best."""
+    """The best rates of the machine."""
     tiles = []
     for name, entry in ceilings.items():
         if "skipped" not in entry:
@@ -86,7 +85,7 @@ def _ceilings(ceilings: Mapping[str, Mapping[str, Any]]) -> list[Tile]:
 
 
 def linear_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Of every shape: a picture per number of tokens, all to one scale, and a table of the times."""
+    """A section for every shape: a picture per number of tokens, all to one scale, and a table of the times."""
     timed = [entry for entry in results if "time_ms" in entry]
     sections: list[Section] = []
     for N, K in dict.fromkeys((entry["N"], entry["K"]) for entry in timed):
@@ -108,7 +107,7 @@ def linear_sections(results: Sequence[Mapping[str, Any]]) -> list[Section]:
 
 
 def over_dense(entry: Mapping[str, Any]) -> float | None:
-    """How many times as fast as the dense product; None where that was not timed."""
+    """Speed relative to the dense product; None where that was not timed."""
     if entry["candidate"] == "dense":
         return 1.0
     ratio: float | None = entry["speedup_over"].get("dense")
@@ -170,7 +169,7 @@ def longest(values: Iterable[float]) -> float:
 
 def drawn(about: str, groups: Sequence[tuple[str, Sequence[Bar]]], most: float, mark: float | None = None) -> str:
     """Bars from left to right, each with its name before it and its figure behind it. groups: (heading or nothing,
-    bars). most: what a bar of full length stands for. mark: a value with a line across all bars."""
+    bars). most: the value of a bar of full length. mark: a value with a line across all bars."""
     every = [bar for _, bars in groups for bar in bars]
     left = LETTER * max((len(bar.name) for bar in every), default=0) + APART
     room = LETTER * max((len(bar.figure) for bar in every), default=0) + APART
@@ -200,6 +199,6 @@ def _bar(bar: Bar, across: Axis, y: float) -> str:
 
 
 def shortened(text: str) -> str:
-    """A heading that is no wider than the picture."""
+    """A heading cut to the width of the picture."""
     most = int(WIDE / STRONG)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,4 +1,4 @@
-"""What a benchmark found, as it grows, and the file that it becomes.
+"""The results of a benchmark as they grow, and their file.
 
     {"format": 1, "what": "linears" | "model", "complete": true,
      "command", "date", "commit", "modified", "device", "device_type", "threads", "load", "versions", "cuda",
@@ -29,7 +29,7 @@ IDLE = 0.5
 
 @dataclass
 class Report:
-    """Grows while work goes on; `file` is where it is to be."""
+    """Grows during the work; `file` is its destination."""
 
     what: Literal["linears", "model"]
     device: torch.device
@@ -50,7 +50,7 @@ class Report:
         self.settings["quoted"] = "median" if self.device.type == "cuda" else "minimum"
 
     def content(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         names = ("settings", "ceilings", "tuned", "notes", "failures", "results")
         head = {"format": FORMAT, "what": self.what, "complete": self.complete}
         whole = head | self.facts | {name: getattr(self, name) for name in names}
@@ -59,12 +59,12 @@ class Report:
         return found
 
     def keep(self) -> None:
-        """Write what there is so far beside the file."""
+        """Write the results so far beside the file."""
         if self.file is not None:
             write_named(self._partial(), json.dumps(self.content(), indent=1, allow_nan=False) + "\n")
 
     def finish(self) -> None:
-        """The file is complete."""
+        """Complete the file."""
         self.complete = True
         self.keep()
         if self.file is not None:
@@ -76,7 +76,7 @@ class Report:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for every number that JSON has no word for."""
+    """A copy with null for every number that JSON cannot express."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

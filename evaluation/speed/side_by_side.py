@@ -1,7 +1,7 @@
-"""Speed of a model beside its reference: one sequence, with a key-value cache, taken in turns.
+"""Speed of a model beside its reference, measured in turns: one sequence, with a key-value cache.
 
 A round is a prompt of random tokens and greedy steps after it (`compress.evaluation.speed.generation`), of the model
-and then of the reference, so that whatever else the machine does hits both. A figure is the median of the rounds; its
+and then of the reference, so that other load on the machine affects both. A figure is the median of the rounds; its
 error is half the distance between the quartiles, a spread, not a standard error of the median. Time to the first token
 is that of the prompt, with the choice of the token.
 """
@@ -38,10 +38,9 @@ def measure_speed(
 ) -> SpeedResult:
     """Time a decoder that `compress.load` made, on the device where it is, and the reference in turns with it.
 
-    beside: instead of a reference, what was measured of it alone before, which has no say where it is of another
-    device, dtype, number of threads or tokens. prompt, new: tokens of the prompt, and decoded after it; fewer where the
-    context is shorter. rounds: 3 or more.
-    checkpoint: where the model comes from, whose layers' kernels are then told. Raises InputError for models that
+    beside: instead of a reference, its speed measured alone before; ignored where device, dtype, number of threads or
+    tokens differ. prompt, new: tokens of the prompt, and decoded after it; fewer where the context is shorter. rounds:
+    3 or more. checkpoint: the model's, whose layers' kernels are then listed. Raises InputError for models that
     generate nothing.
     """
     if rounds < LEAST_ROUNDS:
@@ -80,12 +79,12 @@ def measure_speed(
 
 
 def surroundings(device: torch.device) -> tuple[str, int]:
-    """What speed depends on beside the model: the processor's name, and how many threads torch has."""
+    """The conditions of speed beside the model: the processor's name, and the number of torch's threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(), torch.get_num_threads()
 
 
 def alike(one: SpeedResult, other: SpeedResult) -> bool:
-    """Whether two were measured in the same way and place."""
+    """True where two were measured in the same way and place."""
     return _conditions(one) == _conditions(other)
 
 
@@ -95,7 +94,7 @@ def _conditions(found: SpeedResult) -> tuple[object, ...]:
 
 
 def _room(models: list[Any], prompt: int, new: int) -> tuple[int, int]:
-    """Tokens of the prompt and after it that all contexts hold."""
+    """Tokens of the prompt and after it that the contexts of all models hold."""
     contexts = [getattr(each.config.get_text_config(), "max_position_embeddings", None) for each in models]
     least = min((context for context in contexts if context), default=prompt + new)
     if least < prompt + new:
@@ -126,7 +125,7 @@ def _timing(found: list[tuple[float, float]], prompt: int, new: int) -> Timing:
 def _kernels(
     model: Any, checkpoint: str | None, device: torch.device, prompt: int, trusted: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """({kernel, and for how many tokens: layers}, {why not a faster one: layers})."""
+    """({kernels with their numbers of tokens: layers}, {reason against a faster kernel: layers})."""
     if checkpoint is None or next(compressed_layers(model), None) is None:
         return {}, {}
     kernels: dict[str, int] = {}

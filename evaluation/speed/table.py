@@ -1,4 +1,4 @@
-"""A report as a person reads it: tables and sentences for the terminal."""
+"""A report of a benchmark for the terminal: tables and sentences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ UNITS = {"B/s": ("GB/s", 1e9), "op/s": ("TFLOP/s", 1e12)}
 
 
 def tables(report: Report) -> list[Table | str]:
-    """What is to be printed, from top to bottom."""
+    """Tables and lines to print, from top to bottom."""
     shown: list[Table | str] = [_ceilings(report)]
     if report.tuned:
         shown.append(f"tuned: {len(report.tuned)} entries of the table of this user")
@@ -26,13 +26,14 @@ def tables(report: Report) -> list[Table | str]:
 
 
 def kernels(entry: Mapping[str, Any]) -> list[str]:
-    """What multiplies in each part of a variant with compressed layers."""
+    """A line for each part of a variant with compressed layers, naming its kernels."""
     found = entry.get("kernels", {})
     return [f"{entry['variant']}, {part}: {', '.join(names)}" for part, names in found.items() if names]
 
 
 def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for every 2:4 candidate that is somewhere no faster than the same bits of all weights, and where."""
+    """A line for every 2:4 candidate that is not faster than the same bits of all weights, with the places where it is
+    not."""
     places: dict[str, list[str]] = {}
     for entry in results:
         name = entry.get("candidate", "")
@@ -43,7 +44,8 @@ def slower(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def skipped(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for every candidate or variant without figures, and why; where it holds for several, they share it."""
+    """A line for every candidate or variant without figures, with the reason; places with the same reason share a
+    line."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for entry in results:
         if "skipped" in entry:
@@ -53,13 +55,13 @@ def skipped(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rate(per_s: float, unit: str, integers: bool = False) -> str:
-    """A rate in the unit that people use for it."""
+    """A rate in its usual unit."""
     name, size = UNITS[unit]
     return f"{per_s / size:.4g} {name.replace('TFLOP', 'TOP') if integers else name}"
 
 
 def title_of(report: Report) -> str:
-    """What was measured, and how its figures are quoted."""
+    """The measured model and settings, and the statistic that is quoted."""
     s = report.settings
     what = "linear layers" if report.what == "linears" else s["model"]
     prompt = "" if report.what == "linears" else f", prompt of {s['prompt']}, {s['new']} new tokens"
@@ -137,7 +139,7 @@ def _models(report: Report) -> Table:
 
 
 def ratio(value: float | None) -> str:
-    """Times as fast."""
+    """A ratio of speeds."""
     return "-" if value is None else f"{value:.2f}x"
 
 
