@@ -1,1 +1,1 @@
-"""What a number, and what a layer's weight, can become: grids, formats, and their words on disk."""
+"""Quantized numbers and compressed weights: grids, formats, and their descriptions on disk."""

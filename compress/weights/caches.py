@@ -1,4 +1,4 @@
-"""Key-value caches in 8 bits: their schemes, and keys and values as the bytes that a cache keeps.
+"""Key-value caches in 8 bits: their schemes, and the conversion of keys and values to the bytes that a cache keeps.
 
     granularity  scale                  kept
     tensor       k_scale, v_scale [1]        in the checkpoint, found by calibration
@@ -26,7 +26,7 @@ SCALE_BYTES = 4  # of a float32
 
 @dataclass(frozen=True, kw_only=True)
 class CacheScheme:
-    """How a model's keys and values are kept: int8 or float8, one scale per tensor, head, or token and head."""
+    """The storage of a model's keys and values: int8 or float8, one scale per tensor, head, or token and head."""
 
     type: Literal["int", "float"] = "int"
     granularity: CacheGranularity = "token"
@@ -36,26 +36,26 @@ class CacheScheme:
 
     @property
     def dynamic(self) -> bool:
-        """Whether scales are fitted as tokens come."""
+        """True where scales are fitted to each token at run time."""
         return self.granularity == "token"
 
     @property
     def grid(self) -> Grid:
-        """Of keys and values laid out as rows with a column for each head."""
+        """The grid of keys and values that are laid out as rows with one column per head."""
         granularity: dict[CacheGranularity, Granularity] = {"tensor": "tensor", "head": "channel", "token": "token"}
         return Grid(bits=8, type=self.type, granularity=granularity[self.granularity])
 
 
 @dataclass(frozen=True)
 class CacheCodes:
-    """What was decided about the cache of one attention: its scheme and the scales of keys and values, [1] or
-    [H, 1, 1] in their stored dtype (None where they are fitted to every token)."""
+    """The decision about the cache of one attention: its scheme and the scales of keys and values, [1] or [H, 1, 1] in
+    their stored dtype (None where they are fitted to every token)."""
 
     scheme: CacheScheme
     scales: tuple[Tensor, Tensor] | None = None
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint has of it, none where scales are fitted to every token."""
+        """Its tensors in a checkpoint; none where scales are fitted to every token."""
         return {} if self.scales is None else dict(zip(SCALES, self.scales, strict=True))
 
     @classmethod
@@ -78,7 +78,7 @@ def encode_states(x: Tensor, scheme: CacheScheme, scale: Tensor | None) -> Tenso
 
 
 def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The keys or values that bytes stand for, in a dtype. Bytes of 0 are values of 0."""
+    """The keys or values of stored bytes, in a dtype. Bytes of 0 are values of 0."""
     if scheme.dynamic:
         stored, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     assert scale is not None
@@ -87,5 +87,6 @@ def decode_states(stored: Tensor, scheme: CacheScheme, scale: Tensor | None, dty
 
 
 def _working(scale: Tensor, like: Tensor) -> Tensor:
-    """A scale to compute with: that of a head which is always 0 may be 0 in a narrower dtype than the checkpoint's."""
+    """A scale for computing, float32 and above 0: the scale of a head that is always 0 may become 0 in a dtype narrower
+    than the checkpoint's."""
     return scale.to(like.device, torch.float32).clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""Schemes in the words of compressed-tensors' `quantization_config`, in both directions."""
+"""Converts schemes to and from the `quantization_config` of compressed-tensors."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,14 +11,14 @@ from compress.weights.formats.codes import CodesFormat, Float8Blocks, Float8Rows
 from compress.weights.grid import Granularity, Grid, NumberType
 from compress.weights.scheme import Scheme, block_scheme
 
-# Older writers say naive for integers that are not packed.
+# Older writers call integers that are not packed "naive".
 LAYOUTS: dict[str, Layout] = {
     "pack-quantized": "pack-quantized",
     "int-quantized": "int-quantized",
     "naive-quantized": "int-quantized",
     "float-quantized": "float-quantized",
 }
-# Names by which a layer of a checkpoint is known to be compressed.
+# Names of tensors that mark a layer of a checkpoint as compressed.
 OWN_PARTS = frozenset(
     {
         "weight_packed",
@@ -32,17 +32,17 @@ OWN_PARTS = frozenset(
         "output_zero_point",
     }
 )
-# Bits of a dynamic input beside packed weights.
+# Bits of a dynamic input of a layer with packed weights.
 BESIDE_PACKED = (4, 8)
-# How the numbers were found, not what they are.
+# Keys about the search for the numbers; they do not change their meaning.
 OF_THE_SEARCH = {"observer", "observer_kwargs"}
 READABLE_FLOATS = f"per channel or tensor or block of [{BLOCK}, {BLOCK}]"
-# Orders in which columns were solved and then put back; `group` permutes the groups themselves.
+# Orders of solving after which the columns were put back; `group`, another one, permutes the groups themselves.
 HARMLESS_ORDERS = (None, False, "weight", "static")
 
 
 def cache_entry(scheme: CacheScheme, head_size: int | None) -> dict[str, Any]:
-    """A scheme as `kv_cache_scheme` has it. head_size: D, for scales of tokens."""
+    """The `kv_cache_scheme` entry of a scheme. head_size: D, needed for scales per token."""
     strategy = {"tensor": "tensor", "head": "attn_head", "token": "group"}[scheme.granularity]
     entry = {"num_bits": 8, "type": scheme.type, "symmetric": True, "dynamic": scheme.dynamic, "strategy": strategy}
     return {**entry, "group_size": head_size} if scheme.dynamic else entry
@@ -67,7 +67,7 @@ def read_cache_scheme(entry: Mapping[str, Any]) -> CacheScheme:
 
 
 def why_not(scheme: Scheme) -> str | None:
-    """Why compressed-tensors has no word for a scheme; None where it has."""
+    """The reason why compressed-tensors cannot express a scheme; None where it can."""
     if scheme.codes is not None and scheme.codes.layout is not None:
         return _why_not_inputs(scheme)
     kinds = [term.kind for term in scheme.terms]
@@ -75,7 +75,7 @@ def why_not(scheme: Scheme) -> str | None:
 
 
 def _why_not_inputs(scheme: Scheme) -> str | None:
-    """The same of rounded inputs, beside codes that it has."""
+    """The reason why compressed-tensors cannot express the inputs of a layer of codes; None where it can."""
     if scheme.inputs is None or not isinstance(scheme.codes, Packed):
         return None
     if not scheme.dynamic:
@@ -84,20 +84,20 @@ def _why_not_inputs(scheme: Scheme) -> str | None:
 
 
 def layout_of(scheme: Scheme) -> Layout:
-    """What compressed-tensors calls the format of a layer that is codes."""
+    """The name that compressed-tensors gives to the format of a layer of codes."""
     assert scheme.codes is not None
     assert scheme.codes.layout is not None
     return scheme.codes.layout
 
 
 def needs_dequantizing(scheme: Scheme, table: bool = False) -> bool:
-    """Whether transformers reads a scheme with `dequantize=True` only: it has no packed zero points by default, and no
-    packed embeddings (table)."""
+    """True where transformers reads a scheme only with `dequantize=True`: by default it reads no packed zero points and
+    no packed embeddings (table)."""
     return isinstance(scheme.codes, Packed) and (table or not scheme.codes.grid.symmetric)
 
 
 def group_entry(scheme: Scheme) -> dict[str, Any]:
-    """A scheme of codes as a `config_groups` entry has it, without its targets."""
+    """The `config_groups` entry of a scheme of codes, without its targets."""
     return {
         "format": layout_of(scheme),
         "weights": _weights_entry(scheme.weights),
@@ -135,7 +135,7 @@ def _weights_entry(grid: Grid) -> dict[str, Any]:
 
 
 def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Scheme:
-    """The scheme of a `config_groups` entry. Raises CheckpointError, naming the layer, for one we cannot read."""
+    """The scheme of a `config_groups` entry. Raises CheckpointError, which names the layer, for one we cannot read."""
     layout = group.get("format") or layout
     if layout not in LAYOUTS:
         raise CheckpointError(f"{layer} is stored as {layout!r}; readable: {', '.join(LAYOUTS)}")
@@ -165,7 +165,7 @@ def read_scheme(group: Mapping[str, Any], layout: str | None, layer: str) -> Sch
 
 
 def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
-    """Of float8 weights with a float8 input, and perhaps a float8 output."""
+    """The scheme of float8 weights with a float8 input and an optional float8 output. Raises CheckpointError."""
     known = ("num_bits", "symmetric", "dynamic", "strategy")
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     if weights.get("strategy") == "block":
@@ -200,7 +200,8 @@ def _float_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
 
 
 def _block_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
-    """Of float8 weights in blocks of 128 x 128 with a float8 input in groups of 128."""
+    """The scheme of float8 weights in blocks of 128 x 128 with a float8 input in groups of 128. Raises
+    CheckpointError."""
     weights, inputs = (group.get(key) or {} for key in ("weights", "input_activations"))
     if group.get("output_activations"):
         raise CheckpointError(f"{layer} quantizes its output beside weights in blocks, which cannot be read")
@@ -224,7 +225,7 @@ def _block_scheme(group: Mapping[str, Any], layer: str) -> Scheme:
 
 
 def _odd(entry: Mapping[str, Any], known: Iterable[str], kind: NumberType = "int") -> bool:
-    """Whether an entry says something that is neither known nor empty."""
+    """True for an entry with a key that is neither known nor empty, of another type, or of a harmful column order."""
     ignored = {*known, *OF_THE_SEARCH, "type", "actorder", "scale_dtype", "zp_dtype"}
     return (
         any(value not in (None, False, {}) for key, value in entry.items() if key not in ignored)
@@ -268,8 +269,9 @@ def _activation_grid(entry: Mapping[str, Any], layer: str, what: Literal["input"
 
 
 def scheme_for(layer: str, quantization: Mapping[str, Any]) -> Scheme:
-    """The scheme that a `quantization_config` gives a linear layer: the group that names it, or else one whose pattern
-    matches, or else one for all linears, as compressed-tensors decides."""
+    """The scheme that a `quantization_config` gives a linear layer, by the rule of compressed-tensors: that of the
+    group that names the layer, else of one whose pattern matches, else of one for all linears. Raises
+    CheckpointError."""
     groups = list((quantization.get("config_groups") or {}).values())
     for wanted in (lambda target: target == layer, lambda target: _matches(target, layer), "Linear".__eq__):
         for group in groups:

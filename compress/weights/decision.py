@@ -1,4 +1,4 @@
-"""What a pass decides for a layer, as data."""
+"""The decision of a pass about a layer, as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ Figures = Mapping[str, float | int | str]
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass decided for one layer, as data.
+    """The decision of a pass about one layer.
 
-    weight: codes, another term, or a sum of several (`compress.weights.terms`). figures: what its report shows. inputs,
-    outputs: how what the layer is given and what it returns are rounded (None: they are not). kept: bool [N, K], which
-    weights are not pruned (None: all of them); later passes leave the others at zero.
+    weight: codes, another term, or a sum of several (`compress.weights.terms`). figures: numbers for the report.
+    inputs, outputs: the rounding of the layer's input and output (None: not rounded). kept: bool [N, K], True for
+    weights that are not pruned (None: all of them); later passes leave the others at zero.
     """
 
     weight: Summand | Weight
@@ -35,23 +35,23 @@ class Decision:
         return Weight(summands(self.weight))
 
     def scheme(self, table: bool = False) -> Scheme:
-        """What the layer is stored as. table: it is a token embedding."""
+        """The scheme in which the layer is stored. table: it is a token embedding."""
         return scheme_of(self.weight, self.inputs, self.outputs, table)
 
     def parts(self, table: bool = False) -> dict[str, Tensor]:
-        """The tensors that `scheme` announces, on the CPU."""
+        """The tensors that `scheme` names, on the CPU."""
         return parts_of(self.weight, self.inputs, self.outputs, table)
 
     @property
     def dense(self) -> bool:
-        """Whether the weight is numbers and nothing else, which a checkpoint has as it always had them."""
+        """True for a weight of plain numbers and no rounding, which a checkpoint stores as an ordinary weight."""
         first, *others = summands(self.weight)
         rounds = self.inputs is not None or self.outputs is not None
         return not others and not rounds and isinstance(first, Term) and isinstance(first.format, Dense)
 
 
 def joined(parts: Sequence[Decision]) -> Decision:
-    """The decisions about the groups of a layer as one about the layer: rows below each other, figures averaged."""
+    """One decision about a layer from those about its groups: rows are stacked, figures averaged."""
     if len(parts) == 1:
         return parts[0]
     figures = {key: _together([part.figures[key] for part in parts if key in part.figures]) for key in _keys(parts)}
@@ -67,7 +67,7 @@ def joined(parts: Sequence[Decision]) -> Decision:
 
 
 def _kept(decision: Decision, like: Tensor) -> Tensor:
-    """Bool [N, K], which weights are not pruned, on the device of another mask."""
+    """Bool [N, K], True for weights that are not pruned; on the device of `like` where the decision has no mask."""
     return (
         torch.ones_like(decision.sum.dequantize(), dtype=torch.bool, device=like.device)
         if decision.kept is None
@@ -76,12 +76,13 @@ def _kept(decision: Decision, like: Tensor) -> Tensor:
 
 
 def _keys(parts: Sequence[Decision]) -> list[str]:
-    """The figures that any of the decisions has, in their order."""
+    """The names of the figures of all decisions, each once, in order."""
     return list(dict.fromkeys(key for part in parts for key in part.figures))
 
 
 def _together(values: Sequence[float | int | str]) -> float | int | str:
-    """One figure of several: the mean where there are fractions among them, the first of whole numbers, all words."""
+    """One figure from several: the mean where any is a float, the first where all are whole numbers; with words among
+    them, all different values, joined by commas."""
     words = [value for value in values if isinstance(value, str)]
     if words:
         return ", ".join(sorted({str(value) for value in values}))

@@ -1,9 +1,9 @@
-"""The scale of two or three levels: the best of all, in closed form or from a search that leaves nothing out.
+"""The optimal scale of two or three levels, in closed form or by an exhaustive search.
 
     sum over i of w_i (x_i - s q_i)^2      least over s and over all q, each -1 or 1 (XNOR-Net, arXiv 1603.05279),
                                            each -1, 0 or 1 (Ternary Weight Networks, arXiv 1605.04711)
 
-Both papers have w = 1; here it is what an input weighs, the diagonal of a Hessian say. g members of a group.
+Both papers have w = 1; here w is the weight of an input, like the diagonal of a Hessian. g members of a group.
 """
 
 import torch
@@ -11,24 +11,25 @@ from torch import Tensor
 
 
 def scale_of_levels(x: Tensor, weight: Tensor | None, zero: bool) -> Tensor:
-    """The s [...] of x [..., g]; zero: whether 0 is a level. weight [g]: without one, or where nothing weighs more than
-    0, all weigh the same."""
+    """The scales s [...] of x [..., g]. zero: 0 is a level, too. weight [g]: without one, or with none above 0, all
+    members weigh the same."""
     live = weight is not None and bool((weight > 0).any())
     w = x.new_ones(x.shape[-1]) if weight is None or not live else weight.to(x.dtype)
     return ternary_scale(x, w) if zero else sign_scale(x, w)
 
 
 def sign_scale(x: Tensor, weight: Tensor) -> Tensor:
-    """The s [...] for q of -1 and 1: the mean of |x| [..., g], weighed by weight [g]."""
+    """The scales s [...] for q of -1 and 1: the mean of |x| [..., g], weighted by weight [g]."""
     return (x.abs() * (weight / weight.sum())).sum(-1)
 
 
 def ternary_scale(x: Tensor, weight: Tensor) -> Tensor:
-    """The s [...] for q of -1, 0 and 1 of x [..., g]. weight [g].
+    """The scales s [...] for q of -1, 0 and 1 of x [..., g]. weight [g].
 
-    Given s, every q is best where it is nearest, whatever it weighs: 0 up to |x| = s / 2. So the best of all q are not
-    0 on the k largest |x|, for some k. There s is the weighted mean of |x| and lowers the sum by (sum w |x|)^2 / sum w:
-    g of these are compared. (The paper has the threshold 0.7 mean |x| in place of the search.)
+    Given s, the best q is the nearest level, whatever the weight: 0 up to |x| = s / 2. So the optimal q are not 0 on
+    the k largest |x|, for some k. For each k, s is the weighted mean of these |x| and lowers the sum by
+    (sum w |x|)^2 / sum w; all g values of k are compared. (The paper has the threshold 0.7 mean |x| in place of the
+    search.)
     """
     tiny = torch.finfo(x.dtype).tiny
     size, order = x.abs().sort(-1, descending=True)

@@ -1,9 +1,9 @@
-"""Schemes in the words of transformers' `fp8`, in which DeepSeek-V3 and others after it are published.
+"""Reads schemes from the `fp8` configuration of transformers, in which DeepSeek-V3 and later models are published.
 
     {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
      "modules_to_not_convert": [...]}
 
-A layer is compressed where the checkpoint has `weight_scale_inv` of it, whatever the lists of modules say.
+A layer counts as compressed where the checkpoint holds its `weight_scale_inv`; the lists of modules are ignored.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,21 @@ from compress.weights.formats.codes import FineGrained
 from compress.weights.scheme import Scheme, block_scheme
 
 METHOD = "fp8"
-# What each word has to say to be read; one that is not there, or null, says the first.
+# The readable values of each key; a key that is missing or null has the first.
 READABLE: Mapping[str, tuple[Any, ...]] = {
     "fmt": ("e4m3",),
     "activation_scheme": ("dynamic",),
     "scale_fmt": ("float",),
     "dequantize": (False,),
 }
-# Which layers it is about, which the tensors say, too.
+# Keys that name layers; the tensors show the same.
 OF_MODULES = {"quant_method", "modules_to_not_convert", "ignored_layers", "expert_dtype"}
 
 
 def read_fine_grained(quantization: Mapping[str, Any], where: object) -> Scheme:
-    """The scheme of all compressed layers. Raises CheckpointError, naming `where`, for what cannot be read: inputs of a
-    fixed range, scales that are powers of two (those of their inputs are, too), other blocks, one scale per tensor."""
+    """The scheme of all compressed layers. Raises CheckpointError, which names `where`, for unreadable schemes: inputs
+    of a fixed range, scales that are powers of two (input scales are then powers of two, too), other blocks, one scale
+    per tensor."""
     given = {key: value for key, value in quantization.items() if key not in OF_MODULES and value is not None}
     if given.pop("weight_block_size", None) != list(WEIGHT_BLOCK):
         size = quantization.get("weight_block_size")

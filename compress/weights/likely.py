@@ -1,4 +1,4 @@
-"""Schemes in the words of other tools, for the advice of refusals. Free of torch: wrong words are answered at once."""
+"""Guesses the scheme behind other tools' names, for error messages. Imports no torch, so that errors come at once."""
 
 import re
 

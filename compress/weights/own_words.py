@@ -1,12 +1,12 @@
-"""Schemes that compressed-tensors has no words for, in ours: a `quantization_config` whose quant_method is `compress`.
+"""Schemes that compressed-tensors cannot express: a `quantization_config` of our own, with quant_method `compress`.
 
     {"quant_method": "compress", "format": 1, "modules": [...],
      "groups": [{"targets": [layer, ...], "terms": [{"kind": ..., ...}, ...], "inputs": ..., "outputs": ..., ...}]}
 
-Every compressed layer of the checkpoint is a target, those that are codes alone, too. modules: those that have formats
-which are not ours; they must be imported before the checkpoint is read. Other readers are to refuse such a checkpoint,
-rather than leave out a term of a sum: vLLM knows no such method, transformers finds no weights under the names that it
-looks for (`checkpoint.files.VARIANT`).
+Every compressed layer of the checkpoint is a target, also layers of codes alone. modules: the Python modules of formats
+that are not ours; they must be imported before the checkpoint is read. Other readers must refuse such a checkpoint
+rather than leave out a term of a sum: vLLM does not know the method, and transformers finds no weights under the names
+that it looks for (`checkpoint.files.VARIANT`).
 """
 
 import json
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class Entry(TypedDict):
-    """A `Scheme.entry`."""
+    """The JSON of a `Scheme.entry`."""
 
     terms: list[dict[str, Any]]
     inputs: Grid | None
@@ -43,12 +43,12 @@ class Quantization(TypedDict):
 
 
 def is_own(quantization: Mapping[str, Any] | None) -> bool:
-    """Whether a `quantization_config` is in our own words."""
+    """True for a `quantization_config` of our own (quant_method `compress`)."""
     return (quantization or {}).get("quant_method") == METHOD
 
 
 def groups_of(layers: Mapping[str, Scheme]) -> dict[str, Any]:
-    """Layers with their schemes as a `quantization_config` has them."""
+    """The `quantization_config` of layers with these schemes."""
     by_entry: dict[str, list[str]] = {}
     for name, scheme in layers.items():
         by_entry.setdefault(json.dumps(scheme.entry(), sort_keys=True), []).append(name)
@@ -62,7 +62,7 @@ def groups_of(layers: Mapping[str, Scheme]) -> dict[str, Any]:
 
 
 def read_groups(quantization: Mapping[str, Any], where: object) -> dict[str, Scheme]:
-    """Inverse of `groups_of`: {layer: scheme}. Raises CheckpointError, naming `where`, for what cannot be read."""
+    """Inverse of `groups_of`: {layer: scheme}. Raises CheckpointError, which names `where`, for unreadable ones."""
     fits(quantization, Quantization, where)
     if quantization["format"] != FORMAT:
         raise CheckpointError(f"{where} is of format {quantization['format']} of compress; readable: {FORMAT}")

@@ -1,8 +1,9 @@
-"""Weights of many layers ranked as one, without holding their scores: histograms that add up.
+"""Ranks the weights of many layers together without holding their scores, by histograms that can be added.
 
-Scores are never negative, and floats of one sign order as their bits do: a bin is of all float32 of one exponent and
-one ten first places after the point, 1/1024 wide at most, as a part of its values. Each value of a float16 or a
-bfloat16 has a bin of its own. Counts are whole numbers: they add up over layers, groups and ranks in any order.
+Scores are never negative, and floats of one sign are ordered like their bits. A bin holds all float32 with the same
+exponent and the same first ten bits of the fraction, so that it is at most 1/1024 of its values wide. Each value of
+float16 and of bfloat16 has its own bin. Counts are whole numbers: they add up over layers, groups and ranks in any
+order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from compress.system.comm import Comm
 
-# Of the 23 places of a float32 these are dropped; without its sign it has so many bins.
+# Of the 23 fraction bits of a float32 these are dropped; without the sign that leaves 2^18 bins.
 DROPPED = 13
 BINS = 2 ** (31 - DROPPED)
 
 
 @dataclass(frozen=True)
 class ScoreHistogram:
-    """bins [B], ascending, and counts [B], of those bins that are not empty, on the CPU. total: of the scores."""
+    """A histogram of scores. bins [B], ascending, and counts [B], of the bins that are not empty, on the CPU. total:
+    the sum of the scores."""
 
     bins: Tensor
     counts: Tensor
@@ -28,18 +30,18 @@ class ScoreHistogram:
 
     @property
     def size(self) -> int:
-        """How many scores there are."""
+        """The number of scores."""
         return int(self.counts.sum())
 
     def above(self, score: float) -> int:
-        """How many scores are in bins above that of a score."""
+        """The number of scores in bins above that of `score`."""
         return int(self.counts[self.bins > int(bin_of(torch.tensor(score)))].sum())
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the lowest scores end: the bin from `low` on, below `high`, in which there are `inside`, of which so many
-    are `pruned`."""
+    """The bin in which the lowest scores end: [low, high). inside: the number of scores in it; pruned: how many of
+    these are among the lowest."""
 
     low: float
     high: float
@@ -48,7 +50,7 @@ class Boundary:
 
 
 def bin_of(score: Tensor) -> Tensor:
-    """The bin of each score, int64; what is beyond float32 is in the last of its finite bins."""
+    """The bin of each score, int64; scores beyond float32 are in the last finite bin."""
     largest = torch.finfo(torch.float32).max
     return (score.float().clamp(max=largest).contiguous().view(torch.int32) >> DROPPED).long()
 
@@ -59,7 +61,7 @@ def edge(bin_: int) -> float:
 
 
 def histogram(score_NK: Tensor, comm: Comm) -> ScoreHistogram:
-    """Of the scores of a layer, or of this rank's rows of them: what the ranks have adds up. A collective."""
+    """The histogram of a layer's scores. Each rank gives its own rows; the sum over ranks is returned. A collective."""
     counts = torch.bincount(bin_of(score_NK.flatten()), minlength=BINS)
     total = score_NK.sum(dtype=torch.float64)
     counts, total = comm.all_reduce(counts).cpu(), comm.all_reduce(total)
@@ -76,9 +78,9 @@ def added(parts: Sequence[ScoreHistogram]) -> ScoreHistogram:
 
 
 def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> tuple[dict[str, int], Boundary]:
-    """({layer: how many of the `pruned` lowest scores of all layers are its own}, where they end).
+    """({layer: its number of the `pruned` lowest scores of all layers}, the bin in which these end).
 
-    Of the bin in which they end each layer gives the same part, as far as whole numbers go. 0 < pruned <= all of them.
+    In that bin each layer gives the same share, up to whole numbers. 0 < pruned <= the number of all scores.
     """
     whole = added(list(layers.values()))
     up_to = whole.counts.cumsum(0)
@@ -93,8 +95,8 @@ def lowest(layers: Mapping[str, ScoreHistogram], pruned: int) -> tuple[dict[str,
 
 
 def proportional(counts: Mapping[str, int], total: int) -> dict[str, int]:
-    """`total` shared out in proportion to counts that sum to as much or more: rounded down, and one more for those
-    that lost most by that, of equals the first."""
+    """Divides `total` in proportion to counts, whose sum is at least `total`: rounded down, and one more for those that
+    lost most by rounding, of equals the first."""
     everything = sum(counts.values())
     found = {name: total * count // everything for name, count in counts.items()}
     lost = {name: total * count % everything for name, count in counts.items()}

@@ -1,10 +1,10 @@
-"""Roles of the tensors that a layer is stored as: what a report of sizes calls their bytes, in its order."""
+"""Roles of the tensors that store a layer, as a report of sizes names their bytes, in the order of the report."""
 
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What the numbers of a part are for."""
+    """The purpose of a part's numbers."""
 
     CODES = "codes"
     SCALES = "scales"

@@ -1,4 +1,4 @@
-"""How a layer's input or output is rounded to 8 bits, as data; of a fixed range, stored as
+"""The rounding of a layer's input or output to 8 bits, as data. A fixed range is stored as
 
 input_scale        model dtype [1]    and output_scale of an output
 input_zero_point   int8 [1]           asymmetric integers; may be absent otherwise
@@ -20,8 +20,8 @@ Side = Literal["input", "output"]
 
 @dataclass(frozen=True)
 class ActivationCodes:
-    """How a layer's input or output is rounded to 8 bits: by fixed scales and zero points, [1, 1] or per channel
-    [1, K], or (None) for every token anew.
+    """The rounding of a layer's input or output to 8 bits: by a fixed scale and zero point, [1, 1] or per channel
+    [1, K], or (None) fitted to every token.
 
     scale is in its stored dtype, zero_point int8 or None where symmetric.
     """
@@ -35,7 +35,7 @@ class ActivationCodes:
         return self.scale is None
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        """x [..., K] rounded, in its own dtype: what the kernels multiply, up to that dtype's rounding."""
+        """x [..., K] rounded, in its own dtype: the values that the kernels multiply, up to that dtype's rounding."""
         if self.scale is None:
             rows = x.reshape(-1, x.shape[-1])
             return quantize(rows, self.grid, torch.float32).dequantize(x.dtype).reshape(x.shape)
@@ -46,7 +46,7 @@ class ActivationCodes:
         return decode(codes, scale, zero_point, torch.float32).to(x.dtype)
 
     def parts(self, side: Side) -> dict[str, Tensor]:
-        """The tensors that a checkpoint has of it: none where the range is fitted to every token."""
+        """Its tensors in a checkpoint; none where the range is fitted to every token."""
         if self.scale is None:
             return {}
         zero_point = {} if self.zero_point is None else {f"{side}_zero_point": self.zero_point.reshape(1)}
@@ -54,7 +54,7 @@ class ActivationCodes:
 
 
 def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
-    """The tensors that hold a fixed range."""
+    """The parts that hold a fixed range."""
     parts = {f"{side}_scale": Part((1,), FLOATS, role=Role.RANGES)}
     if not grid.floating:
         parts[f"{side}_zero_point"] = Part((1,), (torch.int8,), optional=grid.symmetric, role=Role.RANGES)
@@ -62,7 +62,7 @@ def fixed_parts(side: Side, grid: Grid) -> dict[str, Part]:
 
 
 def read_fixed(side: Side, grid: Grid, parts: Mapping[str, Tensor]) -> ActivationCodes:
-    """Inverse of `ActivationCodes.parts`, of a fixed range."""
+    """Inverse of `ActivationCodes.parts` for a fixed range."""
     zero_point = None if grid.symmetric else parts.get(f"{side}_zero_point")
     return ActivationCodes(
         grid, parts[f"{side}_scale"].reshape(1, 1), None if zero_point is None else zero_point.reshape(1, 1)

@@ -1,4 +1,4 @@
-"""How a layer is stored and computed: the formats of its weight's terms, and how its input and output are rounded."""
+"""Schemes: the formats of a layer's weight, and the rounding of its input and output."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,10 +19,10 @@ from compress.weights.rounding import ActivationCodes, fixed_parts, read_fixed
 from compress.weights.terms import Format, Part, Summand, Term, Weight, json_fields, named, own, summands
 
 NARROW, WIDE = 4, 8
-# {name: bits of a weight}: beside inputs that stay as they are (a16), integers (a8 ... a2), or both float8.
+# {name: bits of a weight}: with inputs that are not rounded (a16), with integer inputs (a8 ... a2), or both float8.
 SCHEMES = {f"w{bits}a16": bits for bits in range(MIN_BITS, MAX_BITS + 1)}
 SCHEMES |= {"w2a2": 2, "w3a3": 3, "w4a4": NARROW, "w4a8": NARROW, "w8a8": WIDE, "fp8": WIDE}
-# Both float8, one scale per 128 x 128 weights, and per token and 128 of its inputs.
+# Weights and inputs float8, with one scale per 128 x 128 weights, and per token and 128 of its inputs.
 BLOCKWISE = "fp8-block"
 SCHEMES[BLOCKWISE] = WIDE
 # Weights and inputs of 8 bits, one scale per output channel, inputs dynamic or static.
@@ -34,9 +34,12 @@ SHAPE = Part((2,), (torch.int64, torch.int32), role=Role.MASKS)
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """terms: the format of each term of the weight. inputs: the grid of what the layer multiplies, or None.
-    dynamic: inputs are fitted to every token as it comes, rather than by calibration. outputs: the 8-bit grid of what
-    the layer returns, bias included, by a fixed range, or None."""
+    """The storage and the rounding of a layer.
+
+    terms: the format of each term of the weight. inputs: the grid of the layer's rounded input, or None. dynamic: the
+    range of inputs is fitted to every token at run time, rather than by calibration. outputs: the 8-bit grid of the
+    layer's output (bias included), with a fixed range, or None.
+    """
 
     terms: tuple[Format, ...]
     inputs: Grid | None = None
@@ -58,17 +61,17 @@ class Scheme:
 
     @property
     def codes(self) -> CodesFormat | None:
-        """The format of a layer that is codes and nothing else; None of another."""
+        """The format of a layer of codes alone; None for another layer."""
         first, *others = self.terms
         return first if isinstance(first, CodesFormat) and not others else None
 
     @property
     def weights(self) -> Grid:
-        """The grid of a layer that is codes."""
+        """The grid of a layer of codes."""
         return cast(CodesFormat, self.terms[0]).grid
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
+        """{name: part} of the tensors that hold an [N, K] layer. `weight_shape` is among them where no tensor of the
         first term has that shape."""
         parts: dict[str, Part] = {}
         for i, term in enumerate(self.terms):
@@ -80,12 +83,12 @@ class Scheme:
         return parts if self.outputs is None else {**parts, **fixed_parts("output", self.outputs)}
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Weight:
-        """The weight that an [N, K] layer's tensors stand for. Raises CheckpointError as `check` does."""
+        """The weight of an [N, K] layer from its tensors. Raises CheckpointError as `check` does."""
         self.check(parts, rows, columns)
         return Weight(tuple(term.read(held, rows, columns) for term, held in self._by_term(parts, rows, columns)))
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
-        """Raises CheckpointError, whose message begins with the name of a part, for values that cannot be."""
+        """Raises CheckpointError, whose message begins with the name of a part, for impossible values."""
         for term, held in self._by_term(parts, rows, columns):
             term.check(held, rows, columns)
 
@@ -93,25 +96,25 @@ class Scheme:
         return [(term, own(i, parts, term, rows, columns)) for i, term in enumerate(self.terms)]
 
     def read_inputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
-        """How the input of a layer is rounded."""
+        """The rounding of a layer's input; None where it is not rounded."""
         if self.inputs is None or self.dynamic:
             return None if self.inputs is None else ActivationCodes(self.inputs)
         return read_fixed("input", self.inputs, parts)
 
     def read_outputs(self, parts: Mapping[str, Tensor]) -> ActivationCodes | None:
-        """How the output of a layer is rounded."""
+        """The rounding of a layer's output; None where it is not rounded."""
         return None if self.outputs is None else read_fixed("output", self.outputs, parts)
 
     def entry(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The scheme as JSON."""
         grids = {"inputs": self.inputs, "outputs": self.outputs}
         noted = {key: None if grid is None else json_fields(grid) for key, grid in grids.items()}
         return {"terms": [term.entry() for term in self.terms], **noted, "dynamic": self.dynamic}
 
 
 def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
-    """Inverse of `Scheme.entry`; the types of its own keys have been checked. Raises CheckpointError, naming `where`,
-    for a format that cannot be read."""
+    """Inverse of `Scheme.entry`, for an entry whose own keys have been checked. Raises CheckpointError, which names
+    `where`, for a format that cannot be read."""
     grids = {key: None if entry[key] is None else Grid(**entry[key]) for key in ("inputs", "outputs")}
     terms = tuple(read_format(term, where) for term in entry["terms"])
     if not terms:
@@ -120,7 +123,8 @@ def read_entry(entry: Mapping[str, Any], where: object) -> Scheme:
 
 
 def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesFormat:
-    """How codes are stored beside an input that is rounded so, or not at all. table: of a token embedding."""
+    """The format of codes on a grid, in a layer with inputs on a grid (None: not rounded). table: of a token
+    embedding."""
     if weights.signs:
         return Binary(grid=weights)
     if inputs is None:
@@ -133,18 +137,19 @@ def format_of(weights: Grid, inputs: Grid | None, table: bool = False) -> CodesF
 
 
 def scheme_on(weights: Grid, inputs: Grid | None = None, outputs: Grid | None = None, dynamic: bool = True) -> Scheme:
-    """The scheme of a layer that is codes on a grid."""
+    """The scheme of a layer of codes on a grid."""
     return Scheme(terms=(format_of(weights, inputs),), inputs=inputs, outputs=outputs, dynamic=dynamic)
 
 
 def block_scheme(kind: type[Float8Blocks], range_choice: RangeChoice = "minmax") -> Scheme:
-    """The scheme of float8 weights in blocks of 128 x 128, inputs rounded alike per token and 128 columns."""
+    """The scheme of float8 weights in blocks of 128 x 128, with inputs rounded to float8 per token and 128 columns."""
     grid = Grid(bits=WIDE, type="float", granularity="block", block=WEIGHT_BLOCK, range_choice=range_choice)
     return Scheme(terms=(kind(grid=grid),), inputs=replace(grid, block=INPUT_BLOCK, range_choice="minmax"))
 
 
 def terms_of(weight: Summand | Weight, inputs: Grid | None = None, table: bool = False) -> tuple[Term, ...]:
-    """The terms of a weight, each with its format, beside an input that is rounded so. table: of a token embedding."""
+    """The terms of a weight, each with its format. inputs: the grid of the layer's input. table: of a token
+    embedding."""
     return tuple(
         format_of(term.grid, inputs, table).term(term) if isinstance(term, Quantized) else term
         for term in summands(weight)
@@ -157,7 +162,7 @@ def scheme_of(
     outputs: ActivationCodes | None = None,
     table: bool = False,
 ) -> Scheme:
-    """How a weight, and the rounding beside it, are stored. table: of a token embedding."""
+    """The scheme that stores a weight and the rounding of its layer's input and output. table: of a token embedding."""
     assert inputs is not None or outputs is None, "rounded outputs come with rounded inputs"
     grid = None if inputs is None else inputs.grid
     return Scheme(
@@ -189,7 +194,10 @@ def parts_of(
 def check_parts(
     layer: str, found: Mapping[str, tuple[tuple[int, ...], torch.dtype]], scheme: Scheme, shape: tuple[int, int]
 ) -> None:
-    """Hold the shapes and dtypes that a layer's tensors have to its scheme. Raises CheckpointError that names one."""
+    """Check the shapes and dtypes of a layer's tensors against its scheme. Raises CheckpointError, which names one.
+
+    found: {name: (shape, dtype)}; shape: (N, K).
+    """
     rows, columns = shape
     problem = next((p for term in scheme.terms if (p := term.problem(rows, columns)) is not None), None)
     if problem is not None:
@@ -222,27 +230,29 @@ def shape_of(layer: str, stored: Tensor) -> tuple[int, int]:
 
 
 def is_float(name: str) -> bool:
-    """Whether a scheme of this name has float8 weights and inputs."""
+    """True for the name of a scheme of float8 weights and inputs."""
     return name in ("fp8", BLOCKWISE)
 
 
 def input_bits(name: str) -> int:
-    """The bits of an input that a scheme of this name rounds."""
+    """The bits of the input in a scheme of this name (16: not rounded)."""
     return WIDE if is_float(name) else int(name.rpartition("a")[2])
 
 
 def check_scheme(name: str, allowed: Iterable[str], what: str = "scheme") -> None:
-    """Raises InputError for a scheme that is not allowed, with the likeliest of those that are."""
+    """Raises InputError for a scheme that is not allowed; the message names the likeliest allowed one."""
     names, meant = list(allowed), likely_scheme(name)
     one_of(what, name, names, repr(meant) if meant in names else "")
 
 
 def scheme_named(name: str, group_size: int | None = None, columns: int = DEFAULT_GROUP) -> Scheme:
-    """w4a16 and its like; a8 ... a2: the input an integer of so many bits, fitted to every token. fp8: weight and input
-    float8, fitted likewise. fp8-block: the same with a scale per 128 x 128 weights and per 128 inputs of a token.
+    """The scheme of a name.
 
-    group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); where it is not given, the
-    usual one of a layer of `columns` inputs. Raises InputError for a name it does not know.
+    w4a16 and the like: integer weights. a8 ... a2: integer inputs of so many bits, fitted to every token. fp8: float8
+    weights and inputs, fitted likewise. fp8-block: float8 with a scale per 128 x 128 weights and per 128 inputs of a
+    token. group_size: inputs per scale, -1 for one scale per output (always so for w8a8 and fp8); by default the usual
+    one of a layer of `columns` inputs. Raises InputError for an unknown name and for a group size that it does not
+    take.
     """
     check_scheme(name, SCHEMES)
     if name == BLOCKWISE:

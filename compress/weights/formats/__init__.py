@@ -1,1 +1,1 @@
-"""One stored form of a weight a file."""
+"""Formats: each file holds one stored form of a weight."""

@@ -16,10 +16,10 @@ N outputs, K inputs, G groups, n bits. Names and layouts are those of compressed
     Float8Blocks weight             float8 e4m3 [N, K]           symmetric, for layers with a float8 input
                  weight_scale       any float [N / 128, K / 128]    one per block, rounded up
 
-and of transformers' `fp8`, in which DeepSeek-V3 and others after it are published:
+and of transformers' `fp8`, in which DeepSeek-V3 and later models are published:
 
     FineGrained  weight             float8 e4m3 [N, K]           as Float8Blocks
-                 weight_scale_inv   any float [N / 128, K / 128]    what a code is multiplied by, as weight_scale is
+                 weight_scale_inv   any float [N / 128, K / 128]    the factor of a code, like weight_scale
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 Layout = Literal["pack-quantized", "int-quantized", "float-quantized"]
-# Of scales that stay in the dtype in which they are stored; others are read in the model's.
+# Dtypes of scales that stay as stored; other scales are read in the model's dtype.
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodesFormat(Format):
-    """Codes on a grid. layout: what compressed-tensors calls the format; None where it has no such."""
+    """Codes on a grid. layout: the format's name in compressed-tensors; None for one that it lacks."""
 
     layout: ClassVar[Layout | None] = None
 
@@ -51,7 +51,7 @@ class CodesFormat(Format):
 
     @property
     def code_bits(self) -> float:
-        """Bits of information in a code, however it is stored."""
+        """Bits of information in a code, independent of its storage."""
         return self.grid.bits
 
     def groups(self, columns: int) -> int:
@@ -74,7 +74,7 @@ class CodesFormat(Format):
             raise CheckpointError("weight holds codes that are not numbers")
 
     def term(self, quantized: Quantized) -> "Codes":
-        """A quantized matrix as a term that is stored so."""
+        """The term of a quantized matrix in this format."""
         return Codes(quantized, self)
 
     def tensors(self, quantized: Quantized) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class Packed(CodesFormat):
 
 
 def packed_zeros(parts: Mapping[str, Tensor], grid: Grid, rows: int) -> Tensor | None:
-    """[N, G] the zero points, which are packed along the rows; None of a symmetric grid."""
+    """The zero points [N, G], unpacked along the rows; None for a symmetric grid."""
     if grid.symmetric:
         return None
     return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows).t().contiguous()
@@ -121,7 +121,7 @@ def packed_zeros(parts: Mapping[str, Tensor], grid: Grid, rows: int) -> Tensor |
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCodes(CodesFormat):
-    """Codes of 8 bits, one beside the other."""
+    """Codes of 8 bits, each in a byte of its own."""
 
     whole: ClassVar[str | None] = "weight"
 
@@ -159,8 +159,8 @@ class Int8Rows(WholeCodes):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Table(WholeCodes):
-    """int8 rows beside inputs as they are: of a token embedding, which transformers loads without further ado only
-    where its weight is called `weight`, and of the output head tied to it, which has scales and no codes of its own."""
+    """int8 rows with inputs that are not rounded: a token embedding, which transformers loads by default only under the
+    name `weight`, and the output head tied to it, which stores scales and no codes of its own."""
 
     kind: ClassVar[str] = "int-table"
     layout: ClassVar[Layout | None] = "int-quantized"
@@ -175,7 +175,7 @@ class Float8Rows(WholeCodes):
 
     @property
     def one_scale(self) -> bool:
-        """Whether a layer is stored with one weight scale; integers of one scale have it written once per channel."""
+        """True where a layer stores a single weight scale. (Integers store it once per channel even so.)"""
         return self.grid.granularity == "tensor"
 
     def words(self, inputs: Grid | None) -> str:
@@ -197,8 +197,8 @@ class Float8Rows(WholeCodes):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Blocks(WholeCodes):
-    """float8 with one scale for each block, of a layer whose input is rounded likewise. Scales are kept in the dtype in
-    which they are stored, whatever the model computes in."""
+    """float8 with one scale per block, for a layer whose input is rounded likewise. Scales stay in their stored dtype,
+    whatever dtype the model computes in."""
 
     kind: ClassVar[str] = "float-quantized-block"
     layout: ClassVar[Layout | None] = "float-quantized"
@@ -232,7 +232,7 @@ class Float8Blocks(WholeCodes):
 
 @dataclass(frozen=True, kw_only=True)
 class FineGrained(Float8Blocks):
-    """The same under the names of transformers' `fp8`."""
+    """`Float8Blocks` under the names of transformers' `fp8`."""
 
     kind: ClassVar[str] = "fp8"
     layout: ClassVar[Layout | None] = None
@@ -266,6 +266,6 @@ class Codes(Term):
 
 
 def _by_row(quantized: Quantized) -> Tensor:
-    """The scales, [N, G]: of one scale, once per row."""
+    """The scales [N, G]; a single scale is repeated for every row."""
     one = quantized.scale.shape[0] == 1
     return quantized.scale.expand(quantized.codes.shape[0], -1) if one else quantized.scale

@@ -1,4 +1,4 @@
-"""A binary term in some of the columns: what is added where one bit is too few (BiLLM, arXiv 2402.04291).
+"""A binary term in some of the columns, added where one bit is too few (BiLLM, arXiv 2402.04291).
 
 N outputs, K inputs, C of them chosen. value = code * scale in these columns, 0 in all others.
 
@@ -7,7 +7,7 @@ N outputs, K inputs, C of them chosen. value = code * scale in these columns, 0 
     has them
     weight_scale    model dtype [N, G]           of groups of these columns, in their order
 
-The columns are those of all rows: 16 / N bits for each of their weights, beside the one of its code.
+All rows share the columns, so that storing a column takes 16 / N bits per weight in it, besides one bit for the code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from compress.weights.terms import Format, Part, Term
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryColumns(Format):
-    """chosen: how many columns. grid: of their codes, as if there were no others."""
+    """Codes in some columns. chosen: the number C of columns. grid: of the codes [N, C]."""
 
     kind: ClassVar[str] = "binary-columns"
     grid: Grid
@@ -36,7 +36,7 @@ class BinaryColumns(Format):
 
     @property
     def inside(self) -> Binary:
-        """What the chosen columns are stored as."""
+        """The format of the chosen columns."""
         return Binary(grid=self.grid)
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
@@ -70,7 +70,7 @@ class BinaryColumns(Format):
 
 @dataclass(frozen=True)
 class Columns(Term):
-    """column int16 or int32 [C]; codes: of these columns, [N, C]."""
+    """Codes [N, C] in the columns `column` (int16 or int32 [C]); all others are 0. inputs: K."""
 
     column: Tensor
     codes: Codes

@@ -1,6 +1,6 @@
-"""A weight that stays as numbers: what pruning leaves, before it has a format of its own.
+"""A weight of plain numbers, as pruning leaves it before another format stores it.
 
-A layer that is this and nothing else is stored as it always was, in `weight`: no reader has to know.
+A layer of this term alone is stored as an ordinary `weight`, which every reader reads.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from compress.weights.terms import FLOATS, Format, Part, Term
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Format):
-    """weight: model dtype [N, K]."""
+    """Plain numbers: `weight`, model dtype [N, K]."""
 
     kind: ClassVar[str] = "dense"
     whole: ClassVar[str | None] = "weight"
@@ -28,6 +28,6 @@ class Dense(Format):
 
 
 def dense(weight_NK: Tensor) -> Term:
-    """A weight, in the dtype that it has, as a term."""
+    """The term of a weight [N, K], in its own dtype."""
     rows, columns = weight_NK.shape
     return Dense().read({"weight": weight_NK}, rows, columns)

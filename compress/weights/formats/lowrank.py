@@ -8,7 +8,7 @@ N outputs, K inputs, r ranks.
     scale                               model dtype [r]
 
 A layer multiplies by right, then by left: r (N + K) products a token instead of N K. One scale serves both factors of
-a rank, because only its square counts; the square itself may be too small a number for float16.
+a rank, because only its square matters; the square itself may be too small for float16.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,8 @@ CODES = Grid(bits=CODE_BITS, narrow=True)
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Format):
-    """rank: columns of left. bits: 16, numbers in the model's dtype, or 8, codes with one scale per rank."""
+    """Two factors. rank: columns of left. bits: 16 for numbers in the model's dtype, 8 for codes with one scale per
+    rank."""
 
     kind: ClassVar[str] = "low-rank"
 
@@ -47,7 +48,7 @@ class LowRank(Format):
         return factors if self.bits == WHOLE_BITS else {**factors, "scale": scale}
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        # In float64, where neither the order of the sum nor how many rows there are decides the last place.
+        # In float64, so that neither the order of the sum nor the number of rows decides the last place.
         left, right = factors(parts, torch.float64)
         return (left @ right).to(stored_dtype(parts))
 
@@ -56,7 +57,7 @@ class LowRank(Format):
         return x @ right.t() @ left.t()
 
     def slack(self, x_MK: Tensor, weight_NK: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Each of the two products is rounded, with factors that are; the values themselves are rounded once more."""
+        """The bound adds up the rounding of both products, of both factors and of the values themselves."""
         left, right = factors(parts, torch.float64)
         between_Mr = x_MK @ right.t()
         off_Mr = _off(x_MK, right, between_Mr, dtype)
@@ -73,12 +74,12 @@ class LowRank(Format):
 
 
 def stored_dtype(parts: Mapping[str, Tensor]) -> torch.dtype:
-    """What the values are rounded to."""
+    """The dtype to which the values are rounded."""
     return parts["scale" if "scale" in parts else "left"].dtype
 
 
 def factors(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(left [N, r], right [r, K]) as numbers, each with its share of the scale."""
+    """(left [N, r], right [r, K]) as numbers; each is multiplied by the scale."""
     left, right = parts["left"].to(dtype), parts["right"].to(dtype)
     if "scale" not in parts:
         return left, right
@@ -87,15 +88,15 @@ def factors(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def _off(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far one product may be from the exact one."""
+    """The largest error of one product [M, N], from its own rounding and that of its weight."""
     return reference.tolerance(x_MK, weight_NK, out_MN, dtype) + reference.weight_rounding(x_MK, weight_NK, dtype)
 
 
 def low_rank(basis_Nr: Tensor, weight_NK: Tensor, dtype: torch.dtype, bits: int = WHOLE_BITS) -> Tensors:
-    """The term whose left spans what `basis` does, whose right is the best there is beside it, as they are stored.
+    """The term whose left spans the columns of `basis` and whose right is the best for it, both as they are stored.
 
-    For one left, one right is the best under every Hessian: the least-squares solution. It is found for the left that
-    is stored, and so makes up for how that is rounded. Arguments in float64.
+    For a given left, the least-squares solution is the best right under every Hessian. It is solved for the rounded
+    left, and so compensates for its rounding. Arguments in float64; dtype: the model's.
     """
     if bits == WHOLE_BITS:
         left = basis_Nr.to(dtype)
@@ -113,11 +114,11 @@ def low_rank(basis_Nr: Tensor, weight_NK: Tensor, dtype: torch.dtype, bits: int 
 
 
 def _beside(left_Nr: Tensor, weight_NK: Tensor) -> Tensor:
-    """right [r, K] of least |W - left right|. The columns of left are nearly orthonormal, or zero."""
+    """The right [r, K] that minimizes |W - left right|. The columns of left must be nearly orthonormal, or zero."""
     return torch.linalg.pinv(left_Nr.t() @ left_Nr, hermitian=True) @ (left_Nr.t() @ weight_NK)
 
 
 def check_bits(name: str, bits: int) -> None:
-    """Refuse a width that factors do not have. Raises InputError."""
+    """Raises InputError for a number of bits that factors cannot have. name: of the option."""
     if bits not in (WHOLE_BITS, CODE_BITS):
         raise InputError(f"{name} {bits}; allowed: {WHOLE_BITS} (the model's dtype), {CODE_BITS} (codes)")

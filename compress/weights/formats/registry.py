@@ -1,7 +1,7 @@
-"""The formats of terms, by the name that they have on disk. A new one is a file beside this one and a line here.
+"""The registry of formats, by their names on disk. A new format is a file beside this one and a line here.
 
-Somebody else's is a line of its own, `FORMATS[LowRank.kind] = LowRank`, in the module that has it: it is known once
-that module is imported.
+A format of another project registers itself by a line in its own module, like `FORMATS[LowRank.kind] = LowRank`; it is
+known once that module is imported.
 """
 
 import sys
@@ -33,8 +33,8 @@ OURS = frozenset(FORMATS)
 
 
 def read_format(entry: Mapping[str, Any], where: object) -> Format:
-    """The format of a JSON entry. Raises CheckpointError, naming `where`, for one that is not known or does not hold
-    what it must."""
+    """The format of a JSON entry. Raises CheckpointError, which names `where`, for a format that is not known or whose
+    fields are missing or wrong."""
     kind = FORMATS.get(str(entry.get("kind")))
     if kind is None:
         known = ", ".join(FORMATS)
@@ -45,7 +45,7 @@ def read_format(entry: Mapping[str, Any], where: object) -> Format:
 
 
 def import_plugin(module: str) -> None:
-    """Import a module that has formats of its own. Raises InputError where that fails."""
+    """Import a module that registers formats of its own. Raises InputError where the import fails."""
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001 - importing runs the module, which may raise anything
@@ -56,14 +56,15 @@ def import_plugin(module: str) -> None:
 
 
 def folder_of(module: str) -> str:
-    """The folder from which a module that is imported can be imported again."""
+    """The folder that must be on PYTHONPATH for importing an imported module again."""
     file = Path(sys.modules[module].__file__ or "").resolve()
     above = module.count(".") + (file.name == "__init__.py")
     return str(file.parents[above])
 
 
 def check_importable(formats: Iterable[Format]) -> None:
-    """Raises CompressError for a format whose checkpoints nobody could read: its class is in no module."""
+    """Raises CompressError for a format defined in a script or notebook: no reader of its checkpoint could import
+    it."""
     for format_ in formats:
         module = type(format_).__module__
         if module == "__main__":

@@ -1,13 +1,13 @@
-"""A few weights with values of their own, beside a term that holds the rest: outliers, as compressed sparse rows.
+"""A few weights as compressed sparse rows: outliers, added to a term that holds the rest.
 
 N outputs, K inputs, E entries.
 
     row_count   uint8 [N]           entries of each row; int16 or int32 where one has more
     column      int16 [E]           rising within a row; int32 where K is above 32768
-    value       model dtype [E]     what is added there
+    value       model dtype [E]     the value added at that place
 
-16 bits for a column and 16 for a value: 32 bits an entry, 8 more a row. In a sum the value is added to what the other
-terms have at that place, so that it is exact where those have zero there.
+16 bits for a column and 16 for a value: 32 bits an entry, and 8 more per row. In a sum the value is added to those of
+the other terms at that place, so that the weight is exact where they are zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +25,13 @@ from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
 # Columns that fit into int16.
 SHORT_COLUMNS = 2**15
-# What holds how many entries a row has: the first that can.
+# Dtypes for the number of entries of a row; the first that holds all numbers is used.
 COUNTS = (torch.uint8, torch.int16, torch.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRows(Format):
-    """entries: how many weights have a value."""
+    """Compressed sparse rows. entries: the number E of stored weights."""
 
     kind: ClassVar[str] = "sparse-rows"
     entries: int
@@ -107,19 +107,19 @@ class Sparse(Term):
 
 
 def sparse(values_NK: Tensor, chosen_NK: Tensor) -> Sparse:
-    """The chosen (bool) of these values, in the dtype that they have, as a term."""
+    """The term of the values [N, K] chosen by a bool mask [N, K], in their own dtype."""
     columns = values_NK.shape[1]
     column = chosen_NK.nonzero()[:, 1].to(column_dtype(columns))
     return Sparse(starts_of(chosen_NK.sum(1)), column, values_NK[chosen_NK], columns)
 
 
 def column_dtype(columns: int) -> torch.dtype:
-    """What holds the number of a column."""
+    """The dtype of column numbers: int16 up to 32768 columns, int32 above."""
     return torch.int16 if columns <= SHORT_COLUMNS else torch.int32
 
 
 def entry_bits(columns: int, dtype: torch.dtype) -> int:
-    """Bits of a value and its column."""
+    """Bits of one entry: its value and its column."""
     return torch.finfo(dtype).bits + torch.iinfo(column_dtype(columns)).bits
 
 
@@ -130,12 +130,12 @@ def rows_of(row_start: Tensor) -> Tensor:
 
 
 def starts_of(counts: Tensor) -> Tensor:
-    """int32 [N + 1] where the entries of each row begin, and where the last one's end."""
+    """int32 [N + 1]: the index of each row's first entry, and the number of all entries."""
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.long().cumsum(0)]).to(torch.int32)
 
 
 def counts_of(row_start: Tensor) -> Tensor:
-    """[N] how many entries each row has, in the smallest dtype that holds all of them: inverse of `starts_of`."""
+    """The number of entries of each row [N], in the smallest dtype that holds them all; inverse of `starts_of`."""
     counts = row_start.diff()
     most = int(counts.max()) if len(counts) else 0
     return counts.to(next(dtype for dtype in COUNTS if most <= torch.iinfo(dtype).max))

@@ -2,16 +2,16 @@
 
 N outputs, K inputs, G groups, n bits. H = K / 2. Layouts are those of `kernels.layouts.pairs24`:
 
-    Sparse24         value               model dtype [N, H]          what is kept of each quad, in order
-                     position            int32 [N, ceil(H 2 / 32)]   where in its quad, 0 to 3, rising; two bits each
-    PackedSparse24   weight_packed       int32 [N, ceil(H n / 32)]   the codes that are kept, as a bit stream
+    Sparse24         value               model dtype [N, H]          the kept weights of each quad, in order
+                     position            int32 [N, ceil(H 2 / 32)]   their places in the quad, 0 to 3, rising; two bits
+    PackedSparse24   weight_packed       int32 [N, ceil(H n / 32)]   the kept codes, as a bit stream
                      position            as above
                      weight_scale        model dtype [N, G]
                      weight_zero_point   int32 [ceil(N n / 32), G]   asymmetric only, packed along N
 
 Bits per weight: 16 / 2 + 1 = 9 of 16-bit numbers; n / 2 + 1 + 16 / g of symmetric codes in groups of g, 3.125 for 4
-bits and 128. A pruned code is its group's zero point, so that it stands for exactly 0. A quad of fewer than two kept
-weights has its first pruned ones beside them: the same weight is always the same bits, but for the sign of a zero.
+bits and 128. A pruned code equals its group's zero point and so stands for exactly 0. A quad with fewer than two kept
+weights also stores its first pruned ones: equal weights are always equal bits, but for the sign of a zero.
 """
 
 from collections.abc import Mapping
@@ -38,22 +38,22 @@ from compress.weights.grid import Grid, Quantized
 from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Summand, Term
 
-# What this is called where a person chooses it.
+# The name of this pattern in options and recipes.
 TWO_OF_FOUR = "2:4"
 
 
 def half(columns: int) -> int:
-    """What is kept of a row."""
+    """The number of kept weights in a row of so many inputs: half of them."""
     return columns * KEPT // QUAD
 
 
 def quads_problem(columns: int) -> str | None:
-    """Why rows of so many inputs have no quads."""
+    """The reason why rows of so many inputs do not split into quads; None where they do."""
     return f"has {columns} inputs, which are not whole groups of {QUAD}" if columns % QUAD else None
 
 
 def check_positions(words: Tensor, columns: int) -> None:
-    """Raises CheckpointError for positions of a quad that do not rise."""
+    """Raises CheckpointError where the two positions of a quad do not rise."""
     position = unpack_positions(words, columns).view(len(words), -1, KEPT)
     wrong = (position[..., 1] <= position[..., 0]).nonzero()
     if len(wrong):
@@ -67,7 +67,7 @@ def check_positions(words: Tensor, columns: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse24(Format):
-    """Numbers, two of four of which are kept."""
+    """Plain numbers, of which two of four are stored."""
 
     kind: ClassVar[str] = "sparse-24"
 
@@ -94,7 +94,7 @@ class Sparse24(Format):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSparse24(CodesFormat):
-    """Codes of 2 to 8 bits, two of four of which are kept."""
+    """Codes of 2 to 8 bits, of which two of four are stored."""
 
     kind: ClassVar[str] = "pack-sparse-24"
 
@@ -140,7 +140,7 @@ class PackedSparse24(CodesFormat):
 
 
 def zeros_of(quantized: Quantized) -> Tensor:
-    """[N, K] the code of each place that stands for 0."""
+    """[N, K]: for each place, the code that stands for 0."""
     rows, columns = quantized.codes.shape
     if quantized.zero_point is None:
         return quantized.codes.new_zeros(1, 1).expand(rows, columns)
@@ -149,7 +149,7 @@ def zeros_of(quantized: Quantized) -> Tensor:
 
 
 def is_halved(weight_NK: Tensor) -> bool:
-    """True for a weight that is 2:4 as it is."""
+    """True for a weight in which every quad has at most two values that are not zero."""
     columns = weight_NK.shape[1]
     if quads_problem(columns) is not None:
         return False
@@ -157,10 +157,11 @@ def is_halved(weight_NK: Tensor) -> bool:
 
 
 def sparse24(summand: Summand) -> Term:
-    """A dense term, or codes with zeros, as the 2:4 term of exactly the same values; one that is 2:4, as it is.
+    """Converts a dense term, or codes with zeros, to the 2:4 term of exactly the same values; returns a 2:4 term as it
+    is.
 
-    Raises InputError, one line without the layer's name, where there is none: the weight is not 2:4, or no such format
-    holds it.
+    Raises InputError, in one line without the layer's name, for a weight that is not 2:4, and for a format that has no
+    2:4 form.
     """
     if isinstance(summand, Term) and isinstance(summand.format, Sparse24 | PackedSparse24):
         return summand

@@ -1,14 +1,14 @@
-"""Codes of two or three levels as a term of a weight: less than two bits each.
+"""Codes of two or three levels as a term of a weight, below two bits each.
 
-N outputs, K inputs, G groups. value = code * scale, as everywhere on a grid.
+N outputs, K inputs, G groups. value = code * scale, as on every grid.
 
     Ternary    weight_packed   uint8 [N, ceil(K / 5)]     codes -1, 0 and 1, five in a byte (`kernels.layouts.trits`)
                weight_scale    model dtype [N, G]
     Binary     weight_packed   int32 [N, ceil(K / 32)]    codes -1 and 1 as bits 0 and 1 (`kernels.layouts.words`)
                weight_scale    model dtype [N, G]
 
-Ternary codes of two bits need no format of their own: they are those of the narrow grid of w2a16, `codes.Packed`, which
-compressed-tensors has a word for.
+Ternary codes of two bits need no format of their own: they are codes of the narrow grid of w2a16 in `codes.Packed`,
+which compressed-tensors can express.
 """
 
 import math
@@ -30,10 +30,10 @@ from compress.weights.terms import FLOATS, Part
 
 @dataclass(frozen=True, kw_only=True)
 class FewLevels(CodesFormat):
-    """Codes of a kind, packed row by row in a way of its own; a scale for each row and group."""
+    """Base of formats that pack codes row by row in their own way, with a scale for each row and group."""
 
     def pack(self, codes: Tensor) -> Tensor:
-        """[R, K] int8 -> the rows as they are stored."""
+        """Packs codes [R, K] int8 into stored rows."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, columns: int) -> Tensor:

@@ -5,8 +5,8 @@ group; its scales share one range, and so do its zero points. All of them are un
 
     scale = s_lowest + s_step * scale code      zero = z_lowest + z_step * zero code      value = (code - zero) * scale
 
-computed in float32 (float64 where the ranges are), the value rounded to the dtype of the ranges. A zero point is no
-whole number, so 0 need not be among the values.
+computed in float32 (float64 where the ranges are), the value rounded to the dtype of the ranges. Zero points are not
+whole numbers, so 0 need not be among the values.
 
     weight_packed   int32 [N, ceil(K bits / 32)]         codes as a bit stream (`compress.kernels.layouts.words`)
     scale_packed    int32 [ceil(N G scale_bits / 32)]    codes of the scales, [N, G] as one stream
@@ -29,14 +29,14 @@ from compress.weights.grid import Grid, encode_unsigned, working_dtype
 from compress.weights.roles import Role
 from compress.weights.terms import FLOATS, Format, Part, Term, check_finite
 
-# What holds the range of a tile's scales, and that of its zero points.
+# Numbers of a tile's ranges: step and lowest value, of its scales and of its zero points.
 RANGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Format):
-    """bits of a code, of a scale's and of a zero point's; group_size: inputs that share a scale; tile_rows: rows whose
-    scales, and zero points, share a range."""
+    """Codes with coded scales. bits, scale_bits, zero_bits: of a code, of a scale's code and of a zero point's code.
+    group_size: inputs that share a scale. tile_rows: rows whose scales, and whose zero points, share a range."""
 
     kind: ClassVar[str] = "tiles"
     bits: int = 3
@@ -55,7 +55,7 @@ class Tiles(Format):
         }
 
     def bits_per_weight(self, dtype: torch.dtype) -> float:
-        """With ranges of this dtype; what words of 32 bits leave empty is not counted."""
+        """Bits per weight with ranges of this dtype, without the padding of words of 32 bits."""
         tile = self.group_size * self.tile_rows
         own = self.bits + (self.scale_bits + self.zero_bits) / self.group_size
         return own + RANGES * torch.finfo(dtype).bits / tile
@@ -87,7 +87,8 @@ class Tiles(Format):
 
 @dataclass(frozen=True)
 class Tiled(Term):
-    """codes uint8 [N, K]; scale, zero: their codes, uint8 [N, G]; ranges [N, G, 4]: the same for all rows of a tile."""
+    """A term in `Tiles`. codes uint8 [N, K]; scale, zero: codes of scales and zero points, uint8 [N, G]; ranges
+    [N, G, 4], equal for all rows of a tile."""
 
     codes: Tensor
     scale: Tensor
@@ -129,14 +130,14 @@ class Tiled(Term):
 
 
 def scales_and_zeros(scale: Tensor, zero: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """What codes of scales and of zero points [...] stand for by ranges [..., 4], in the working dtype of those."""
+    """(Scales, zero points) [...] from their codes [...] and ranges [..., 4], in the working dtype of the ranges."""
     s_step, s_lowest, z_step, z_lowest = ranges.to(working_dtype(ranges)).unbind(-1)
     return s_lowest + s_step * scale.to(s_step.dtype), z_lowest + z_step * zero.to(z_step.dtype)
 
 
 class Fitted(NamedTuple):
-    """Of one group of every row: codes [N] of its scale and zero point, the ranges [N, 4] (rounded as they are stored),
-    and what these stand for [N]; all in the working dtype."""
+    """One group of every row, fitted: codes [N] of its scale and zero point, the ranges [N, 4] (rounded to their stored
+    dtype), and the resulting scale and zero point [N]; all in the working dtype."""
 
     scale_codes: Tensor
     zero_codes: Tensor
@@ -146,9 +147,9 @@ class Fitted(NamedTuple):
 
 
 def fit_tiles(lowest_N: Tensor, highest_N: Tensor, format_: Tiles, dtype: torch.dtype) -> Fitted:
-    """Scales and zero points for weights between these, one group of every row, as codes in ranges of `dtype`.
+    """Fit scales and zero points to weights in [lowest, highest], for one group of every row. dtype: of stored ranges.
 
-    Where all weights of a group are one number, the range is from that number to 0.
+    Where all weights of a group are equal, their range reaches from that number to 0.
     """
     one = lowest_N == highest_N
     low = torch.where(one, lowest_N.clamp(max=0), lowest_N)
@@ -162,7 +163,7 @@ def fit_tiles(lowest_N: Tensor, highest_N: Tensor, format_: Tiles, dtype: torch.
 
 
 def _second_level(values_N: Tensor, bits: int, tile_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes [N] of numbers in the range of their tile, and (step, lowest) [N, 2] of that, rounded to `dtype`."""
+    """(Codes [N] of numbers in the range of their tile, the range as (step, lowest) [N, 2], rounded to `dtype`)."""
     rows = len(values_N)
     short = -rows % tile_rows
     tiles = torch.cat([values_N, values_N[-1:].expand(short)]).view(-1, tile_rows)
