@@ -37,7 +37,7 @@ def command(*arguments: str) -> Any:
 
 
 def evaluated(model: str, reference: str, text: str, *options: str) -> dict[str, Any]:
-    """The figures of a model; what else `--json` says of the run is kept once, for all rows (`keep`)."""
+    """The figures of a model; the rest of the `--json` output is stored once, for all rows (`keep`)."""
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "evaluation.json"
         words = [
@@ -117,14 +117,14 @@ def main() -> None:
 
 
 def asked(script: str, words: Sequence[str] | None = None) -> str:
-    """The command line of a script of this folder, files by their names alone. words: what it was given, where that is
-    not what this process was."""
+    """The command line of a script of this folder, files by their names alone. words: its arguments, where they differ
+    from those of this process."""
     given = sys.argv[1:] if words is None else words
     return shlex.join(["python", f"recipes/{script}", *(Path(w).name if os.sep in w else w for w in given)])
 
 
 def made_by() -> dict[str, Any]:
-    """What figures were made with: versions, the commit that is checked out, the device."""
+    """The origin of figures: versions, the commit that is checked out, the device."""
     return {
         "commit": head(),
         "compress": compress.__version__,
@@ -144,7 +144,7 @@ def head() -> str:
 
 
 def tell_times(found: dict[str, Any], target: Path | None) -> None:
-    """Print measured times with what they need beside them to be quoted; write them, too, where a file is named."""
+    """Print measured times with their provenance; write them, too, where a file is named."""
     about = provenance(torch.device("cpu"))
     del about["command"]  # it names folders of this machine
     said = json.dumps({**found, "about": about}, indent=1)
@@ -162,7 +162,7 @@ def stored(target: Path) -> list[dict[str, Any]]:
 
 
 def keep(target: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write rows with what is needed to quote them; a row that has its own commit is of an earlier run."""
+    """Write rows with their provenance; a row that has its own commit is of an earlier run."""
     record = {
         "model": Path(arguments.model).name,
         "group_size": int(arguments.group_size),

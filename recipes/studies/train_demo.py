@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HELD_OUT_SHARE = 12  # one document in twelve
-PROSE_REPEATS = 3  # prose is what the model is asked about; sources are filler
+PROSE_REPEATS = 3  # the model is evaluated on prose; sources are filler
 CALIBRATION_BYTES = 320_000
 HELD_OUT_BYTES = 128_000
 CONTEXT, BATCH, VOCABULARY = 256, 24, 2048
@@ -100,7 +100,7 @@ def perplexity(model: LlamaForCausalLM, tokens: torch.Tensor) -> float:
 
 
 class Texts(NamedTuple):
-    """What the model reads, in the order in which it was shuffled, and what it never does."""
+    """The texts that the model reads, in shuffled order, and those held out."""
 
     prose: list[str]
     sources: list[str]
@@ -118,7 +118,7 @@ def gathered() -> Texts:
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """Token ids of all texts, an end before each."""
+    """Token ids of all texts, an end token before each."""
     end = tokenizer.eos_token_id
     return torch.tensor([token for text in texts for token in [end, *tokenizer(text)["input_ids"]]])
 
@@ -141,7 +141,7 @@ def make_model(end: int) -> LlamaForCausalLM:
 
 
 def train(model: LlamaForCausalLM, stream: torch.Tensor, test_tokens: torch.Tensor, steps: int, seed: int) -> None:
-    """Random windows of the stream, so many steps."""
+    """Train for so many steps on random windows of the stream."""
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [

@@ -1,4 +1,4 @@
-"""What one call takes on a CPU where the arithmetic is next to nothing: layers, their operators and attention.
+"""The time of one call on a CPU where the arithmetic is next to nothing: layers, their operators and attention.
 
     OMP_NUM_THREADS=1 python recipes/studies/cost/calls.py --json FILE
 
@@ -6,7 +6,7 @@ Layers of 64 x 64, one token, no gradient; attention of one token, 8 heads over 
 candidate takes a turn of so many calls in every round; times are microseconds of the CPU for a call, of one thread, the
 median of all rounds and the least.
 
-No layer is timed before its result is held to that of its dequantized weights.
+No layer is timed before its result is checked against that of its dequantized weights.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def layers(dtype: torch.dtype) -> Calls:
 
 
 def attention(dtype: torch.dtype) -> Calls:
-    """A step of generating: torch's attention, ours, and whether ours takes it."""
+    """A step of generation: torch's attention, ours, and the check that ours takes the tensors."""
     query = torch.randn(1, HEADS, 1, SIZE).to(dtype)
     key, value = (torch.randn(1, KEY_HEADS, KEYS, SIZE).to(dtype) for _ in range(2))
     given = (query, key, value)

@@ -7,8 +7,8 @@ LIBRARY: a shared library with ggml's C interface, such as xllamacpp.abi3.so of 
 milliseconds of one thread, the least of all rounds; the weight of a call is the one that was not used for longest. All
 peers are given float32 inputs, as they want them; ours and torch's are given bfloat16, and float32 beside it.
 
-Nothing is timed before its result is held to the product of the weights that it stands for: peers that round inputs to
-int8 are allowed what that costs.
+Nothing is timed before its result is checked against the product of the dequantized weights: the error of rounding
+inputs to int8 is allowed to peers that do so.
 
 M tokens, N outputs, K inputs, groups of G inputs.
 """
@@ -51,7 +51,7 @@ def codes_of(N: int, K: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def ours(N: int, K: int, group: int, dtype: torch.dtype, int8_input: bool) -> tuple[Tensor, Callable[[], Any]]:
-    """What the weight stands for, and what makes one more copy of it, a function of x."""
+    """(The weight's values, a function that makes one more copy of the weight as a function of x)."""
     codes, scale = codes_of(N, K, group)
     planar = pack.to_planar(codes, scale.to(dtype), None, 4, dtype)
     input_group = 128 if int8_input else None
@@ -158,7 +158,7 @@ class Ggml:
         self.library.ggml_backend_cpu_set_n_threads(self.backend, 1)
 
     def _repacked(self) -> int:
-        """The buffers whose weights are laid out anew for this CPU, which llama.cpp takes where it can."""
+        """The buffers whose weights are rearranged for this CPU, which llama.cpp uses where it can."""
         device = self.library.ggml_backend_get_device(self.backend)
         registry = self.library.ggml_backend_dev_backend_reg(device)
         address = self.library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
@@ -210,7 +210,7 @@ class Ggml:
         return y
 
 
-# The dtype of the inputs, and what makes the weight: what it stands for, and what makes a copy of it, a function of x.
+# The dtype of the inputs, and a function that makes the weight: (its values, a function that copies it as one of x).
 Candidate = tuple[torch.dtype, Callable[[], tuple[Tensor, Callable[[], Any]]]]
 
 

@@ -1,4 +1,4 @@
-"""What a loss on logits takes of memory at its peak: whole logits against chunks of them.
+"""The peak memory of a loss on logits: whole logits against chunks of them.
 
     python recipes/studies/cost/distill_memory.py [--tokens 4096] [--vocabulary 131072] [--width 1024] \\
         [--dtype float32] [--json OUT]
@@ -36,7 +36,7 @@ KEPT, WARM_TOKENS = 64, 8
 
 
 def measured(case: str, tokens: int, vocabulary: int, width: int, dtype: torch.dtype) -> dict[str, float]:
-    """Of this process."""
+    """The peak memory of one case, measured in this process."""
     way, whose, how = CASES[case]
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)

@@ -1,4 +1,5 @@
-"""What int8 inputs of weight-only layers cost on a CPU, beside what the weights cost already, and what they gain.
+"""The loss of quality by int8 inputs of weight-only layers on a CPU, beside the loss by the weights, and the time
+gained.
 
     python recipes/studies/cost/int8_inputs.py ORIGINAL OUT TEXT --windows 8 --length 1024 --json FILE
 
@@ -24,7 +25,7 @@ KINDS = ("exact", "int8")
 
 
 def windows(ids_T: Tensor, count: int, length: int) -> Tensor:
-    """[count, length] of a text, from its first token to its last, as far apart as they can be."""
+    """[count, length] windows of a text, from its first token to its last, as far apart as possible."""
     starts = torch.linspace(0, len(ids_T) - length, count).long()
     return torch.stack([ids_T[start : start + length] for start in starts])
 

@@ -1,4 +1,4 @@
-"""What quantizing takes of memory: checkpoints of more and more layers, the run and its verification.
+"""The peak memory of quantizing: checkpoints of more and more layers, the run and its verification.
 
     python recipes/studies/cost/quantize_memory.py [--layers 8 16 32] [--hidden 2048] \\
         [--method rtn] [--scheme w4a16] --json OUT.json
@@ -55,7 +55,7 @@ def write_model(folder: Path, layers: int, hidden: int, intermediate: int) -> in
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started."""
+    """The child processes of a process."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()]
     except OSError:
@@ -63,7 +63,7 @@ def children(pid: int) -> list[int]:
 
 
 def measured(folder: Path, method: str, scheme: str) -> dict[str, int]:
-    """Peaks of the command and of what it starts, which is the verification, in 10^6 bytes, and its CPU seconds."""
+    """Peaks of the command and of its children, which are the verification, in 10^6 bytes, and its CPU seconds."""
     words = [sys.executable, "-m", "compress", "quantize", str(folder / "in"), "--method", method, "--scheme", scheme]
     words += ["--output", str(folder / "out"), "--verify", "--quiet"]
     if method != "rtn":

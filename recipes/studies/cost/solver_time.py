@@ -109,7 +109,7 @@ def windows(arguments: argparse.Namespace, source: str | None, seed: int, count:
 
 
 def quantized(case: Case, python: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the worker says of one run, and where its result lies."""
+    """The worker's report on one run, whose result lies in the folder; `error`, with its last line, where it died."""
     output, values = folder / "out", folder / "values"
     job = {
         "library": case.library,
@@ -136,7 +136,7 @@ def quantized(case: Case, python: str, folder: Path, arguments: argparse.Namespa
 
 
 def figures(folder: Path) -> dict[str, float]:
-    """What our evaluator finds of the latest result, against the model that it was made of."""
+    """The figures of the latest result by our evaluator, against the model that it was made of."""
     made = folder / "values" if (folder / "values").exists() else folder / "out"
     found = evaluated(str(made), str(folder / "model"), str(folder / "held_out.pt"))
     return {name: found[name] for name in SHOWN}
@@ -145,7 +145,7 @@ def figures(folder: Path) -> dict[str, float]:
 def rows_of(
     arguments: argparse.Namespace, folder: Path, keep: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """A row for each library and setting; seconds of every turn, figures of the first. keep: is told after each run."""
+    """A row for each library and setting; seconds of every turn, figures of the first. keep: called after each run."""
     pythons = {
         "compress": sys.executable,
         "gptqmodel": arguments.gptqmodel_python,
@@ -200,7 +200,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """The rows, printed as they come and kept with what is needed to quote them."""
+    """Print the rows as they come, and store them with their provenance."""
     arguments = parse()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

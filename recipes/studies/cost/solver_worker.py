@@ -8,8 +8,8 @@ group_size, threads, options (of compress: those of its pass; else of the librar
 (user and system, of this process and of those that it started) of the imports and of everything after them: the model
 read, quantized to symmetric 4-bit codes and written; or `error`, the reason why there is nothing of that.
 
-GPTQModel's own checkpoint format is not one that compress reads: what its layers compute with goes into a plain
-checkpoint beside it, `values`, which the seconds leave out.
+compress cannot read GPTQModel's own checkpoint format: the values of its layers are written to a plain checkpoint
+beside it, `values`, which the seconds leave out.
 """
 
 import json
@@ -24,7 +24,7 @@ PACKAGES = ("compress-models", "gptqmodel", "llmcompressor", "torch", "transform
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """CPU seconds of this process and of those that it has waited for."""
     return sum(os.times()[:4])
 
 
@@ -112,7 +112,7 @@ def by_llmcompressor(job: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 class Finished:
-    """Work, and what is written of its result once it has been timed."""
+    """Timed work, with a function that writes its result afterwards."""
 
     def __init__(self, work: Callable[[], Any], after: Callable[[Any], None]) -> None:
         self.work, self.after = work, after

@@ -1,4 +1,4 @@
-"""Two programs that run one model: how far apart their log-probabilities and their greedy continuations are.
+"""Two programs that run one model: the distance of their log-probabilities and of their greedy continuations.
 
 R rows of T tokens, V tokens of the vocabulary, k of them reported by the other program.
 """
@@ -12,8 +12,8 @@ SMALLEST = 1e-6  # a share of probability below what float32 log-probabilities a
 
 
 def divergence(ours_TV: Tensor, best_Tk: Tensor, names_Tk: Tensor) -> Tensor:
-    """KL of another model's distributions from ours in nats [T], as far as its k likeliest tokens tell: all others are
-    one event. A lower bound of KL, which it is for k = V."""
+    """KL of another model's distributions from ours in nats [T], limited to its k likeliest tokens: all others count as
+    one event. A lower bound of KL, and equal to it for k = V."""
     ours_Tk, best_Tk = ours_TV.double().gather(1, names_Tk), best_Tk.double()
     seen = (ours_Tk.exp() * (ours_Tk - best_Tk)).sum(1)
     rest, other = ((1 - part.exp().sum(1)).clamp(min=SMALLEST) for part in (ours_Tk, best_Tk))
@@ -41,6 +41,6 @@ def compared(ours: Sequence[Tensor], rows: Tensor, found: Mapping[str, Tensor]) 
 
 
 def same_start(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens two continuations have in common before they part."""
+    """The number of tokens that two continuations share before they diverge."""
     pairs = zip(ours, theirs, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))

@@ -25,7 +25,7 @@ def exact(x_MK: Tensor, codes_NK: Tensor) -> Tensor:
 
 
 def cut_off(x_MK: Tensor, codes_NK: Tensor) -> Tensor:
-    """What pairs in 16 bits take away from `exact`, [M, N]: to be added to it. An odd last input has no neighbour."""
+    """The error of products in 16-bit pairs, [M, N]: to be added to `exact`. An odd last input has no neighbour."""
     if codes_NK.shape[1] % 2:
         x_MK, codes_NK = nn.functional.pad(x_MK, (0, 1)), nn.functional.pad(codes_NK, (0, 1))
     raised_MP2 = (x_MK.to(torch.int32) + RAISED).unflatten(1, (-1, 2))
@@ -41,7 +41,7 @@ def cut_off(x_MK: Tensor, codes_NK: Tensor) -> Tensor:
 
 
 class Emulated(nn.Module):
-    """An int8 layer with symmetric inputs, with the habits named."""
+    """An int8 layer with symmetric inputs, computed in these ways."""
 
     def __init__(self, layer: Int8Linear, dynamic: bool, pairs: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Emulated(nn.Module):
 
 
 def emulate(model: nn.Module, *, dynamic: bool, pairs: bool) -> int:
-    """Give every int8 layer of a loaded model these habits, in place; returns how many there are.
+    """Let every int8 layer of a loaded model compute in these ways, in place; returns the number of layers.
 
     dynamic: inputs by absmax / 127 for every token, also where the checkpoint fixes their scale. pairs: products in
     pairs of 16 bits.

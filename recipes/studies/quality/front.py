@@ -1,4 +1,4 @@
-"""What a bit buys: KL against measured bits per weight, of codes, codes and outliers, SpQR, and codes and a low rank.
+"""KL against measured bits per weight, of codes, codes and outliers, SpQR, and codes and a low rank.
 
     python recipes/studies/quality/front.py MODEL --calibration TEXT --text TEXT --group-size 32 \\
         --json OUT.json --svg OUT.svg

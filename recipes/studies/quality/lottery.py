@@ -35,7 +35,7 @@ OTHERS = 2  # initializations under the mask of a ticket
 
 
 class Small(nn.Module):
-    """Two convolutions, each over half the pixels of what it has made, and a linear layer."""
+    """Two convolutions, each followed by pooling of 2x2 pixels, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ def digits() -> tuple[Rows, Rows]:
 
 
 def network(seed: int) -> Small:
-    """As torch initializes it."""
+    """A network as torch initializes it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Small()
 
 
 def lesson_of(model: nn.Module, rows: Rows, steps: int, seed: int) -> Lesson:
-    """How every network here is trained."""
+    """The training that all networks here share, with its samples."""
     options = Train(
         teacher="none",
         logits=0,
@@ -85,7 +85,7 @@ def lesson_of(model: nn.Module, rows: Rows, steps: int, seed: int) -> Lesson:
 
 @torch.no_grad()
 def right(model: nn.Module, rows: Rows) -> float:
-    """Percent of samples that are labelled right."""
+    """Percent of samples that are classified right."""
     return 100 * float((model(rows.tensors["x"]).argmax(1) == rows.tensors["labels"]).double().mean())
 
 

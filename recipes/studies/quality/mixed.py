@@ -1,9 +1,9 @@
-"""What choosing bits layer by layer is worth: GPTQ at 3 and at 4 bits, and a budget half-way shared out between layers.
+"""The value of choosing bits layer by layer: GPTQ at 3 and at 4 bits, and a budget half-way shared out between layers.
 
     python recipes/studies/quality/mixed.py MODEL --calibration TEXT --text TEXT --group-size 128 --json OUT.json
 
-The line is between both in KL and in bits per weight: what layers chosen by chance would come to, about. Each row is
-written, verified in a fresh process and evaluated on held-out text, by the command line.
+The line interpolates KL between both, at the bits per weight of the budget: about the result of layers chosen by
+chance. Each row is written, verified in a fresh process and evaluated on held-out text, by the command line.
 """
 
 import argparse

@@ -30,7 +30,7 @@ TAUGHT = Train(
 
 
 def ways(bits: int, group_size: int, grid: str) -> dict[str, list[Pass]]:
-    """What is compared, by title."""
+    """The compared recipes, by title."""
     start = compress.GPTQ(scheme=f"w{bits}a16", group_size=group_size, grid=grid)  # type: ignore[arg-type]
     said = f"w{bits} {grid}"
     behind: dict[str, list[Pass]] = {"": [], ", reconstruct": [Reconstruct()], ", train": [TAUGHT]}
@@ -38,7 +38,7 @@ def ways(bits: int, group_size: int, grid: str) -> dict[str, list[Pass]]:
 
 
 def row(title: str, model: str, passes: list[Pass], calibration: torch.Tensor, text: torch.Tensor) -> dict[str, Any]:
-    """The figures of one way."""
+    """The figures of one recipe."""
     started = time.process_time()
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     made = compress.quantize(loaded, passes, calibration=calibration, training=calibration, restore=False).model

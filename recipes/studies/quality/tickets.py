@@ -48,10 +48,10 @@ Masks = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Lottery:
-    """How a ticket is drawn. sparsity: above 0, below 1: the share of zeros in the end. rate: above 0, below 1: the
-    share of what is left that becomes zero in a round; the last does no more than is asked for. rewind: what goes back
-    after each. to: 0 or more: the step that it goes back to. per: where the smallest weights are looked for: in each
-    output, in each layer, or in all of them together."""
+    """The options of drawing a ticket. sparsity: above 0, below 1: the share of zeros in the end. rate: above 0, below
+    1: the share of the remaining weights that become zero in a round; the last round prunes only up to `sparsity`.
+    rewind: the state restored after each round. to: 0 or more: the step whose state is restored. per: the scope in
+    which the smallest weights are sought: each output, each layer, or all of them together."""
 
     sparsity: float = 0.8
     rate: float = 0.2
@@ -77,7 +77,7 @@ class Lottery:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a network learns, and from what: its own samples, without a teacher. layers: those that are pruned."""
+    """The training of a network on its own samples, without a teacher. layers: those to prune."""
 
     layers: Sequence[Layer]
     rows: Rows
@@ -88,8 +88,8 @@ class Lesson:
 
 @dataclass
 class Ticket:
-    """masks: bool [N, K] of each layer, which weights stay. start: the parameters that it is trained from, by name.
-    histories: of every training, of the dense network first."""
+    """masks: bool [N, K] of each layer, True for weights that stay. start: the parameters that it is trained from, by
+    name. histories: of every training, of the dense network first."""
 
     masks: dict[str, Tensor]
     start: dict[str, Tensor]
@@ -103,8 +103,8 @@ def lesson(
     comm: Comm | None = None,
     reporter: Reporter | None = None,
 ) -> Lesson:
-    """Samples and options of all trainings, at a rate of 1e-4 where none is given. Raises InputError for training that
-    rewinding can say nothing about."""
+    """Samples and options of all trainings, at a rate of 1e-4 where none is given. Raises InputError for options that
+    rewinding does not work with."""
     if options.taught or options.trains != "all":
         raise InputError(
             f"teacher={options.teacher}, trains={options.trains}; a ticket is trained as a whole on its own samples: "
@@ -112,14 +112,14 @@ def lesson(
         )
     if not layers:
         raise InputError("no layers to prune; give those of the model (compress.model.layers)")
-    if not options.learning_rate:  # one rate for all rounds, which a test of the dense network would not know
+    if not options.learning_rate:  # one rate for all rounds; a range test of the dense network would fit only the first
         options = replace(options, learning_rate=RATE)
     return Lesson(layers, rows, options, Comm() if comm is None else comm, reporter or Silent())
 
 
 def draw(model: nn.Module, lesson: Lesson, how: Lottery, trained: Callable[[float], None] | None = None) -> Ticket:
-    """Find a ticket, and leave the model as the last training of it has made it. trained: told, after every training,
-    the share of zeros of the model as it is then. A collective."""
+    """Find a ticket, and leave the model as its last training made it. trained: called after every training with the
+    model's share of zeros. A collective."""
     if how.to >= lesson.options.steps:
         raise InputError(f"to {how.to}; allowed: below steps, which are {lesson.options.steps}")
     ticket = Ticket({}, {}, [])
@@ -146,7 +146,7 @@ def draw(model: nn.Module, lesson: Lesson, how: Lottery, trained: Callable[[floa
 
 
 def _pruned(masks: Masks, lesson: Lesson, share: float, per: Per) -> dict[str, Tensor]:
-    """Masks with so many zeros, of layers as they have just been trained."""
+    """Masks with so many zeros, chosen by the layers' weights after training."""
     found = {each.name: Prunable(each, each.parameter, masks[each.name].clone()) for each in lesson.layers}
     prune_to(found, share, per, lesson.comm)
     return {name: each.kept for name, each in found.items()}
@@ -166,7 +166,7 @@ def train_masked(
     first: int = 0,
     before: Callable[[int], Mapping[str, float]] | None = None,
 ) -> History:
-    """Train a network of which some weights are zero, with the rates and samples from step `first` on; `before` as in
+    """Train a network with some weights fixed at zero, with the rates and samples from step `first` on; `before` as in
     `Training`. A collective."""
     options, comm = lesson.options, lesson.comm
     reshard(model)
@@ -195,7 +195,7 @@ def train_masked(
 
 @contextmanager
 def _masked(layers: Sequence[Layer], masks: Masks) -> Iterator[None]:
-    """Within: weights are zero where a mask says so, without a gradient; afterwards they are that for good."""
+    """Hold masked weights at zero inside a context, without a gradient; at its end they are set to zero for good."""
     parameters = {each.name: each.parameter for each in layers}
     for each in layers:
         attach(each, Decision(dense(each.weight), kept=masks[each.name]), "fixed")
@@ -209,7 +209,7 @@ def _masked(layers: Sequence[Layer], masks: Masks) -> Iterator[None]:
 
 @torch.no_grad()
 def _zero(parameter: nn.Parameter, kept: Tensor) -> None:
-    """Zeros in a parameter, or in the shard of it that this rank has, where it is not kept."""
+    """Set pruned weights of a parameter, or of this rank's shard of it, to zero."""
     local, here = parameter.detach(), kept.to(parameter.device)
     if isinstance(local, DTensor):
         shard = distribute_tensor(here, local.device_mesh, local.placements, src_data_rank=None)

@@ -1,10 +1,11 @@
-"""What training adds to a method, at the same size, by the command line; what was printed is kept.
+"""The gain of training over a method alone, at the same size, by the command line; the printed figures are stored.
 
     python recipes/studies/quality/trained.py MODEL --calibration TEXT --training TEXT --text TEXT \\
         --group-size 32 --json OUT.json
 
 Each pair of rows is a method, and the method trained (`compress methods train`) from the original's logits and hidden
-states. What a w4a4 layer is given is fitted to each token, or (static) by a range per tensor, which training learns.
+states. Inputs of a w4a4 layer are rounded by a range fitted to each token, or (static) by one range per tensor, which
+training learns.
 """
 
 from compress.recipes.studies.quality.compare import Recipes, compare, parser
