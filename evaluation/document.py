@@ -79,8 +79,8 @@ class TextResult:
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """An encoder on pairs of sentences (`compress.evaluation.quality.encoders`). pooling: what makes an embedding of
-    tokens."""
+    """An encoder on pairs of sentences (`compress.evaluation.quality.encoders`). pooling: the way from a sentence's
+    tokens to its embedding."""
 
     name: str
     sha256: str
@@ -142,7 +142,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Component:
-    """Bytes of one kind of tensor, like codes, scales, embeddings, or of what a file has beside tensors."""
+    """Bytes of one kind of tensor, like codes, scales, embeddings, or of a file's headers."""
 
     name: str
     bytes: int

@@ -56,7 +56,7 @@ def _texts(
 def _tasks(
     tasks: Sequence[str | Path], questions: int | None, tokenizer: Callable[[], Any], *models: Model | None
 ) -> Prepared | None:
-    """Tasks as the models are shown them; None where there are none."""
+    """Tasks as tokens for the models; None where there are none."""
     asked = read_tasks(tasks, questions)
     configs = [config_of(each) for each in models if each is not None]
     return prepare_tasks(asked, tokenizer(), configs) if asked else None
@@ -138,8 +138,8 @@ def check_asked(
     questions: int | None = None,
     trust_remote_code: bool = False,
 ) -> list[str | None]:
-    """Refuse text and tasks that could not be asked of a checkpoint, without loading its weights; what `evaluate`
-    raises. Fingerprints of the tasks: None of one that cannot tell all that it asks."""
+    """Refuse text and tasks that could not be asked of a checkpoint, without loading its weights; raises the errors of
+    `evaluate`. Returns fingerprints of the tasks: None for one whose questions are not fully known."""
     source = find_source(str(model), trust_remote_code)
     words = partial(first_tokenizer, source)
     windows = {"length": length, "samples": samples, "stride": None}

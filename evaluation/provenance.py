@@ -46,8 +46,8 @@ def named(model: nn.Module | Source, network: nn.Module, size: SizeResult | None
 
 
 def run_of(model: nn.Module | Source) -> tuple[dict[str, Any] | None, RunResult | None]:
-    """The recipe of a checkpoint, every option spelled out, and what its run has recorded; None and None where no run
-    of this tool has written it. Raises CheckpointError for a damaged record."""
+    """(The recipe of a checkpoint, every option spelled out, the record of its run); None and None where no run of this
+    tool has written it. Raises CheckpointError for a damaged record."""
     path = model.path / RECORD if isinstance(model, Source) else None
     if path is None or not path.exists():
         return None, None

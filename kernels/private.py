@@ -35,7 +35,7 @@ def make_private(folder: Path) -> None:
 
 
 def why_not_private(folder: Path) -> str | None:
-    """The reason why others could change what lies in a folder; None when they cannot."""
+    """The reason why other users could change the content of a folder; None when they cannot."""
     real = folder.resolve()
     if reason := why_not_ours(real):
         return reason
@@ -51,7 +51,7 @@ def why_not_private(folder: Path) -> str | None:
 
 
 def why_not_ours(path: Path) -> str | None:
-    """The reason why a file or folder itself may hold what others wrote; None when it cannot."""
+    """The reason why other users may have written a file or folder itself; None when they cannot have."""
     found = path.stat()
     if found.st_uid not in (ROOT, os.geteuid()):
         return f"{path} belongs to {_user(found.st_uid)}"

@@ -97,7 +97,7 @@ def sparse_gradient(grad: Tensor, row_start_N: Tensor, column_E: Tensor, value_E
 
 
 def tolerance(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] the largest distance from `out`, the exact product, of a kernel that does what it should.
+    """[M, N] the largest distance of a correct kernel's result from `out`, the exact product.
 
     K products are summed in fp32, in any order, each sum off by at most one unit in the last place (matrix units
     truncate): K eps32 (|x| |weight|^T). The result is rounded once to `dtype`, at worst by truncation: eps |out|.

@@ -19,14 +19,15 @@ Precision = Literal["float32", "float64"]
 
 
 def precision(statistics: str) -> torch.dtype:
-    """The dtype in which an option `statistics` wants sums to be kept; raises InputError where it is another."""
+    """The dtype named by an option `statistics`; raises InputError for another name."""
     one_of("statistics", statistics, get_args(Precision))
     return torch.float64 if statistics == "float64" else torch.float32
 
 
 @dataclass(frozen=True)
 class HessianResult:
-    """Means over tokens of the layer's input X [tokens, K] and what it is in the uncompressed model, X_ref.
+    """Second moments, as means over tokens, of the layer's input X [tokens, K] and its input in the uncompressed model,
+    X_ref.
 
     hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K]; contrast [K, K]: expects the same noise as drift, and zero
     (None where a half has no token). Both are None without a reference. shrinkage: 0 to 1, how much of the elements

@@ -105,7 +105,7 @@ class MinMaxObserver:
         return replace(found, counts=self.histogram.counts, width=self.histogram.width)
 
     def choose(self, lowest_R: Tensor, highest_R: Tensor) -> Range:
-        """The finished range, from the observed extremes and what was counted."""
+        """The finished range, from the observed extremes and the counts."""
         everything = bounds(*_no_limit(lowest_R), lowest_R, highest_R, self.grid)
         cut = self.grid.symmetric and not self.grid.signed and bool((lowest_R < 0).any())
         return self.made(everything, lowest_R, highest_R, None if cut else torch.zeros_like(lowest_R))

@@ -1,4 +1,4 @@
-"""Advice for a training that took back little of what was lost."""
+"""Advice for a training that recovered little of the lost quality."""
 
 from dataclasses import asdict
 

@@ -80,14 +80,15 @@ def chosen(start: float, curve: Curve) -> float:
 
 
 def range_test(this: Training) -> RangeTest:
-    """Try rates. Everything is the same on all ranks, what is chosen included. A collective."""
+    """Try the rates, and restore the model. All values are the same on all ranks, the chosen rate included. A
+    collective."""
     began, options = time.monotonic(), this.options
     seen, _ = this.rows.split(options.held_out)
     samples = Order(len(seen), options.rows, options.seed).of_step(0)
     rates, losses = tried(options.steps), list[float]()
     with _as_before(this):
         adamw = optimizer(this.learned, options)
-        for trial, rate in enumerate([*rates, HIGHEST]):  # a step also measures what the one before it has made
+        for trial, rate in enumerate([*rates, HIGHEST]):  # a step's loss measures the effect of the step before
             step = replace(options, learning_rate=rate, warmup=0.0, schedule="constant")
             set_learning_rate(adamw, this.learned, rate)
             try:
@@ -106,8 +107,8 @@ def range_test(this: Training) -> RangeTest:
 
 
 def range_test_once(this: Training) -> RangeTest:
-    """The range test of a run, or of the run that this one goes on from. A collective. Raises CheckpointError for a
-    file that is damaged."""
+    """The range test of a run, or the stored one of the run that this one continues. A collective. Raises
+    CheckpointError for a damaged file."""
     path = None if this.place is None else this.place / RATE
     earlier = _read(path) if this.resume and path is not None and this.comm.rank == 0 else None
     found = this.comm.gather_objects(earlier)[0]
@@ -129,7 +130,7 @@ def _as_before(this: Training) -> Iterator[None]:
         try:
             yield
         finally:
-            reshard(this.objective.models[0])  # a root of FSDP that has run would not see what comes back
+            reshard(this.objective.models[0])  # FSDP's root, once run, would not see the restored parameters
             with torch.no_grad():
                 for p, value in zip(parameters, before, strict=True):
                     p.copy_(value)

@@ -1,4 +1,4 @@
-"""Classifiers, CNNs among them: how often they are right, and how often they say what the reference says.
+"""Classifiers, CNNs among them: their accuracy, and their agreement with the reference.
 
     accuracy, reference_accuracy     share of inputs whose largest logit is the label's
     accuracy_difference              the first less the second, with its paired error: inputs that both get right, or
@@ -93,7 +93,7 @@ def evaluate_classifier(
 
 
 def read_labelled(source: str | Path) -> tuple[dict[str, Tensor], Tensor]:
-    """(inputs by name, labels) of a file. Raises InputError for what is none."""
+    """(inputs by name, labels) of a file. Raises InputError for a file without them."""
     path = regular(path_of(str(source), "labelled inputs"), "file of labelled inputs")
     if path.suffix not in (".safetensors", ".npz"):
         raise InputError(f"labelled inputs {str(source)!r}; {FORM}")

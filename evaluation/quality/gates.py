@@ -142,7 +142,7 @@ def _values(found: Evaluation, figure: str) -> Iterator[tuple[float | None, floa
 
 
 def _of_tasks(found: Evaluation, name: str, figure: str) -> Iterator[tuple[float | None, float | None, str]]:
-    """The same for a number of the task with a name, or of all tasks."""
+    """As `_values`, for a number of the task with a name, or of all tasks."""
     for task in found.tasks:
         if name in (ANY, task.name):
             value = OF_TASKS[figure](task)

@@ -34,8 +34,8 @@ def first_tokenizer(*models: Model | None) -> Any:
 
 
 def dense(model: Model, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """A network. Of a checkpoint with dense weights, exactly what the codes stand for, unless inputs are quantized too:
-    only codes can show that. One in memory is taken as it is."""
+    """The network of a model. A checkpoint's weights are dequantized, which is exact, unless inputs are quantized too:
+    only codes can show the effect of that. A model in memory is returned unchanged."""
     if not isinstance(model, Source):
         return model
     layers = stored_in(model).layers

@@ -60,8 +60,8 @@ def share_of(values_N: Values) -> Figure:
 
 
 def difference_of(ours_N: Values, theirs_N: Values) -> Figure:
-    """The mean of what one has more than the other, question by question, with an interval of its own where few
-    questions tell the two apart; of values that are not 0 or 1, the mean."""
+    """The mean difference of two models' scores, question by question, with an exact interval where few questions tell
+    the two apart; for values other than 0 and 1, the mean with its error alone."""
     mean, n = mean_of_independent(ours_N - theirs_N), len(ours_N)
     if not (np.isin(ours_N, (0, 1)).all() and np.isin(theirs_N, (0, 1)).all()):
         return mean

@@ -83,7 +83,7 @@ Block = Words | Table | Picture | Continuation
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is under it."""
+    """A heading and its blocks."""
 
     title: str
     blocks: list[Block]

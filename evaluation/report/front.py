@@ -1,4 +1,4 @@
-"""The Pareto front: what nothing beats in both of two figures of which less is better."""
+"""The Pareto front: the points that no other beats in both of two figures, of which less is better."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The layers of a run by what its record says: a map of their errors, the worst of them, and each one's health."""
+"""The layers of a run, from its record: a map of their errors, the worst of them, and each one's health."""
 
 import math
 import re

@@ -31,7 +31,7 @@ def body(article: Article, level: int) -> list[str]:
 
 
 def section(part: Section, level: int) -> list[str]:
-    """A heading, and what can be written of what is under it."""
+    """A heading, and those of its blocks that Markdown can show."""
     lines = [f"{'#' * level} {plain(part.title)}", ""]
     for block in part.blocks:
         lines += _block(block)

@@ -48,7 +48,7 @@ def write_page(path: Path, report: Report) -> None:
 
 
 def seen(value: object) -> object:
-    """Text without what nobody would see; what is HTML already as it is."""
+    """Text without invisible control characters; markup and other values unchanged."""
     return clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -58,7 +58,7 @@ def breakable(text: str) -> Markup:
 
 
 def coded(text: str) -> Markup:
-    """Escaped text, with what stands between backticks as code."""
+    """Escaped text, with words between backticks as code."""
     return Markup(CODE.sub(r"<code>\1</code>", str(escape(clean(text)))))
 
 

@@ -125,7 +125,7 @@ def _grid(across: Axis, up: Axis, below: str, beside: str) -> list[str]:
 
 
 def _stairs(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The edge of what nothing beats: to the right at one height, then down to the next point."""
+    """The edge of the front: to the right at one height, then down to the next point."""
     made: list[tuple[float, float]] = []
     for x, y in corners:
         if made:

@@ -18,7 +18,7 @@ from compress.weights.scheme import SCHEMES
 DENSE = "dense"
 VARIANTS = (DENSE, *SCHEMES)
 
-# name -> what differs from LlamaConfig's defaults. The two Llamas: the config.json of Meta-Llama-3-8B and -70B.
+# name -> differences from LlamaConfig's defaults. The two Llamas: the config.json of Meta-Llama-3-8B and -70B.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         "hidden_size": 256,

@@ -16,7 +16,7 @@ from compress.kernels.measure.timing import elapsed_ms
 
 
 class Generation:
-    """One model, one batch size: `prefill`, then `step` as often as there is room for."""
+    """One model at one batch size: `prefill`, then as many calls of `step` as there is room for."""
 
     def __init__(self, model: Any, batch: int, prompt: int, new: int) -> None:
         self.model, self.batch, self.new = model, batch, new

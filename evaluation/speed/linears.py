@@ -15,7 +15,7 @@ TUNED = (("weight_only", 4, benchmark.GROUP), ("weight_only", 8, -1), ("w8a8", 8
 
 
 def bench_linears(options: LinearOptions, report: Report, reporter: Reporter) -> None:
-    """Fill a report, keeping what there is after every shape and number of tokens."""
+    """Fill a report, saving it after every shape and number of tokens."""
     steps = 1 + options.tune + len(options.shapes) * len(options.tokens)
     if options.device.type == "cuda":
         workspace.prepare(options.device)

@@ -1,4 +1,4 @@
-"""The most memory that loading a model takes, and that running it takes, measured in a process of its own.
+"""The peak memory of loading a model, and of running it, measured in a process of its own.
 
     python -m compress.evaluation.speed.peak MODEL DEVICE        prints {"load": bytes, "run": bytes} as JSON
 
@@ -27,7 +27,7 @@ TRUSTED = "trusted"
 
 
 def peak_bytes(model: str, device: torch.device, trust_remote_code: bool = False) -> tuple[int, int]:
-    """(to load, to run). Raises CompressError with what the process said last where it fails."""
+    """(bytes to load, bytes to run). Raises CompressError with the process's last line where it fails."""
     home = Path(__file__).resolve().parents[2]
     place = str(home if (home / "compress").is_dir() else home.parent)
     known = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
@@ -43,10 +43,10 @@ def peak_bytes(model: str, device: torch.device, trust_remote_code: bool = False
 
 
 def _most(device: torch.device) -> int:
-    """So far, in bytes."""
+    """Peak memory of this process so far, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if STATUS.exists():  # of this program alone: getrusage also counts what its parent held when it was started
+    if STATUS.exists():  # of this program alone: getrusage also counts its parent's memory at the start
         lines = STATUS.read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""One benchmark from a person's words to a finished report; what the command line calls."""
+"""Runs one benchmark, from a person's options to a finished report, for the command line."""
 
 from pathlib import Path
 from typing import Any

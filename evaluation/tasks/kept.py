@@ -5,7 +5,7 @@
 
 KEY is a hash of what answers depend on: the weights and the configuration, the dtype and the kind of device, the
 questions as tokens (of lm-eval's tasks: their definition, their rows, and these as tokens), the versions of the
-libraries. A file that is damaged is made anew, with a note.
+libraries. Damaged files are computed anew, with a note.
 """
 
 import hashlib

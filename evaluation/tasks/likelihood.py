@@ -65,8 +65,8 @@ def appended(tokenizer: Any, text: str) -> int:
 
 
 def encode(tokenizer: Any, context: str, continuation: str, window: int | None, where: str, behind: int = 0) -> Pair:
-    """Both as tokens. where: named in messages. behind: `appended`. Raises InputError for a continuation without
-    tokens of its own, and for one that fills the window."""
+    """Context and continuation as tokens. where: named in messages. behind: `appended`. Raises InputError for a
+    continuation without tokens of its own, and for one longer than the window."""
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     before, whole = (tokenizer.encode(text, verbose=False) for text in (stripped, stripped + continuation))

@@ -111,7 +111,7 @@ class _Running:
             raise CompileError(f"{self.words[0]} used more than {CPU_SECONDS:.3g} s of CPU time")
 
     def kill(self) -> None:
-        """End the command and what it started."""
+        """End the command and its child processes."""
         if not self.ended():
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -132,7 +132,7 @@ def cpu_seconds(group: int) -> float:
 
 
 def first_error(output: str) -> str:
-    """The line of a compiler's output that says what is wrong."""
+    """The line of a compiler's output that names the error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 

@@ -28,7 +28,7 @@ from compress.kernels.layouts.strips import ROWS, STRIPS_DIMENSIONS
 DIMENSIONS = 4  # of the tensors that attention reads
 # By where the words lie (planar, strips), then by whether x is rounded: as in `Loops` of cpu_operators.cpp.
 OPERATIONS: tuple[tuple[Operation, Operation], ...] = (("weight_only", "int8_activation"), ("strips", "int8_strips"))
-# Holds what the library registers.
+# Namespace of the operators that the library registers.
 _operators: Any = torch.ops.compress
 
 

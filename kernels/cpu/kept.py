@@ -1,4 +1,4 @@
-"""Compiled libraries in a folder, and what came of compiling them.
+"""Compiled libraries in a folder, with the results of compiling them.
 
 NAME.so      the library
 NAME.json    {"sha256"} of a library that was compiled, or {"failed", "date"}; a library without it is not there
@@ -52,9 +52,9 @@ def keep_failure(library: Path, reason: str) -> None:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Hold the lock of a folder; gives what shows others that work goes on. waiting: called where another process has
-    it. A process that ends in any way lets go; one that stands still is waited for no longer: two that compile the same
-    library do no harm, each puts a whole one in its place."""
+    """Hold the lock of a folder; yields a function that shows other processes that work goes on. waiting: called where
+    another process holds the lock. A process that ends in any way releases it; one that makes no progress is not waited
+    for: two processes that compile the same library do no harm, each puts a whole one in its place."""
     with (folder / "build.lock").open("a") as file:
         seen, since, said = -1.0, time.monotonic(), False
         while not _try_lock(file.fileno()):

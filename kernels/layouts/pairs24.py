@@ -61,13 +61,13 @@ def unpack_positions(words: Tensor, columns: int) -> Tensor:
 
 
 def take(x_NK: Tensor, position_NH: Tensor) -> Tensor:
-    """[N, K / 2] what stands at the positions."""
+    """[N, K / 2] the elements at the positions."""
     quads, index = x_NK.view(len(x_NK), -1, QUAD), position_NH.view(len(x_NK), -1, KEPT).long()
     return quads.gather(-1, index).flatten(1)
 
 
 def spread(held_NH: Tensor, position_NH: Tensor, others_NK: Tensor | None = None) -> Tensor:
-    """[N, K] inverse of `take`, with zeros elsewhere, or what `others` has there."""
+    """[N, K] inverse of `take`; the other elements are zero, or those of `others`."""
     rows = len(held_NH)
     shape = (rows, held_NH.shape[1] // KEPT, QUAD)
     quads = held_NH.new_zeros(shape) if others_NK is None else others_NK.reshape(shape)

@@ -39,7 +39,7 @@ class TileWords(NamedTuple):
 
 
 class TileStrips(NamedTuple):
-    """The same in strips."""
+    """Codes in tiles, laid out in strips."""
 
     words: Tensor
     levels: Tensor

@@ -18,7 +18,7 @@ def bytes_of(count: int) -> int:
 
 
 def limits(count: int, device: torch.device | None = None) -> Tensor:
-    """int16 [bytes_of(count)] what each byte of a row is below."""
+    """int16 [bytes_of(count)] the exclusive upper bound of each byte in a row."""
     full = torch.full((bytes_of(count),), BASE**DIGITS, dtype=torch.int16, device=device)
     full[count // DIGITS :] = BASE ** (count % DIGITS)
     return full
@@ -40,5 +40,5 @@ def unpack_trits(packed: Tensor, count: int) -> Tensor:
 
 
 def _places(device: torch.device) -> Tensor:
-    """uint8 [5] what a digit counts."""
+    """uint8 [5] the place value of each digit."""
     return torch.tensor([BASE**place for place in range(DIGITS)], dtype=torch.uint8, device=device)

@@ -29,7 +29,7 @@ from compress.kernels import reference
 
 WORD = 32
 PLANE = 32
-# Weights that are converted at a time: bounds what a conversion needs beside its result.
+# Weights that are converted at a time: bounds the temporary memory of a conversion.
 CHUNK = 2**20
 
 
@@ -48,8 +48,8 @@ def pack_rows(codes: Tensor, bits: int, signed: bool = True) -> Tensor:
 
 
 def some_rows(rows: int, columns: int, together: int = 1) -> Iterator[slice]:
-    """All rows, `CHUNK` weights at a time: bounds what is computed of a whole weight beside the result. together: so
-    many rows in a row stay in one part."""
+    """Slices of all rows, `CHUNK` weights at a time: bounds the temporary memory of work on a whole weight. together:
+    so many consecutive rows stay in one slice."""
     step = max(1, CHUNK // max(columns, 1) // together) * together
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 

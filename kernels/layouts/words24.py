@@ -81,7 +81,7 @@ def pack24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words24(codes_NK: Tensor, kept_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a weight that is known to be 2:4."""
+    """The words of a weight that is known to be 2:4."""
     rows, columns = codes_NK.shape
     pad = (0, blocks_of(columns) * BLOCK - columns)
     shape = (rows, -1, QUARTERS, PLANE, QUAD)

@@ -79,7 +79,7 @@ def instruction_budget(bits_per_weight: float) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """One compiled configuration: what it is, what it takes, and thread instructions per weight against the budget."""
+    """One compiled configuration: its name, its resources, and thread instructions per weight against the budget."""
 
     name: str
     arch: int

@@ -58,13 +58,13 @@ MAX_COPIES = 64
 # Prefixes of other libraries' candidates; all others are ours.
 THEIRS = ("torch.", "gemlite")
 WRONG = "wrong result"
-# {candidate: the same codes without outliers, or without zeros}, whose ratio is what outliers cost and what 2:4 gains.
+# {candidate: the same codes without outliers, or without zeros}: their ratio is the cost of outliers, the gain of 2:4.
 WITHOUT = {"w4a16 + 1% sparse": "w4a16", "spqr + 1% sparse": "w4a16", **HALVED}
 TILE_BITS = 3
 
 
 class Operands:
-    """One quantized weight in the layouts of every candidate, and the values it stands for."""
+    """One quantized weight in the layouts of every candidate, and its dequantized values."""
 
     def __init__(self, N: int, K: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         g = torch.Generator(device=device).manual_seed(seed)
@@ -105,7 +105,7 @@ class Operands:
         return _as_laid(x, self.int8, self.strips8, None)
 
     def values(self, kind: str) -> Tensor:
-        """[N, K] what the weight of a product stands for, in fp64."""
+        """[N, K] the dequantized weight of a product, in fp64."""
         if kind in SPARSE_KINDS:
             values = (tile_weight(self.tiles, self.codes.shape[1]) if kind == "spqr" else self.dense).double()
             row = torch.arange(len(values), device=values.device).repeat_interleave(
@@ -211,7 +211,7 @@ def candidates(x: Tensor) -> dict[str, tuple[Callable[[Operands], Call], str]]:
 
 
 def error_of(out: Tensor, x: Tensor, weight: Operands, kind: str) -> float:
-    """Largest distance from the true product over what is tolerated: above 1 is a wrong kernel."""
+    """Largest distance from the true product over the tolerance: above 1 is a wrong kernel."""
     rows = slice(0, min(len(x), 64))
     given, values = x[rows].double(), weight.values(kind)
     if kind in ("w4a8", "w8a8", "int32"):
@@ -252,7 +252,7 @@ def measure(
                 built = [build(weight) for weight in weights]
                 worst = error_of(built[0](), x, first, kind)
                 for call in built[1:]:
-                    call()  # what fails on a copy is left out here, not while all are timed
+                    call()  # a candidate that fails on a copy is left out here, not while all are timed
             except Exception as reason:  # noqa: BLE001 - a library may refuse a shape, or be missing, in any way
                 entries[name]["skipped"] = f"{type(reason).__name__}: {reason}".splitlines()[0]
                 continue

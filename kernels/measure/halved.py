@@ -1,4 +1,4 @@
-"""2:4 weights for the measurement: two of every four weights of what the other candidates multiply."""
+"""2:4 weights for the measurement: two of every four weights of the other candidates."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from compress.kernels.operators.pairs24 import pairs24_linear
 from compress.kernels.operators.strips24 import lay_in_strips24, strips24_linear
 from compress.kernels.operators.words24 import sparse24_linear
 
-# {candidate: the same bits of a weight without zeros}, whose ratio is what 2:4 gains.
+# {candidate: the same bits of a weight without zeros}: their ratio is the gain of 2:4.
 HALVED = {"2:4": "dense", "2:4 w8a16": "w8a16", "2:4 w4a16": "w4a16"}
 MIDDLE = 128
 
@@ -25,7 +25,7 @@ class Halved(NamedTuple):
     laid: dict[str, Strips24]  # the same in strips, as `compress.load` lays them out on a CPU
 
     def values(self, kind: str, columns: int) -> Tensor:
-        """[N, K] what the weight of a kind stands for."""
+        """[N, K] the dequantized weight of a kind."""
         weight = self.rows[kind]
         return sparse24_weight(weight, columns) if isinstance(weight, Sparse24) else pairs_weight(weight)
 

@@ -29,8 +29,8 @@ WARM_SECONDS = 0.3
 
 
 def capture(calls: list[Call], pool: Any = None) -> tuple[Callable[[], object], str]:
-    """One round of all calls, as a CUDA graph where they can be captured. pool: memory that graphs share whose results
-    nobody reads, as `torch.cuda.graph_pool_handle` names it."""
+    """One round of all calls, as a CUDA graph where they can be captured. pool: memory shared by graphs whose results
+    are not read, as `torch.cuda.graph_pool_handle` names it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -82,8 +82,8 @@ def time_gpu(calls: dict[str, list[Call]], rounds: int) -> Times:
 def take_turns(runs: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of every round of each candidate, on a device that has been at work for WARM_SECONDS.
 
-    In its turn a candidate runs once untimed: what the one before has left in the cache, and what that asked of the
-    clock, is not what it is measured by.
+    In its turn a candidate runs once untimed, so that neither the cache contents nor the clock that the one before has
+    left affect its time.
     """
     warm = time.perf_counter() + WARM_SECONDS
     for run in itertools.cycle(runs.values()):

@@ -171,7 +171,7 @@ class Operands:
         self.allowed += torch.finfo(problem.dtype).eps / 2 * (x_true.abs() @ values.abs().t())
 
     def error(self, out: Tensor) -> float:
-        """Largest distance from the true product over what is tolerated; NaN and above 1: wrong."""
+        """Largest distance from the true product over the tolerance; NaN and above 1: wrong."""
         return ((out.double() - self.truth).abs() / self.allowed).max().item()
 
     def calls(self, choice: Choice) -> list[Call]:

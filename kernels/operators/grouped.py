@@ -50,7 +50,7 @@ def sort_by_expert(expert_MT: Tensor, experts: int) -> Routing:
 
 
 def combine(out_PN: Tensor, routing: Routing, weight_MT: Tensor) -> Tensor:
-    """[M, N] what the experts of each token return, weighted and summed in fp32, in the dtype of out."""
+    """[M, N] the outputs of each token's experts, weighted and summed in fp32, in the dtype of out."""
     by_token = torch.empty_like(out_PN)
     by_token[routing.place] = out_PN
     parts_MTN = by_token.view(*weight_MT.shape, -1).to(torch.float32)

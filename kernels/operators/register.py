@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# Exactly these: what a subclass adds is for the dispatcher to see.
+# Exactly these: subclasses need the dispatcher.
 TENSORS = (Tensor, nn.Parameter)
 OTHERS = (int, float, bool, NoneType)
 _C: Any = torch._C

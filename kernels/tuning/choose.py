@@ -167,8 +167,8 @@ def fused_w8a8(M: int, N: int, K: int, device: Device) -> Shape:
 
 
 def fused_fp8_blocks(M: int, N: int, K: int, device: Device) -> Shape:
-    """The derived configuration of the float8 kernel with scales of blocks, whose sums of a block come beside those of
-    all: tiles of no more than half of what the int8 kernel has, by tcgen05 of no more than 64 x 64."""
+    """The derived configuration of the float8 kernel with scales of blocks. It holds the sums of a block beside those
+    of all, so tiles are at most half the int8 kernel's; by tcgen05 at most 64 x 64."""
     if M <= 64 or device.tensor_memory:
         rows, warps = (64, 2) if device.tensor_memory else (128, 4)
         tiles = _cdiv(M, 64) * _cdiv(N, rows)

@@ -1,4 +1,4 @@
-"""Quantize and evaluate a model by the command line, RTN beside GPTQ, and keep what was printed.
+"""Quantize and evaluate a model by the command line, RTN beside GPTQ, and store the printed figures.
 
     python recipes/studies/figures.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
 
@@ -31,7 +31,7 @@ FIGURES = (*MEANS, "kl_median", "kl_p99")
 
 
 def command(*arguments: str) -> Any:
-    """Run a `compress` command with --json and return what it wrote."""
+    """Run a `compress` command with --json and return its output."""
     line = [sys.executable, "-m", "compress", *arguments, "--quiet", "--json", "-"]
     return json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
 

@@ -46,11 +46,11 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """The step of what is kept; None where nothing is."""
+        """The step of the stored parameters; None where none are stored."""
         return None if self.at[0] < 0 else int(self.at[0])
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give parameters the values that are kept."""
+        """Give parameters the stored values."""
         for name, p in self.parameters.items():
             p.copy_(self.copies[name])

@@ -138,7 +138,7 @@ def train(this: Training) -> History:
 
 
 def _resumed(this: Training, adamw: torch.optim.AdamW, best: Best) -> int:
-    """The step that training goes on from."""
+    """The step that training continues from."""
     step = saved.newest(this.place) if this.place is not None and this.resume else None
     if step is None:
         return this.first

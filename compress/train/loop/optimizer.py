@@ -21,7 +21,7 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Learned:
-    """Parameters by what they are, with names that a checkpoint knows them by."""
+    """Trained parameters by kind, with the names under which checkpoints store them."""
 
     weights: dict[str, nn.Parameter]
     scales: dict[str, nn.Parameter]
@@ -40,7 +40,8 @@ def optimizer(learned: Learned, options: TrainingOptions) -> torch.optim.AdamW:
 def parameter_groups(
     learned: Learned, learning_rate: float, scale_rate: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """For an optimizer: matrices decay, what has one dimension does not; scales have their own rate."""
+    """Parameter groups for an optimizer: matrices decay, parameters of one dimension do not; scales have their own
+    rate."""
     matrices = [p for p in learned.weights.values() if p.ndim > 1]
     vectors = [p for p in learned.weights.values() if p.ndim <= 1]
     return [
@@ -63,7 +64,7 @@ def set_learning_rate(adamw: torch.optim.AdamW, learned: Learned, learning_rate:
 
 
 def share_of_rate(step: int, options: TrainingOptions) -> float:
-    """By what the rates are multiplied at a step, counted from 0: up from nothing in the first ones, then down."""
+    """The factor of the rates at a step, counted from 0: rising during the warmup, then falling by the schedule."""
     rising = round(options.warmup * options.steps)
     if step < rising:
         return (step + 1) / (rising + 1)
@@ -104,8 +105,8 @@ def mean_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> None:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], comm: Comm) -> Callable[[], None]:
-    """From now on gradients of parameters that are whole on every rank are means over the ranks when a backward pass
-    ends, as FSDP makes those of its shards; returns what ends that. Gradients that add up over several backward passes
+    """Average the gradients of parameters that are whole on every rank at the end of each backward pass from now on, as
+    FSDP does for its shards; returns a function that stops this. Gradients accumulated over several backward passes
     stay means: those of earlier passes are the same on every rank."""
     last = -1
 

@@ -1,4 +1,4 @@
-"""Embeddings of the student that are to be told apart as the teacher's are.
+"""Losses by which embeddings of the student are told apart as the teacher's are.
 
 With s_i, t_j the embeddings of samples divided by their lengths, T a temperature:
 
@@ -53,7 +53,7 @@ def everywhere(comm: Comm, teacher_ND: Tensor) -> Candidates:
 def info_nce(
     student_ND: Tensor, teacher: Tensor | Candidates, *, mask_N: Tensor | None = None, temperature: float = TEMPERATURE
 ) -> Summed:
-    """Sum over samples whose mask is not 0; what it leaves out is still a negative to others.
+    """Sum over samples whose mask is not 0; masked samples are still negatives for others.
 
     teacher: [N, D], of the same samples; or candidates of which these are some.
     """
@@ -83,7 +83,8 @@ def empty_memory(width: int, device: torch.device | str = "cpu") -> Memory:
 
 
 def remembered(memory: Memory, teacher_ND: Tensor, ids_N: Tensor, size: int) -> Memory:
-    """With a batch added (on ranks: the batch of all, `Comm.gather_rows`), and the oldest gone beyond `size` rows."""
+    """A memory with a batch added (on ranks: the batch of all, `Comm.gather_rows`), without the oldest rows beyond
+    `size`."""
     rows = torch.cat([memory.rows_CD, teacher_ND.detach().to(memory.rows_CD.dtype)])
     return Memory(rows[max(0, len(rows) - size) :], torch.cat([memory.ids_C, ids_N])[max(0, len(rows) - size) :])
 

@@ -24,7 +24,7 @@ FLOOR = math.log(torch.finfo(torch.float32).tiny)  # -87.3
 
 
 def floored(log_p: Tensor) -> Tensor:
-    """With FLOOR in place of -inf; lesser finite numbers stay."""
+    """log_p with FLOOR in place of -inf; finite numbers below FLOOR stay."""
     return log_p.masked_fill(log_p == -math.inf, FLOOR)
 
 

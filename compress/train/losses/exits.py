@@ -4,7 +4,7 @@
 
 Zhang et al. 2019 (arXiv 1905.08094, "Be Your Own Teacher": cross entropy, and a divergence to the deepest
 classifier); on language models LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains exits that share one head.
-What the exits have to say reaches their layers and the head, and never what they learn from.
+Gradients of the exits' losses reach their layers and their head, and never the final states that they learn from.
 
 Hidden states are those that go into the head, behind the last norm: an exit's, too. The teacher's logits are computed
 again for every exit, which costs a product and saves the memory of all of them. The count is of tokens, once for all

@@ -24,7 +24,7 @@ DIGITS = (2, 3, 4, 6)  # of a scale or a softcap, which somebody wrote into a co
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The output embedding of a model, and what becomes of its product."""
+    """The output embedding of a model, with the scale and the softcap applied to its product."""
 
     module: nn.Linear
     scale: float = 1.0
@@ -57,7 +57,7 @@ class OutputHead:
 
 @torch.no_grad()
 def output_head(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[OutputHead | None, str, Tensor | None]:
-    """(The head of a model whose logits are plainly those of one, why there is none, the logits), by one call."""
+    """(The head that a model's logits are computed by, else the reason why there is none, the logits), by one call."""
     get: Any = getattr(model, "get_output_embeddings", lambda: None)
     module = get()
     found: list[tuple[Tensor, Tensor]] = []
@@ -93,7 +93,7 @@ def _distance(head: OutputHead, product: Tensor, logits: Tensor) -> float:
 
 
 def _finishes(product: Tensor, logits: Tensor) -> Iterator[tuple[float, float | None]]:
-    """(scale, softcap) that may make logits of products, by what becomes of the largest one."""
+    """(scale, softcap) that may turn products into logits, derived from the largest one."""
     yield 1.0, None
     at = product.abs().argmax()
     p, z = float(product.flatten()[at]), float(logits.flatten()[at])

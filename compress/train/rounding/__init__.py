@@ -1,1 +1,1 @@
-"""Fake quantizers, masks and penalties: what training puts in the place of a weight."""
+"""Fake quantizers, masks and penalties, through which weights are trained."""

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 PARAMETERS = 512  # bytes, more than any of llama.cpp's parameter structures takes
 # int32 members of llama_context_params, by their place: the context's tokens, threads of steps and of prompts.
 CONTEXT, THREADS = 0, (7, 8)
-DEFAULTS = (512, 2048, 512)  # what the first three are unless they moved
+DEFAULTS = (512, 2048, 512)  # defaults of the first three at their expected places
 PARTS_ROUNDS = 7
 
 
@@ -44,11 +44,11 @@ class Runs(Protocol):
     """A model that is timed."""
 
     def start(self) -> None:
-        """Forget what was said."""
+        """Forget all tokens read."""
         ...
 
     def read(self, ids: list[int]) -> int:
-        """Take tokens in, and say which is likeliest to follow."""
+        """Read tokens, and return the one most likely to follow."""
         ...
 
 
@@ -59,43 +59,44 @@ class Ours:
         self.model, self.cache = model.eval(), cast(Any, None)
 
     def start(self) -> None:
-        """An empty cache."""
+        """Begin with an empty cache."""
         self.cache = DynamicCache(config=self.model.config)
 
     @torch.no_grad()
     def read(self, ids: list[int]) -> int:
-        """The likeliest token after these."""
+        """Read tokens, and return the one most likely to follow."""
         given = torch.tensor([ids])
         out = self.model(given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
 
 class Compiled(Ours):
-    """The same with a cache of fixed size, whose steps are compiled (as `compress.compile_steps` has `generate` do)."""
+    """A transformers model with a cache of fixed size and compiled steps (as `compress.compile_steps` compiles for
+    `generate`)."""
 
     def __init__(self, model: Any, room: int) -> None:
         super().__init__(model)
         self.room, self.step = room, torch.compile(model.forward, dynamic=False)
         self.start()
-        for _ in range(2):  # at a first step and at a first step of what was compiled
+        for _ in range(2):  # the first step compiles; the first compiled step allocates
             self.read([0])
 
     def start(self) -> None:
-        """An empty cache, in the same place: what was compiled knows it."""
+        """Empty the cache in place: compiled code refers to it."""
         if self.cache is None:
             self.cache = StaticCache(config=self.model.config, max_cache_len=self.room)
         self.cache.reset()
 
     @torch.no_grad()
     def read(self, ids: list[int]) -> int:
-        """The likeliest token after these."""
+        """Read tokens, and return the one most likely to follow."""
         forward = self.step if len(ids) == 1 else self.model
         out = forward(torch.tensor([ids]), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return int(out.logits[0, -1].argmax())
 
 
 def declare(library: ctypes.CDLL, *functions: tuple[str, Any, list[Any]]) -> None:
-    """Say what functions of a C library return and are given: (name, type, types)."""
+    """Declare functions of a C library: (name, type of the result, types of the arguments)."""
     for name, returned, given in functions:
         function = getattr(library, name)
         function.restype, function.argtypes = returned, given
@@ -184,7 +185,7 @@ def with_small_head(model: Any, int8_input: bool) -> Any:
 def variants(
     original: str, out: str, llama: Path | None, files: list[Path], room: int, compiled: str | None
 ) -> dict[str, Runs]:
-    """{title: what runs it}."""
+    """{title: model to time}."""
     found: dict[str, Runs] = {}
     for dtype in (torch.bfloat16, torch.float32):
         found[f"dense {str(dtype).removeprefix('torch.')}"] = Ours(compress.load(original, dtype=dtype))
@@ -209,7 +210,7 @@ def timed(runs: dict[str, Runs], prompt: list[int], new: int, rounds: int) -> di
     for _ in range(rounds):
         for title, run in runs.items():
             run.start()
-            run.read(prompt[:8])  # what is allocated at a first call
+            run.read(prompt[:8])  # allocates at the first call
             run.start()
             began = time.thread_time()
             tokens = [run.read(prompt)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-6  # a share of probability below what float32 log-probabilities add up to
+SMALLEST = 1e-6  # a smaller share of probability is lost in float32 log-probabilities
 
 
 def divergence(ours_TV: Tensor, best_Tk: Tensor, names_Tk: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ def ask(python: str, job: Mapping[str, Any], cpu: Cpu, scratch: Path, limit: flo
             return {"vllm": "out of time", "error": f"no result within {limit:.0f} s"}
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # with its child processes
                 process.wait()
     if result_file.is_file():
         return torch.load(result_file, weights_only=True)
@@ -182,7 +182,7 @@ def ours_of(model: Any, rows: Tensor, prompt: Sequence[int], tokens: int) -> tup
 
 
 def rows_of(title: str, case: Case, arguments: argparse.Namespace, rows: Tensor, scratch: Path) -> list[dict[str, Any]]:
-    """One scheme on every CPU that was asked for."""
+    """The rows of one scheme, one for each requested CPU."""
     base = {"title": title, "passes": list(case.passes), "command": arguments.command, "commit": head()}
     checkpoint = find_source(arguments.model).path
     try:

@@ -52,7 +52,7 @@ class Student:
 
 
 def size(model: nn.Module) -> int:
-    """Parameters, what is shared once."""
+    """The number of parameters; shared ones are counted once."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -64,16 +64,16 @@ def made(folder: str, passes: Sequence[Pass], data: Any) -> nn.Module:
 
 
 def half_of(folder: str) -> Pass:
-    """Every second layer's worth of a model goes: those that change least what passes through them."""
+    """The pass that removes half of a model's layers: those that change their input least."""
     return compress.Structure(layers=AutoConfig.from_pretrained(folder).num_hidden_layers // 2)
 
 
 def narrower(folder: str) -> Pass:
-    """Channels of the hidden state go, from all layers: those that norms return least of."""
+    """The pass that removes channels of the hidden state from all layers: those that norms return least of."""
     return compress.Structure(hidden=NARROWER)
 
 
-# What a decoder loses: the kind of rows that come of it.
+# Parts to cut from a decoder: the kind of their rows, and the pass.
 CUTS: dict[str, tuple[str, Callable[[str], Pass]]] = {
     "layers": ("decoder", half_of),
     "hidden": ("narrow decoder", narrower),
@@ -81,7 +81,7 @@ CUTS: dict[str, tuple[str, Callable[[str], Pass]]] = {
 
 
 def decoders(folder: str, calibration: Tensor, text: Tensor, cut: Pass) -> list[Student]:
-    """A part of a decoder: cut, trained on the next token alone, trained on its teacher alone."""
+    """Rows of a decoder with a part cut: untrained, trained on the next token alone, trained on its teacher alone."""
     teacher = compress.load(folder)
     ways: dict[str, list[Pass]] = {
         "cut": [cut],
@@ -98,7 +98,7 @@ def decoders(folder: str, calibration: Tensor, text: Tensor, cut: Pass) -> list[
 
 
 def encoders(folder: str, pairs: Path, sentences: int = 800, tested: int = 300) -> list[Student]:
-    """Half of an encoder's layers: cut, and taught what is inside of its teacher."""
+    """Rows of an encoder with half of its layers: untrained, and trained on its teacher's hidden layers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     teacher = AutoModel.from_pretrained(folder).eval()
     training, test = (
