@@ -3,8 +3,8 @@
     PYTHONPATH=recipes compress quantize demo --method low_rank:LowRankAndCodes --set rank=8 --output out
     PYTHONPATH=recipes compress evaluate out --plugin low_rank
 
-L R is the best approximation of W of its rank (Eckart and Young 1936), Q is the rest, rounded to nearest. Nothing else
-knows of it: it is written, verified, resumed, loaded, shown and evaluated by what it says here.
+L R is the best approximation of W of its rank (Eckart and Young 1936), Q is the rest, rounded to nearest. The rest of
+the package does not know of it: this file is enough to write, verify, resume, load, show and evaluate it.
 """
 
 from collections.abc import Mapping

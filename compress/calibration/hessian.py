@@ -9,8 +9,8 @@ from torch import Tensor
 from compress.errors import one_of
 from compress.system.comm import Comm
 
-# Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that trusts its
-# statistics entirely does better than rounding on other text; with a quarter of that it may not.
+# Tokens for each input of a layer below which `Hessian` keeps halves. With as many, even GPTQ that relies fully on its
+# statistics does better than rounding on other text; with a quarter of that it may not.
 FEW = 2
 # Columns of a block of a symmetric matrix, at least, and blocks, at most: of those on both sides of the diagonal one is
 # computed.
@@ -31,9 +31,9 @@ class HessianResult:
 
     hessian = X^T X [K, K]; drift = (X_ref - X)^T X [K, K]; contrast [K, K]: expects the same noise as drift, and zero
     (None where a half has no token). Both are None without a reference. shrinkage: 0 to 1, how much of the elements
-    off the diagonal of the Hessian is noise of having seen so few tokens. few: whether tokens are fewer than FEW for
-    each input; halves: the same of two halves of them then, of which neither knows the other (empty where a half has
-    no token).
+    off the diagonal of the Hessian is noise of having seen so few tokens. few: True where there are fewer than FEW
+    tokens for each input. halves: then, the results of two disjoint halves of the tokens (empty where a half has no
+    token).
     """
 
     hessian: Tensor

@@ -1,12 +1,12 @@
 """The noise floor: the cost of rounding in the original's own arithmetic, in the same figures as a model's.
 
-A checkpoint of bfloat16 or float16 is run in that dtype by whoever uses it, and every product, norm and softmax is then
-rounded to 8 or 11 bits. Its figures against itself in float32, the same weights without that rounding, on the same
-windows, are the floor: a compressed model whose KL is near it is as close to the original as the original is to itself.
+A checkpoint of bfloat16 or float16 is normally run in that dtype, and every product, norm and softmax is then rounded
+to 8 or 11 bits. Its figures against itself in float32, the same weights without that rounding, on the same
+windows, are the floor: a compressed model with a KL near it is as close to the original as the original is to itself.
 They are measured as a model's are, by `measure`, and have the same names.
 
-A checkpoint of float32 has no such floor: these figures are computed in float32 themselves. Nor has an original in
-memory of float32, of which nothing says what it was stored in.
+A checkpoint of float32 has no such floor: these figures are computed in float32 themselves. Nor has a float32 original
+in memory, whose stored dtype is not known.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Shares of few questions: intervals that hold whatever the sample, where a standard error says too little.
+"""Shares of few questions: exact intervals, where a standard error is not reliable.
 
 Of N independent questions k have some property. The Clopper-Pearson interval holds every share p under which neither so
 few nor so many are less likely than half of 1 - level:

@@ -1,13 +1,13 @@
 """Times calls: candidates in turns, with CUDA graphs and events on a GPU.
 
 On a GPU a round of a candidate is one CUDA graph with one call per copy of the weight, timed by events, so that the
-launch from Python is not what is measured (what cannot be captured is launched eagerly, and says so). The candidates
-take turns round by round: whatever changes while they run, the clock of a GPU that gets warm or another process on a
-CPU, would otherwise be charged to whichever was running.
+launch from Python is not measured (calls that cannot be captured are launched eagerly, and marked so). The candidates
+take turns round by round: otherwise changes while they run, such as the clock of a GPU that gets warm or another
+process on a CPU, would be charged to one of them.
 
 The figure that is quoted is the median on a GPU and the minimum on a CPU: a GPU is ours alone and its clocks vary,
-a CPU is shared and everything that disturbs it makes it slower. One thread is timed by what it took of the CPU, several
-are by the wall clock.
+a CPU is shared and everything that disturbs it makes it slower. One thread is timed by its CPU time, several by
+the wall clock.
 """
 
 import itertools

@@ -3,9 +3,10 @@
     python -m compress.kernels.measure.tune --shapes 4096x4096 28672x4096 --tokens 1 16 64 256 2048 --group 128
 
 Two rounds per product: tiles, warps and splits at the depth of pipeline that `choose` derives, then depths for the best
-of them. What cannot run is left out before it is compiled (`candidates`); what does not compile or does not fit is left
-out with its reason; what is wrong is never timed. All of a round are timed in turns, and the configuration that
-`choose` derives is among those of both: it stays unless another is faster by more than the timer's noise.
+of them. Configurations that cannot run are left out before they are compiled (`candidates`); those that do not compile
+or do not fit are left out with the reason; wrong ones are never timed. All of a round are timed in turns, and the
+configuration that `choose` derives is among those of both: it stays unless another is faster by more than the timer's
+noise.
 
 Timing is a function that is handed in, so that everything else can be shown without a GPU.
 """

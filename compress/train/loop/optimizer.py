@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) over weights and scales, its rates, and the length of gradients.
 
-Weights may be FSDP's shards. Scales, and what else an objective learns, are whole on every rank: their gradients are
-summed over the ranks here, as FSDP does it with those of the weights.
+Weights may be FSDP's shards. Scales, and an objective's own parameters, are whole on every rank: their gradients are
+summed over the ranks here, as FSDP sums those of the weights.
 """
 
 import math

@@ -6,8 +6,8 @@
 
 The gradients are taken while a chunk's logits are there, so that none of [T, V] is ever whole: peak memory is a dozen
 tensors of a chunk, and what the gradients of h and W take anyway (dW in float32). This is how fused linear cross
-entropy works (Liger Kernel, Hsu et al. 2024, arXiv 2410.10989); what is computed of a chunk is
-`logits.token_losses`, whatever it may be, by autograd.
+entropy works (Liger Kernel, Hsu et al. 2024, arXiv 2410.10989); the loss of a chunk
+is `logits.token_losses`, differentiated by autograd.
 
 Matrix products have the dtype of hidden states and weights, as the model's own head; everything else is float32.
 Under FSDP2 the weights must be whole: the loss is called inside the forward of the unit that holds the head.

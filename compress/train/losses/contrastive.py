@@ -9,7 +9,7 @@ With s_i, t_j the embeddings of samples divided by their lengths, T a temperatur
 InfoNCE takes the teacher's other embeddings of the batch for negatives, on all ranks (`everywhere`): the teacher has no
 gradient, so gathering its embeddings is exact, and two ranks have the loss of one process.
 
-CRD takes them from a memory of what the teacher said of earlier samples, M samples being the whole set. A row of the
+CRD takes them from a memory of the teacher's embeddings of earlier samples, M samples being the whole set. A row of the
 memory that is of the same sample as s_i is no negative of it, and N is one less.
 
 Departs from CRD: negatives are the same for all of a batch; the student is contrasted with the teacher's memory, and

@@ -4,7 +4,7 @@ FitNets calls it the regressor (arXiv 1412.6550, section 2.2). Two ways to begin
 
     orthogonal      W^T W = I (or W W^T = I, to a smaller width): lengths are kept, nothing is known of the teacher
     least squares   argmin_W  sum_t |W s_t + b - y_t|^2 + r |W|_F^2 over hidden states of both: training begins where a
-                    projector trained alone would end, and what it then asks of the student is what a linear map lacks
+                    projector trained alone would end; then the student learns what a linear map lacks
 
 Shapes: T tokens, D the student's width, E the teacher's; [T, D] stands for [..., D].
 """

@@ -7,8 +7,8 @@ By the chain rule, with P_k the teacher's mass of the k tokens and every diverge
 
     KL(all) >= KL(bucket) = KL(tail or not) + P_k KL(conditional)
 
-Neither says what the tail looks like. The bucket is the default, since it says how heavy it is: the student's tail is
-drawn to the teacher's mass. "conditional" leaves that mass free. The third way, the teacher's k made to sum to 1
+Neither knows the shape of the tail. The bucket is the default, since it knows the tail's mass: the student's tail is
+drawn to the teacher's. "conditional" leaves that mass free. The third way, the teacher's k made to sum to 1
 against the student's whole softmax, is not here: it asks for a tail of no mass, and makes students too sure of
 themselves (Anshumann et al. 2025, arXiv 2503.16870).
 

@@ -1,8 +1,8 @@
 """Output heads whose logits need not be computed: detected by their numbers, and replaced while a model is called.
 
 A model's logits are plainly those of its head where, on a batch, they are `Head.finish(Head.product(x))` of what its
-output embedding is given, whatever the model is called: the product itself, the product times one number, or under
-a softcap. `losses.chunked` then needs the input x and the weight alone. The weight is read inside the head's forward:
+output embedding is given, for any class of model: the product itself, the product times one number, or under a
+softcap. `losses.chunked` then needs the input x and the weight alone. The weight is read inside the head's forward:
 under FSDP2 it is whole there, whichever unit it belongs to.
 """
 

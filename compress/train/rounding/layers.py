@@ -2,10 +2,9 @@
 
 The module stays the one that it was: its name, its parameters and their keys in a state dict, FSDP's sharding of them,
 its hooks. Its class becomes a subclass of its own (QATLinear, QATConv2d, QATEmbedding), of which `weight` is the
-rounded weight while `forward` runs, whatever that does with it, and which rounds what it is given and what it returns.
-At any other time `weight` is the parameter that is trained, as in any layer: what others add to it (an adapter that is
-merged) or look up (`get_parameter`) is the real one. A head that is tied to an embedding has the same weight, and
-rounds it by the embedding's quantizer.
+rounded weight while `forward` runs, and which rounds its input and output. At any other time `weight` is the trained
+parameter, as in any layer: code that changes it (merging an adapter) or looks it up (`get_parameter`) gets the real
+one. A head that is tied to an embedding has the same weight, and rounds it by the embedding's quantizer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

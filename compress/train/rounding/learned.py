@@ -12,7 +12,7 @@ for the identity (straight-through, Bengio et al. 2013), and is LSQ's (Esser et 
 
 LSQ+ learns the offset -z s of a range; here z is learned, in codes.
 
-Departs from the papers: what lies up to half a step beyond the last code is not beyond: it is rounded like any other
+Departs from the papers: numbers up to half a step beyond the last code count as inside and are rounded like any other
 number. In LSQ not even the last code itself is inside, so that half the numbers of a solution in 2 bits, which lie on
 codes, would not move. Nothing is multiplied by 1 / sqrt(N qmax), the gradient scale of its section 2.2, in here: it
 is `gradient_scale`, for those who optimize with SGD. Adam divides by the size of a gradient.

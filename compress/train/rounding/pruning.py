@@ -5,8 +5,8 @@
 of a share s, from no zeros on (s_i = 0 in arXiv 1710.01878). Of a pattern N:M, floor((M - N) s_t / s) of every M inputs
 in a row are zero, so that the last step on the way to 2:4 is 3:4 (Kao et al. 2022, arXiv 2209.07617).
 
-Departs from the paper: what is zero stays so (there a masked weight keeps its number, and may come back), and a mask of
-an earlier pass is added to.
+Departs from the paper: pruned weights stay zero (there a masked weight keeps its number, and may come back), and masks
+of earlier passes are extended.
 
 Masks are whole on every rank and the same on all, as they would be in one process: of each layer in its turn the weight
 is gathered from its shards and the same best are counted out.

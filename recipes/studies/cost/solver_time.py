@@ -64,7 +64,7 @@ CASES = [
 
 
 def write_random(folder: Path, hidden: int, blocks: int) -> None:
-    """A Llama in float32 whose channels differ in size and hang together, as trained ones do: norms of unlike sizes,
+    """A Llama in float32 whose channels differ in size and are correlated, as trained ones are: norms of unlike sizes,
     embeddings with a falling spectrum. With a tokenizer, which libraries ask for and nothing uses."""
     config = LlamaConfig(
         hidden_size=hidden,
