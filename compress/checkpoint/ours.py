@@ -18,8 +18,8 @@ KEYS = (
     {"identity", "recipe", "asked"},  # of a recipe of a sweep
     {"verdict", "runs"},  # report
     {"sensitivity", "allocation"},  # allocate
-    {"sensitivity", "allocation", "achieved_kl", "rounds"},  # quantize --budget
-    {"output", "samples", "tokens", "top_k", "mass"},  # distill --cache-logits
+    {"sensitivity", "allocation", "achieved_kl", "rounds"},  # allocate --run
+    {"output", "samples", "tokens", "top_k", "mass"},  # cache-logits
     {"output", "layers", "bytes", "lost"},  # export
     {"model", "exports"},  # export --list
     {"layers", "size"},  # inspect

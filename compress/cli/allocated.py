@@ -5,9 +5,24 @@ from collections import Counter
 from rich.table import Table
 
 from compress.checkpoint.sensitivity import Sensitivity
+from compress.cli import tables
 from compress.search.budget import Allocation
 from compress.search.within import Mixed
 from compress.system.terminal import console
+
+
+def all_of(
+    found: Sensitivity, made: Allocation, mixed: Mixed | None, model: str, recipe: str | None, output: str | None
+) -> None:
+    """The result of a run where there is one, the allocation, and where the recipe lies."""
+    if mixed is not None:
+        tables.result(mixed.result, model, str(output))
+    allocation(found, made)
+    if mixed is not None:
+        achieved(mixed)
+    if recipe is not None:
+        words = f"{recipe}: run it with compress quantize {model} --recipe {recipe} --calibration ... --output ..."
+        console().print(words, soft_wrap=True)
 
 
 def allocation(found: Sensitivity, made: Allocation) -> None:

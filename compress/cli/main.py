@@ -9,6 +9,7 @@ import click
 import compress
 from compress.cli.commands.allocate import allocate
 from compress.cli.commands.bench import bench
+from compress.cli.commands.cache_logits import cache_logits
 from compress.cli.commands.demo import demo
 from compress.cli.commands.evaluate import evaluate
 from compress.cli.commands.export import export
@@ -21,15 +22,22 @@ from compress.cli.commands.report import report
 from compress.cli.commands.sweep import sweep
 from compress.cli.commands.train import distill, qat
 from compress.cli.exits import terminating
+from compress.cli.former import reworded
 from compress.system.terminal import spell_what_streams_lack, visible
 
 
 class Commands(click.Group):
-    """Errors of usage quote arguments, which may be the names of files: they are shown as text, too."""
+    """The commands. Takes words of the former release, too. Errors of usage quote arguments, which may be names of
+    files: they are shown as text."""
 
     def make_context(self, *words: Any, **options: Any) -> click.Context:
         with _quoting():
             return super().make_context(*words, **options)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        return super().resolve_command(ctx, reworded(args))
 
     def invoke(self, ctx: click.Context) -> Any:
         with _quoting():
@@ -73,6 +81,7 @@ for command in (
     prune,
     qat,
     distill,
+    cache_logits,
     allocate,
     sweep,
     evaluate,

@@ -4,21 +4,27 @@ the process group of a sharded one."""
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import compress
 from compress.cli.exits import leave
+from compress.cli.groups import (
+    calibration_option,
+    extent_options,
+    group,
+    ignore_option,
+    saving_options,
+    training_option,
+)
 from compress.cli.options import (
     begin,
     device_option,
     given,
     json_option,
-    overwrite_option,
     quiet_option,
     trust_option,
     write_report,
@@ -32,86 +38,31 @@ if TYPE_CHECKING:
 OF_CALIBRATION = ("samples", "length", "batch_size")
 
 
-class Output(click.Option):
-    """--output, which is needed unless a command is asked to write a file instead (`compress distill`)."""
-
-    def handle_parse_result(
-        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
-    ) -> tuple[Any, list[str]]:
-        self.required = "cache_logits" not in opts
-        return super().handle_parse_result(ctx, opts, args)
-
-
-setting_option = click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Any option of the method, like --set damp=0.05. Repeat for more.",
-)
-OPTIONS = (
-    click.option(
-        "--calibration",
-        metavar="TEXT",
-        help="What the model is shown. Needed by methods that calibrate.",
-    ),
-    click.option(
-        "--training",
-        metavar="TEXT",
-        help="What a step that trains is shown, all of it.  [default: what --calibration says]",
-    ),
-    click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
-    click.option("--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"),
-    click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."),
-    click.option(
-        "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
-    ),
-    click.option(
-        "--output",
-        required=True,
-        cls=Output,
-        metavar="OUT",
-        help="The directory to write; it appears when complete.",
-    ),
+run_options = group(
+    calibration_option(),
+    training_option,
+    extent_options,
+    ignore_option,
+    click.option("--output", required=True, metavar="OUT", help="The directory to write; it appears when complete."),
     click.option(
         "--store",
         metavar="FORM",
-        help="2:4: layers that are pruned so without their zeros, for compress.load alone.  [default: zeros and all]",
+        help="2:4: store 2:4 layers without their zeros, for compress.load alone.  [default: with zeros]",
     ),
-    click.option(
-        "--allow-little",
-        is_flag=True,
-        help="End with exit code 0 where less than 5 % of the model's bytes are saved, too.",
-    ),
-    click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
-    overwrite_option("Replace an output, or drop an unfinished one; replace files that compress did not write."),
-    click.option(
-        "--verify/--no-verify",
-        default=None,
-        help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
-    ),
+    saving_options,
     click.option("--one-block", is_flag=True, help="Run the model as a whole, for blocks that form no chain."),
     click.option(
         "--convolutions/--no-convolutions",
         default=None,
-        help="Whether they are layers, too.  [default: where no stack of blocks holds linear layers]",
+        help="Treat convolutions as layers, too.  [default: where no stack of blocks holds linear layers]",
     ),
-    click.option(
-        "--drop-zeros",
-        is_flag=True,
-        help="Let go of the zeros of a model that comes pruned.  [default: they stay zero]",
-    ),
+    click.option("--drop-zeros", is_flag=True, help="Do not keep the zeros of a pruned model.  [default: kept]"),
     click.option("--fsdp", is_flag=True, help="Shard the model over the processes of torchrun."),
     trust_option,
     device_option,
     json_option,
     quiet_option,
 )
-
-
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every run, in the order in which help lists them."""
-    return reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
 
 
 def run(

@@ -27,7 +27,7 @@ from compress.train.losses.options import LossOptions
 
 ENTRY, VERSION = "compress.cached_logits", 1
 ROUNDING = 1e-3  # how far above 0 rounding may put the logarithm of a probability of 1
-HOW = "write it anew with compress distill TEACHER --cache-logits"
+HOW = "write it anew with compress cache-logits TEACHER"
 
 
 class About(TypedDict):

@@ -16,7 +16,7 @@ al. 2015, arXiv 1503.02531), from the next token, or from both.
                  +  relations (KL of softmax(A A^T / sqrt(d)), A: values, or queries, keys and values; 2012.15828)
                  +  contrastive (InfoNCE of mean embeddings, arXiv 1807.03748), each times its weight
     logits       of a plain head are made a few tokens at a time and never kept (`compress/train/losses/chunked.py`)
-    teacher      called at every step, or a file of its top k tokens: `compress distill TEACHER --cache-logits`
+    teacher      called at every step, or a file of its top k tokens: `compress cache-logits`
     optimizer    AdamW, float32, rates rising for `warmup` and then falling; the highest one is chosen by a range test
                  where none is given (`compress/train/rates.py`)
     result       the best of what was measured on held-out samples, the start included (`compress/train/loop/best.py`)

@@ -77,11 +77,14 @@ BUDGETS: dict[str, Case] = {
         lambda d: allocate(d, "--budget", "3bpw", "--output", d.output),
         ("ends in .yaml",),
     ),
-    "budget beside a scheme": (
-        lambda d: d.gptq(d.tokens, "--budget", "3bpw", "--scheme", "w4a16"),
-        ("finds the scheme of every layer itself", "drop --scheme"),
+    "allocation that writes nothing": (
+        lambda d: command("allocate", d.model, "--calibration", d.tokens, "--budget", "3bpw"),
+        ("nothing to write", "--output RECIPE.yaml", "--run OUT"),
     ),
-    "what only a budget reads": (lambda d: d.gptq(d.tokens, "--no-fused"), ("--fused", "without --budget")),
+    "allocation that runs nothing": (
+        lambda d: allocate(d, "--budget", "3bpw", "--resume", "--no-verify"),
+        ("--resume, --verify: only for --run",),
+    ),
     "sweep of two recipes of one name": (
         lambda d: sweep(d, ["w4a16-gptq", "w4a16-gptq"]),
         ("two recipes are called 'w4a16-gptq'", "rename one"),
@@ -731,7 +734,7 @@ RECIPES: dict[str, Case] = {
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
-        ("--recipe says everything about its passes but", "drop method, scheme"),
+        ("--recipe already sets method, scheme", "only --group-size"),
     ),
     "samples of no text": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--samples", 3),
@@ -884,7 +887,7 @@ OTHERS: dict[str, Case] = {
 
 
 def said(desk: Desk, *more: object, name: str = "said.safetensors") -> Outcome:
-    return command("distill", desk.model, "--cache-logits", desk.here / name, "--training", desk.tokens, *more)
+    return command("cache-logits", desk.model, "--output", desk.here / name, "--calibration", desk.tokens, *more)
 
 
 def distill(desk: Desk, *settings: str, data: object = None) -> Outcome:
@@ -939,11 +942,11 @@ TAUGHT: dict[str, Case] = {
     "relations of compiled blocks": (lambda d: distill(d, "relations=1", "compile=true"), ("compiled blocks hide",)),
     "file that is missing": (
         lambda d: distill(d, "teacher=no.safetensors"),
-        ("'no.safetensors' does not exist", "--cache"),
+        ("'no.safetensors' does not exist", "cache-logits"),
     ),
     "file of something else": (
         lambda d: distill(d, f"teacher={d.model / 'model.safetensors'}"),
-        ("holds no cached logits", "--cache-logits"),
+        ("holds no cached logits", "cache-logits"),
     ),
     "file and hidden states": (
         lambda d: distill(d, "teacher=no.safetensors", "features=1", "relations=1"),
@@ -961,22 +964,6 @@ TAUGHT: dict[str, Case] = {
     "cache: too many": (
         lambda d: said(d, "--top-k", 4096, "--quiet"),
         ("top 4096 of a vocabulary of 2048", "1 to 2048"),
-    ),
-    "cache: of a student": (
-        lambda d: said(d, "--student-layers", 1, "--output", d.output),
-        ("asks", "alone", "drop --student-layers, --output"),
-    ),
-    "cache: training": (
-        lambda d: said(d, "--train", "schedule=linear"),
-        ("drop --train schedule", "temperature alone"),
-    ),
-    "cache: no data": (
-        lambda d: command("distill", d.model, "--cache-logits", d.here / "said.safetensors"),
-        ("--training TEXT",),
-    ),
-    "top k of nothing": (
-        lambda d: command("distill", d.model, "--top-k", 8, "--output", d.output),
-        ("--top-k", "--cache-logits"),
     ),
 }
 

@@ -172,8 +172,8 @@ def test_an_index_names_files_of_its_own_directory(llama: Path, copy_of: Callabl
 
 def test_cached_logits_that_say_what_no_teacher_can_are_refused(desk: Desk) -> None:
     """Their checksums fit: somebody has written them so."""
-    said, ask = desk.here / "said.safetensors", ["--training", desk.tokens, "--quiet"]
-    assert command("distill", desk.model, "--cache-logits", said, "--top-k", 4, *ask).code == 0
+    said, ask = desk.here / "said.safetensors", ["--calibration", desk.tokens, "--quiet"]
+    assert command("cache-logits", desk.model, "--output", said, "--top-k", 4, *ask).code == 0
     with safe_open(said, "pt") as file:
         about, tensors = json.loads(file.metadata()[ENTRY]), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     indices, log_probs = tensors["indices"], tensors["log_probs"]

@@ -25,8 +25,8 @@ WRITERS: dict[str, Callable[[Desk, Path], Outcome]] = {
     "sweep --json": lambda d, p: command(
         "sweep", d.model, "w8a16-rtn", "--text", d.tokens, "--output", d.output, "--json", p
     ),
-    "distill --json": lambda d, p: command(
-        *("distill", d.model, "--cache-logits", d.here / "said.safetensors", "--training", d.tokens, "--json", p)
+    "cache-logits --json": lambda d, p: command(
+        *("cache-logits", d.model, "--output", d.here / "said.safetensors", "--calibration", d.tokens, "--json", p)
     ),
     "allocate --output .yaml": lambda d, p: command(
         "allocate", d.model, "--budget", "3bpw", "--calibration", d.tokens, "--output", p
@@ -54,7 +54,7 @@ def test_a_file_of_somebody_else_is_not_replaced_unasked(writer: str, desk: Desk
 def test_weights_are_not_replaced_by_cached_logits(desk: Desk) -> None:
     model = desk.copy()
     before = (model / "model.safetensors").read_bytes()
-    words = ["distill", desk.model, "--training", desk.tokens, "--quiet", "--cache-logits"]
+    words = ["cache-logits", desk.model, "--calibration", desk.tokens, "--quiet", "--output"]
     outcome = command(*words, model / "model.safetensors")
     assert outcome.code == 2
     assert "exists and holds no cached logits; give another file, or --overwrite" in outcome.err

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.commands.allocate import budget_options, quantize_to_budget, unread_without_budget
 from compress.cli.exits import exits_cleanly
+from compress.cli.groups import OF_A_METHOD, added_options, method_options, setting_option
 from compress.cli.options import given
-from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
+from compress.cli.running import check_processes, run, run_options, split_settings
 from compress.errors import InputError, one_of
 
 if TYPE_CHECKING:
@@ -17,19 +17,6 @@ if TYPE_CHECKING:
 EFFORTS = ("fast", "default", "best")
 # What --effort fast leaves out of gptq: the searches before and behind its sweep.
 FAST = {"clip": False, "refit": 0, "sweeps": 0}
-OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
-
-kv_cache_option = click.option(
-    "--kv-cache",
-    metavar="TYPE[:PER]",
-    help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: minmax, "
-    "or what a recipe says).",
-)
-embeddings_option = click.option(
-    "--embeddings",
-    metavar="SCHEME",
-    help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
-)
 
 
 @click.command(short_help="Quantize a model and write a checkpoint.")
@@ -37,35 +24,18 @@ embeddings_option = click.option(
 @click.option("--method", default="gptq", show_default=True, help="The pass to run: see `compress methods`.")
 @click.option(
     "--effort",
-    help="Of gptq. fast: its sweep alone (clip=false, refit=0, sweeps=0); best: `reconstruct` behind it.  [default: "
-    "default]",
+    help="Of gptq. fast: its sweep alone (clip=false, refit=0, sweeps=0). best: adds the pass `reconstruct`.  "
+    "[default: default]",
 )
 @click.option(
     "--recipe",
     metavar="FILE",
-    help="A YAML file of passes, or a name from `compress recipes`, instead of --method and its options.",
+    help="A YAML file of passes, or a name from `compress recipes`. Replaces --method and its options; only "
+    "--group-size may be combined with it.",
 )
-@click.option(
-    "--scheme",
-    help="w2a16 ... w8a16: bits of a weight; w2a2, w3a3, w4a4, w4a8, w8a8: of inputs, too; fp8, fp8-block: float8.  "
-    "[default: w4a16]",
-)
-@click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 3 is --scheme w3a16.")
-@click.option(
-    "--group-size",
-    type=int,
-    help="Inputs that share a scale; -1: one scale per output channel. With --recipe: instead of its own.  [default: "
-    "128; where that does not divide the inputs of all layers 64 or 32, each layer's own, or -1; of spqr 16]",
-)
-@click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
-@click.option("--activations", help="Of rounded inputs: dynamic (fitted to every token) or static.  [default: dynamic]")
-@click.option(
-    "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
-)
-@kv_cache_option
+@method_options
 @setting_option
-@embeddings_option
-@budget_options
+@added_options
 @run_options
 @exits_cleanly
 def quantize(
@@ -77,11 +47,6 @@ def quantize(
     kv_cache: str | None,
     settings: tuple[str, ...],
     fsdp: bool,
-    budget: str | None,
-    max_kl: float | None,
-    text: str | None,
-    by: str,
-    fused: bool,
     **options: Any,
 ) -> None:
     """Quantize MODEL and write a checkpoint in the compressed-tensors layout.
@@ -89,16 +54,11 @@ def quantize(
     \b
     compress quantize demo --method gptq --scheme w3a16 --calibration demo --output out
     compress quantize MODEL --method rtn --scheme w8a16 --group-size -1 --output out
-    compress quantize MODEL --budget 3.5bpw --calibration TEXT --output out
+    compress quantize MODEL --recipe w4a16-gptq --calibration TEXT --output out
     torchrun --nproc-per-node 2 -m compress quantize MODEL --calibration TEXT --output out --fsdp
     """
     check_processes(fsdp, options["device"])
     chosen = chosen_options({key: options.pop(key) for key in OF_A_METHOD}, settings)
-    if budget is not None or max_kl is not None:
-        options |= {"budget": budget, "max_kl": max_kl, "text": text, "by": by, "fused": fused, "fsdp": fsdp}
-        quantize_to_budget(model, method, chosen, **options)
-        return
-    unread_without_budget()
     passes, notes = passes_with_effort(method, chosen, effort) if recipe is None else passes_of_recipe(recipe, chosen)
     passes += added_passes(embeddings, kv_cache)
     who = f"method {method!r}" if recipe is None else f"recipe {recipe!r}"
@@ -151,7 +111,7 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     size = chosen.pop("group_size") if given("group_size") else None
     dropped = [name for name in ("method", "effort", "embeddings", "kv_cache") if given(name)] + [*chosen]
     if dropped:
-        raise InputError(f"--recipe says everything about its passes but --group-size; drop {', '.join(dropped)}")
+        raise InputError(f"--recipe already sets {', '.join(dropped)}; only --group-size may be combined with it")
     passes = load_recipe(recipe)
     if size is None:
         return passes, []

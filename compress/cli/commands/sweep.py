@@ -7,6 +7,7 @@ import click
 
 import compress
 from compress.cli.exits import exits_cleanly, leave
+from compress.cli.groups import calibration_option, extent_options, training_option
 from compress.cli.options import (
     begin,
     device_option,
@@ -22,22 +23,18 @@ from compress.cli.options import (
 @click.command(short_help="Run many recipes, evaluate each, and show which are worth their bytes.")
 @click.argument("model")
 @click.argument("recipes", nargs=-1, required=True, metavar="RECIPE...")
-@click.option("--calibration", metavar="TEXT", help="What recipes that calibrate are shown.")
-@click.option(
-    "--training", metavar="TEXT", help="What recipes that train are shown.  [default: what --calibration says]"
-)
+@calibration_option()
+@training_option
+@extent_options
 @click.option(
     "--group-size", type=int, help="Inputs that share a scale, in every recipe that has groups, instead of its own."
 )
 @click.option("--text", required=True, metavar="TEXT", help="Held-out text on which each is compared with MODEL.")
 @click.option("--output", required=True, metavar="DIR", help="The directory of the sweep, new or to go on with.")
-@click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]")
-@click.option("--length", type=int, help="Tokens per window of calibration text.")
 @click.option("--text-samples", type=int, help="At most so many windows of held-out text.")
 @click.option("--text-length", type=int, help="Tokens per window of held-out text.")
 @task_options
 @click.option("--speed", is_flag=True, help="Tokens a second of a prompt and of decoding; the original's once.")
-@click.option("--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass.")
 @click.option("--keep/--discard", default=True, show_default=True, help="Whether checkpoints stay once evaluated.")
 @trust_option
 @device_option

@@ -1,28 +1,19 @@
 """`compress qat` and `compress distill`: passes, then training of what they left."""
 
-from collections.abc import Callable
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.commands.quantize import (
-    OF_A_METHOD,
-    added_passes,
-    chosen_options,
-    embeddings_option,
-    kv_cache_option,
-    passes_of,
-)
+from compress.cli.commands.quantize import added_passes, chosen_options, passes_of
 from compress.cli.exits import exits_cleanly
-from compress.cli.running import check_processes, run, run_options, setting_option, split_settings
-from compress.errors import InputError
+from compress.cli.groups import OF_A_METHOD, added_options, group, method_options, setting_option
+from compress.cli.running import check_processes, run, run_options, split_settings
 
 if TYPE_CHECKING:
     from compress.passes.protocol.base import Pass
 
 OF_TRAINING = ("steps", "rows", "learning_rate", "task")
-OPTIONS = (
+training_options = group(
     click.option("--steps", type=int, help="Steps of the optimizer.  [default: 200]"),
     click.option("--rows", type=int, help="Samples per step, over all processes.  [default: 16]"),
     click.option(
@@ -39,11 +30,6 @@ OPTIONS = (
 )
 
 
-def training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of training, in the order in which help lists them."""
-    return reduce(lambda wrapped, option: option(wrapped), reversed(OPTIONS), command)
-
-
 def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: Any) -> "Pass":
     """The pass that trains, of the options of a command; takes them out of `options`."""
     from compress.passes.protocol.recipe import make_pass
@@ -54,18 +40,15 @@ def training_pass(options: dict[str, Any], settings: tuple[str, ...], **fixed: A
 
 @click.command(short_help="Quantize a model and train it so (quantization-aware training).")
 @click.argument("model")
-@click.option("--method", default="gptq", show_default=True, help="How training starts: see `compress methods`.")
 @click.option(
-    "--scheme", help="w2a16 ... w8a16, w2a2, w3a3, w4a4, w4a8, w8a8: bits of weights and inputs.  [default: w4a16]"
+    "--method",
+    default="gptq",
+    show_default=True,
+    help="The pass that quantizes before training: see `compress methods`.",
 )
-@click.option("--bits", type=int, help="Bits of a weight beside inputs as they are: --bits 2 is --scheme w2a16.")
-@click.option("--group-size", type=int, help="Inputs that share a scale; -1: one per output.  [default: as quantize]")
-@click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]")
-@click.option("--activations", help="Of rounded inputs: dynamic or static.  [default: dynamic]")
-@click.option("--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.")
+@method_options
 @click.option("--teacher", help="original, none, or the directory of another model.  [default: original]")
-@kv_cache_option
-@embeddings_option
+@added_options
 @training_options
 @setting_option
 @run_options
@@ -112,10 +95,6 @@ def qat(
 @click.option(
     "--structure", metavar="PARTS", help="A part of the teacher, by what is removed: see `compress prune --structure`."
 )
-@click.option(
-    "--cache-logits", metavar="FILE", help="Ask the teacher alone, and keep what it says: --train teacher=FILE."
-)
-@click.option("--top-k", type=int, metavar="N", help="Tokens whose probabilities that file holds.  [default: 64]")
 @training_options
 @run_options
 @exits_cleanly
@@ -125,8 +104,6 @@ def distill(
     student_layers: int | None,
     student_hidden: int | None,
     structure: str | None,
-    cache_logits: str | None,
-    top_k: int | None,
     training_settings: tuple[str, ...],
     fsdp: bool,
     **options: Any,
@@ -139,17 +116,10 @@ def distill(
     compress distill TEACHER --student MODEL --training TEXT --task 0.5 --steps 1000 --output out
     compress distill TEACHER --structure channels:0.5,heads:0.5 --calibration TEXT --output out
     compress distill ENCODER --structure layers:3 --calibration TEXT --train logits=0 --train features=1 --output out
-    compress distill TEACHER --cache-logits said.safetensors --training TEXT
     compress distill TEACHER --student MODEL --training TEXT --train teacher=said.safetensors --output out
     """
-    from compress.cli.commands.cache_logits import cache
     from compress.cli.commands.students import students_of
 
-    if cache_logits is not None:
-        cache(teacher, cache_logits, top_k, training_settings, {"fsdp": fsdp, **options})
-        return
-    if top_k is not None:
-        raise InputError("--top-k is what --cache-logits keeps; give it with that")
     check_processes(fsdp, options["device"])
     trusted = options["trust_remote_code"]
     calibrated = options["calibration"] is not None

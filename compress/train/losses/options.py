@@ -26,7 +26,7 @@ class LossOptions:
 
     teacher: str = ORIGINAL
     """original, none, a directory, or FILE.safetensors: the model to learn from. original: the model itself before
-    compression; a file: logits cached by `compress distill TEACHER --cache-logits FILE`."""
+    compression; a file: logits cached by `compress cache-logits TEACHER`."""
 
     logits: float = 1.0
     """0 or more: weight of the divergence of logits from the teacher's."""

@@ -18,11 +18,14 @@ WIDTHS = (3, 4)
 
 
 def quantized(said: argparse.Namespace, title: str, options: list[str]) -> dict[str, Any]:
-    """A row: the figures of MODEL by GPTQ with these options."""
-    common = ["--method", "gptq", "--group-size", str(said.group_size), "--calibration", said.calibration]
+    """A row: the figures of MODEL by GPTQ with these options. A budget is shared out by `allocate`."""
+    common = ["--method", "gptq", "--calibration", said.calibration, *options]
     with tempfile.TemporaryDirectory() as scratch:
         out = str(Path(scratch) / "out")
-        record = command("quantize", said.model, *common, *options, "--output", out)
+        if "--budget" in options:
+            record = command("allocate", said.model, *common, "--group-sizes", str(said.group_size), "--run", out)
+        else:
+            record = command("quantize", said.model, *common, "--group-size", str(said.group_size), "--output", out)
         found = evaluated(out, said.model, said.text)
     found |= {"title": title, "options": options, "text": Path(said.text).name}
     return found | {name: record[name] for name in ("achieved_kl", "rounds") if name in record}

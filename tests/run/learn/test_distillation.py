@@ -35,7 +35,7 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
     """All tokens are kept: every loss of every step is the same, on samples that steps have shuffled."""
     said = desk.here / "said.safetensors"
     asked = command(
-        "distill", desk.model, "--cache-logits", said, "--training", desk.tokens, "--top-k", 2048, "--json", "-"
+        "cache-logits", desk.model, "--output", said, "--calibration", desk.tokens, "--top-k", 2048, "--json", "-"
     )
     assert (asked.code, asked.json()["tokens"]) == (0, 12 * 15), asked.err
     assert asked.json()["mass"] == pytest.approx(1)
@@ -48,7 +48,8 @@ def test_a_cached_teacher_trains_what_the_teacher_itself_trains(desk):
         assert line["logits"] == pytest.approx(other["logits"], rel=1e-4)
     assert cached["held_out"][-1]["logits"] == pytest.approx(live["held_out"][-1]["logits"], rel=1e-3)
     few = desk.here / "few.safetensors"
-    command("distill", desk.model, "--cache-logits", few, "--training", desk.tokens, "--top-k", 8, "--quiet")
+    # The words of the former release.
+    command("distill", desk.model, f"--cache-logits={few}", "--training", desk.tokens, "--top-k", 8, "--quiet")
     assert distill(desk, desk.model, *common, "--train", f"teacher={few}", output="few").code == 0
     assert 0 < history(desk.here / "few")["steps"][0]["logits"] < live["steps"][0]["logits"]  # coarser, hence less
 

@@ -1,0 +1,100 @@
+"""Option groups: what several commands take is declared here once. Each group is a decorator."""
+
+from collections.abc import Callable
+from functools import reduce
+
+import click
+
+from compress.cli.options import overwrite_option
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def group(*options: Decorator) -> Decorator:
+    """One decorator of several options, in the order in which help lists them."""
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        return reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+    return decorated
+
+
+length_option = click.option(
+    "--length", type=int, help="Tokens per window of text.  [default: the model's context, at most 2048]"
+)
+batch_size_option = click.option(
+    "--batch-size", type=int, default=8, show_default=True, help="Samples per forward pass."
+)
+extent_options = group(
+    click.option("--samples", type=int, help="Windows of calibration text.  [default: 128; every row of a token file]"),
+    length_option,
+    batch_size_option,
+)
+training_option = click.option(
+    "--training", metavar="TEXT", help="Training data, all of it is used.  [default: the calibration data]"
+)
+ignore_option = click.option(
+    "--ignore", multiple=True, metavar="PATTERN", help="Layers to leave alone, like '*.down_proj'. Repeatable."
+)
+
+
+def calibration_option(required: bool = False) -> Decorator:
+    """--calibration. required: the command has no use without it."""
+    needed = "" if required else " Needed by methods that calibrate."
+    return click.option("--calibration", required=required, metavar="TEXT", help=f"Calibration data.{needed}")
+
+
+saving_options = group(
+    click.option(
+        "--allow-little", is_flag=True, help="Exit code 0 also where less than 5 % of the model's bytes are saved."
+    ),
+    click.option("--resume", is_flag=True, help="Go on with a run that was stopped."),
+    overwrite_option("Replace an output, or drop an unfinished one; replace files that compress did not write."),
+    click.option(
+        "--verify/--no-verify",
+        default=None,
+        help="Reload the output in a fresh process and compare.  [default: for models up to 2 GiB]",
+    ),
+)
+setting_option = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Any option of the method, like --set damp=0.05. Repeat for more.",
+)
+
+# The parameters of `method_options`, which become options of a pass.
+OF_A_METHOD = ("scheme", "bits", "group_size", "grid", "activations", "calibrator")
+method_options = group(
+    click.option(
+        "--scheme",
+        help="w2a16 ... w8a16: bits per weight, 16-bit inputs. w2a2, w3a3, w4a4, w4a8, w8a8: inputs are rounded, too. "
+        "fp8, fp8-block: float8.  [default: w4a16]",
+    ),
+    click.option("--bits", type=int, help="Bits per weight with 16-bit inputs: --bits 3 means --scheme w3a16."),
+    click.option(
+        "--group-size",
+        type=int,
+        help="Inputs that share a scale; -1: one scale per output channel.  [default: 128; where that does not divide "
+        "the inputs of all layers 64 or 32, each layer's own, or -1; of spqr 16]",
+    ),
+    click.option("--grid", help="signed-scale, symmetric, narrow or asymmetric.  [default: signed-scale]"),
+    click.option("--activations", help="Ranges of rounded inputs: dynamic (per token) or static.  [default: dynamic]"),
+    click.option(
+        "--calibrator", help="Of static ranges: minmax, moving-average, percentile, mse or kl.  [default: minmax]"
+    ),
+)
+added_options = group(
+    click.option(
+        "--kv-cache",
+        metavar="TYPE[:PER]",
+        help="Key-value cache in 8 bits: int8 or fp8, per :token (the default), :head or :tensor (both calibrated: "
+        "minmax, or as a recipe says).",
+    ),
+    click.option(
+        "--embeddings",
+        metavar="SCHEME",
+        help="Quantize the token embedding and the output head, too: w2a16 ... w8a16, one scale per token.",
+    ),
+)
