@@ -1,1 +1,1 @@
-"""Model directories: read, written, exported, sealed."""
+"""Reads, writes, exports and seals model directories."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, JSON among them, and the hashes of what is in them."""
+"""Writes files (JSON among them) in one step, whole or not at all, and computes hashes of contents."""
 
 import hashlib
 import json
@@ -17,16 +17,15 @@ from compress.system.reading import parse_json
 RECORD = "compress.json"
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-# The same of a checkpoint in our own words (`weights.own_words`): transformers has a name for weights that it loads
-# where it is asked for that variant only. It leaves out a method that it does not know, with a warning, and would go on
-# with random weights.
+# File names of a checkpoint in our own words (`weights.own_words`). transformers loads files of a variant only when
+# asked for it. With the usual names it would ignore the unknown method, with a warning, and go on with random weights.
 VARIANT = "compress"
 OWN_INDEX, OWN_WHOLE = f"model.safetensors.index.{VARIANT}.json", f"model.{VARIANT}.safetensors"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write or replace a file in one step: a reader finds the old content or the new one, never half of either. Raises
-    OSError, with the name of the file that was to be written."""
+    """Write or replace a file in one step: a reader finds the old content or the new one, never a mixture. Raises
+    OSError, with the name of the file."""
     try:
         scratch = Scratch(path)
         try:
@@ -49,7 +48,7 @@ def write_named(path: Path, content: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory survive a loss of power."""
+    """Bring the names in a directory to the disk, so that they survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -65,7 +64,7 @@ def fingerprint(parts: Mapping[str, Any]) -> str:
 def checksum(tensor: Tensor) -> str:
     """SHA-256 of a tensor's values."""
     data = tensor.detach().cpu().contiguous().flatten()
-    # A single element counts as contiguous whatever its stride, and cannot be seen as bytes then.
+    # A single element counts as contiguous whatever its stride, but such a tensor may have no view as bytes.
     data = data if data.numel() > 1 else data.clone(memory_format=torch.contiguous_format)
     return hashlib.sha256(data.view(torch.uint8).numpy().data).hexdigest()
 

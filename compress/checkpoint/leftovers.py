@@ -1,4 +1,5 @@
-"""Files that runs leave in the folders of OUT.partial, known by their names: what else lies there is somebody's own."""
+"""Files that runs leave in the folders of OUT.partial, known by their names. All other files there are a person's
+own."""
 
 import re
 from collections.abc import Container, Iterable, Iterator
@@ -15,9 +16,9 @@ from compress.train.loop.metrics import TRAINING as CURVES
 
 BLOCKS, MODEL, TRAINING = "blocks", "model", "training"
 EXPECTED = "expected.json"  # in OUT.partial
-# What goes with the weights wherever they go.
+# Files that accompany the weights in every output.
 LEGAL = ("LICENSE*", "NOTICE*")
-# What a person expects to find beside the weights. Everything else of the source (other weight formats) stays there.
+# Files that a person expects beside the weights. Other files of the source (other weight formats) are not copied.
 COMPANIONS = (
     "tokenizer*",
     "*.model",
@@ -53,12 +54,12 @@ class _Expected(TypedDict):
 
 
 def expect(partial: Path, names: Iterable[str]) -> None:
-    """Say that files of these names in model/ are ours, before they are written."""
+    """Record, before they are written, that files of these names in model/ are ours."""
     write_json(partial / EXPECTED, {"files": sorted(names)})
 
 
 def expected(partial: Path) -> frozenset[str]:
-    """Names that `expect` was told. Raises CheckpointError for a file of that name that is somebody else's."""
+    """The names that `expect` has recorded. Raises CheckpointError where the record is not one of ours."""
     path = partial / EXPECTED
     if not path.exists():
         return frozenset()
@@ -68,8 +69,8 @@ def expected(partial: Path) -> frozenset[str]:
 
 
 def is_left(folder: str, path: Path, within: str, names: Container[str] = ()) -> bool:
-    """True for a kind and name (`within` the folder) that a run leaves in a folder of OUT.partial. names: of files that
-    this run in particular leaves in model/ (`expected`)."""
+    """True for a path that runs leave in a folder of OUT.partial, by its kind and its name `within` the folder. names:
+    of further files that this run leaves in model/ (`expected`)."""
     if path.is_symlink():
         return False
     if path.is_dir():
@@ -89,17 +90,17 @@ def strangers_in(partial: Path) -> Iterator[Path]:
         for path in sorted((partial / folder).rglob("*")):
             within = path.relative_to(partial / folder).as_posix()
             ours = is_left(folder, path, within, names)
-            if not ours and (path.exists() or path.is_symlink()):  # a live run's may be gone
+            if not ours and (path.exists() or path.is_symlink()):  # a live run may have removed its file
                 yield path
 
 
 def clear(partial: Path) -> None:
-    """Remove what runs leave in the folders of OUT.partial, and the folders, but for what is somebody's own; last the
-    names by which files are known."""
+    """Remove the files and folders that runs leave in OUT.partial, and last the record of expected names. A person's
+    own files stay."""
     names = expected(partial)
     for folder in (BLOCKS, TRAINING, MODEL):
         place = partial / folder
-        for path in sorted(place.rglob("*"), reverse=True):  # what is in a folder comes before it
+        for path in sorted(place.rglob("*"), reverse=True):  # the content of a folder comes before the folder
             if is_left(folder, path, path.relative_to(place).as_posix(), names):
                 _remove(path)
         _remove(place)
@@ -109,7 +110,7 @@ def clear(partial: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder that is empty."""
+    """Remove a file or an empty folder."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
     elif path.exists():

@@ -1,4 +1,4 @@
-"""Files that this tool wrote, known by their content, so that a file of somebody else is never replaced unasked."""
+"""Recognises files that this tool wrote by their content, so that it never replaces other files unasked."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from compress.system.reading import parse_json, special
 GENERATOR = '<meta name="generator" content="compress'  # in the head of a page
 MARK = "written by compress"  # in a comment of any other text: a picture, Markdown, a recipe
 MARKED_BYTES = 4096  # at both ends of a file
-# Keys of the JSON that commands write. Those of two are all that such a file has.
+# Keys of the JSON files that commands write. A file with only two keys must have exactly these.
 KEYS = (
     {"compress", "identity", "layers", "left_alone"},  # the record of a run
     {"format", "model", "texts", "provenance"},  # evaluate
@@ -33,12 +33,12 @@ KEYS = (
 
 
 def noted(text: str) -> str:
-    """Markdown or a picture with the comment that says who wrote it."""
+    """Markdown or a picture, with a comment that marks it as written by this tool."""
     return f"{text}<!-- {MARK} -->\n"
 
 
 def is_ours(path: Path) -> bool:
-    """True for a file that is empty, or holds what a command writes into files that a person names."""
+    """True for an empty file, and for one with content that a command of this tool writes."""
     with path.open("rb") as file:
         head = file.read(MARKED_BYTES)
         file.seek(max(0, path.stat().st_size - MARKED_BYTES))
@@ -57,7 +57,9 @@ def is_ours(path: Path) -> bool:
 
 
 def check_replaceable(path: Path, advice: str) -> None:
-    """Raise InputError for a regular file that is not ours, and for the record of a run. advice: what to do then."""
+    """Raises InputError for a regular file that is not ours, and for the record of a run. advice: the end of the
+    message.
+    """
     if not path.exists() or special(path) is not None:
         return
     if path.name == RECORD:

@@ -1,4 +1,4 @@
-"""Bytes of a model before a run and as the run stores it."""
+"""The bytes of a model before a run and after it."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Share of the bytes before that is gone; negative where there are more now."""
+        """The share of bytes saved; negative where there are more bytes after than before."""
         return 1 - self.after / max(self.before, 1)
 
 
@@ -33,7 +33,7 @@ def bytes_before(source: Source | None, model: nn.Module | None) -> int:
         return bytes_of(source.headers.items())
     assert model is not None
     buffers = {id(buffer): buffer for _, buffer in stored_buffers(model)}
-    shaped = [p for p in model.parameters() if not is_lazy(p)]  # others are refused as layers are looked at
+    shaped = [p for p in model.parameters() if not is_lazy(p)]  # lazy ones are refused later, with the layers
     return sum(t.numel() * t.element_size() for t in (*shaped, *buffers.values()))
 
 

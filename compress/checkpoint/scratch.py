@@ -1,6 +1,6 @@
-"""Scratch files: `.NAME.<16 hexadecimal digits>` beside NAME, which is replaced in one step when they are whole.
+"""Scratch files: `.NAME.<16 hexadecimal digits>` beside NAME. A finished scratch file replaces NAME in one step.
 
-A process that is killed leaves its scratch file. It is known by its name, and the next scratch file for NAME removes it
+A killed process leaves its scratch file. The next scratch file for NAME recognises it by its name and removes it,
 unless a live process holds its lock.
 """
 
@@ -18,14 +18,14 @@ FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def becomes(name: str) -> str | None:
-    """The name that a scratch file was to have; None for the name of another file."""
+    """The name that a scratch file is to replace; None for the name of another file."""
     found = NAMED.fullmatch(name)
     return None if found is None else found[1]
 
 
 class Scratch:
-    """A new file that becomes `path`, or is dropped. It is created exclusively, under a name that nobody can foresee:
-    nothing that lies beside `path`, a planted link least of all, is written to. Raises OSError."""
+    """A new file that becomes `path`, or is dropped. It is created exclusively, under a random name, so that no
+    existing file is written to, and no planted link followed. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,26 +35,26 @@ class Scratch:
             self.file: BinaryIO = open(os.open(self.place, FLAGS, 0o666), "wb")  # noqa: SIM115 - closed by its two ends
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self.file, fcntl.LOCK_EX)
-            if self.place.exists():  # and was not taken for one that was left, before it was locked
+            if self.place.exists():  # another process may have removed it as a leftover before it was locked
                 return
             self.file.close()
 
     def become(self) -> None:
-        """Bring the file to the disk under its name. A link of that name is replaced by the file."""
+        """Bring the file to the disk and give it its final name. A link of that name is replaced by the file."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.place.replace(self.path)
         self.file.close()
 
     def drop(self) -> None:
-        """Remove the file, unless it has its name already."""
+        """Remove the file, unless it has its final name already."""
         self.place.unlink(missing_ok=True)
-        with suppress(OSError):  # what was not written yet has no room
+        with suppress(OSError):  # closing flushes, which fails on a full disk
             self.file.close()
 
 
 def _drop_left(path: Path) -> None:
-    """Remove the scratch files of processes that were killed before theirs became `path`."""
+    """Remove the scratch files for `path` that killed processes have left."""
     with suppress(OSError):
         for left in path.parent.iterdir():
             if becomes(left.name) == path.name and left.is_file() and not left.is_symlink():

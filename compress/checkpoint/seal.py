@@ -1,14 +1,14 @@
-"""Checksums of everything that an output is beside its tensors, which have their own: the `checksums` of compress.json.
+"""Checksums of an output except its tensors, which have their own: the entry `checksums` of compress.json.
 
-    files          {name: [SHA-256]} of every file but weights and config.json; of one that a command was replacing when
-                   it was stopped, of both contents ("": the file was not there)
+    files          {name: [SHA-256]} of every file but weights and config.json; both contents of a file that a command
+                   was replacing when it was stopped ("": the file did not exist)
     headers        {name: SHA-256} of the headers of weight files: the rest of each is tensors
-    configuration  {key: SHA-256} of the values of config.json as they are parsed, whatever their order and spaces
+    configuration  {key: SHA-256} of the parsed values of config.json, independent of order and spaces
     tensors        SHA-256 of the names and checksums of all tensors
-    record         SHA-256 of compress.json itself, but for this entry
+    record         SHA-256 of compress.json without this entry
 
-Whoever rewrites compress.json does so through here. A record that somebody else has changed is not given a new
-checksum by that. Records of earlier versions have no `checksums`: what cannot be checked for that is said.
+All code that rewrites compress.json uses this module. Rewriting a record that something else has changed does not give
+it a new checksum. Records of earlier versions have no `checksums`; `check` then returns a remark.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from compress.errors import CheckpointError
 
 CONFIG = "config.json"
 ABSENT = ""
-LENGTH = 8  # bytes at the beginning of a weight file that say how long its header is
-# For people: no loader reads them. They may be written, edited and deleted by hand.
+LENGTH = 8  # bytes at the beginning of a weight file that hold the length of its header
+# Files for people, which no loader reads. They may be written, edited and deleted by hand.
 DOCUMENTS = ("README*", "LICENSE*", "NOTICE*", "*.md", "*.html", "*.png", "*.svg", "*.pdf", ".*")
 TEMPLATES = "additional_chat_templates"  # a folder that transformers looks into
-WHOLE = "quantization_config"  # has an entry of its own and none for each of its keys
+WHOLE = "quantization_config"  # has one entry as a whole, not one for each of its keys
 
 
 class Checksums(TypedDict):
@@ -41,8 +41,8 @@ class Checksums(TypedDict):
 
 
 def write_record(directory: Path, record: Mapping[str, Any]) -> None:
-    """Write compress.json for an output whose other files are all there; `files` of the record names them."""
-    record = json.loads(json.dumps(record))  # as it will be read
+    """Write compress.json, once all other files of an output exist; `files` of the record names them."""
+    record = json.loads(json.dumps(record))  # the values that a reader will get
     checksums = _of_files(directory, record["files"])
     if "tensors" in record:
         checksums["tensors"] = fingerprint(record["tensors"])
@@ -61,18 +61,19 @@ def rewrite(directory: Path, changes: Mapping[str, Any], files: Mapping[str, lis
 
 
 def is_intact(record: Mapping[str, Any]) -> bool:
-    """True for a record as compress wrote it last, and for one without checksums, which cannot be judged."""
+    """True for a record that nothing but compress has changed, and for one without checksums, which cannot be
+    checked."""
     return "checksums" not in record or record["checksums"].get("record") == _own(record)
 
 
 def checksum_of(content: bytes) -> str:
-    """SHA-256 of what a file holds."""
+    """SHA-256 of the content of a file."""
     return hashlib.sha256(content).hexdigest()
 
 
 def check(directory: Path, record: Mapping[str, Any]) -> list[str]:
-    """Hold an output to the checksums of its record. Raises CheckpointError that names the file, or the key of
-    config.json, that is not what was written; returns remarks about what is not checked."""
+    """Check an output against the checksums of its record. Raises CheckpointError, which names a file or a key of
+    config.json that differs. Returns remarks on changed documents and on missing checksums."""
     check_itself(directory, record)
     if "checksums" not in record:
         return [f"not checked: the {RECORD} of an earlier version has no checksums of files, configuration and itself"]
@@ -85,7 +86,7 @@ def check(directory: Path, record: Mapping[str, Any]) -> list[str]:
 
 
 def check_itself(directory: Path, record: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a record that is not what compress wrote last."""
+    """Raises CheckpointError for a record that something other than compress has changed."""
     path, checksums = directory / RECORD, record.get("checksums")
     if checksums is None:
         return
@@ -105,7 +106,7 @@ def _check_configuration(directory: Path, expected: Mapping[str, str]) -> None:
 
 
 def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
-    """Remarks about documents that have changed."""
+    """Remarks on changed documents. Raises CheckpointError for another file that has changed."""
     for name, known in expected["files"].items():
         path = directory / name
         found = _of_file(path) if path.is_file() else ABSENT
@@ -121,7 +122,7 @@ def _check_files(directory: Path, expected: Checksums) -> Iterator[str]:
 
 
 def _foreign(directory: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Files that a loader could read and that no command of ours has put there."""
+    """Files that a loader could read and that no command of ours has written."""
     own = {RECORD, *names}
     for path in sorted(directory.iterdir()):
         if path.name not in own and not _is_document(path.name) and (path.name == TEMPLATES or not path.is_dir()):
@@ -158,7 +159,7 @@ def _header(path: Path) -> str:
 
 
 def _of_configuration(path: Path) -> dict[str, str]:
-    """{key: SHA-256} of the values of a configuration; of values inside of others, the keys are joined by points."""
+    """{key: SHA-256} of the values of a configuration; keys of nested values are joined by points."""
     return {key: fingerprint({"": value}) for key, value in _leaves(read_json(path))} if path.exists() else {}
 
 
@@ -175,6 +176,6 @@ def _sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(record: Mapping[str, Any]) -> str:
-    """SHA-256 of a record without its own."""
+    """SHA-256 of a record without the checksum of itself."""
     rest = {key: value for key, value in record["checksums"].items() if key != "record"}
     return fingerprint({**record, "checksums": rest})

@@ -1,8 +1,7 @@
-"""What each layer of a model loses by each of several candidates, as a table that can be kept.
+"""Tables of the loss of each layer of a model under each candidate, and their cache on disk.
 
-A candidate is what may become of a layer: passes, one after the other. A unit is the layers that are treated alike:
-those that read one tensor (q, k and v of an attention, gate and up of a gated MLP), which readers fuse to one, or a
-layer by itself.
+A candidate is a sequence of passes for a layer. A unit is a set of layers that get the same candidate: those that read
+one tensor (q, k and v of an attention, gate and up of a gated MLP), which readers fuse to one, or a single layer.
 """
 
 import json
@@ -18,15 +17,17 @@ from compress.kernels.cache import cache_directory
 from compress.system.schema import built, fits
 
 FORMAT = 1
-FAR = 10**9  # an offset in a weight file: no longer as a word than any in 10 GB
+FAR = 10**9  # an offset in a weight file: as many digits as any offset below 10 GB has at most
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A unit by a candidate. loss: |X W^T - X Q^T|^2, a mean over tokens, summed over the outputs of its layers;
-    relative_loss: over |X W^T|^2 of the same. kl: nats per token between the original and the original with this unit
-    replaced, None where that was not measured. bytes: of all tensors that the checkpoint holds of it; header_bytes: at
-    most, of what the file's header says of these."""
+    """The figures of a unit under a candidate.
+
+    loss: |X W^T - X Q^T|^2, a mean over tokens, summed over the outputs of its layers. relative_loss: loss over
+    |X W^T|^2. kl: nats per token between the original and the original with this unit replaced; None where not
+    measured. bytes: of the unit's tensors in the checkpoint. header_bytes: upper bound for their header entries.
+    """
 
     loss: float
     relative_loss: float
@@ -37,8 +38,8 @@ class Tried:
 
 @dataclass(frozen=True)
 class Unit:
-    """Layers that are treated alike, of `weights` weights. kind: their names inside the block. tried: by the names of
-    the candidates that suit them."""
+    """Layers that get the same candidate. kind: their names inside the block. weights: the number of their weights.
+    tried: {name of a candidate that suits them: its figures}."""
 
     name: str
     block: str
@@ -50,12 +51,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What was measured of one model.
+    """The sensitivities of one model.
 
-    candidates: {name: passes, as a recipe has them}. uniform_kl: of the model in which every layer is what a candidate
-    makes of it, all at once; run_kl: of what `quantize` makes of one of these, where every layer is decided behind the
-    others, which it makes up for. other_bytes: of the checkpoint, without the units. left_out: {layer: why it has no
-    unit}.
+    candidates: {name: passes, as a recipe holds them}. uniform_kl: {candidate: KL of the model with this candidate on
+    every layer, each decided on the original model}. run_kl: {candidate: KL of the model as `quantize` makes it, each
+    layer decided after the ones before it and compensating for them}, for one candidate. other_bytes: of the
+    checkpoint without the units. left_out: {layer: the reason why it is in no unit}.
     """
 
     model: dict[str, Any]
@@ -72,23 +73,23 @@ class Sensitivity:
 
     @property
     def weights(self) -> int:
-        """Of all units."""
+        """The number of weights of all units."""
         return sum(unit.weights for unit in self.units)
 
 
 def header_bytes(name: str, shape: Sequence[int]) -> int:
-    """What the header of a weight file has of a tensor, at most."""
+    """The most bytes that a tensor's entry takes in the header of a weight file."""
     entry = {name: {"dtype": "F8_E4M3", "shape": list(shape), "data_offsets": [FAR, FAR]}}
-    return len(json.dumps(entry, separators=(",", ":")).encode()) - 1  # of two braces, and a comma
+    return len(json.dumps(entry, separators=(",", ":")).encode()) - 1  # without two braces, with a comma
 
 
 def folder() -> Path:
-    """Where all of them lie."""
+    """The cache directory of all tables."""
     return cache_directory() / "sensitivity"
 
 
 def read_sensitivity(path: Path) -> Sensitivity:
-    """A table from its file. Raises CheckpointError for anything else."""
+    """The table in a file. Raises CheckpointError for a file that holds none, or one of another version."""
     entry = read_json(path)
     fits(entry, Sensitivity, path)
     if entry["format"] != FORMAT:
@@ -98,7 +99,7 @@ def read_sensitivity(path: Path) -> Sensitivity:
 
 
 def kept_sensitivity(path: Path) -> Sensitivity | None:
-    """What was kept; None where nothing was, or what cannot be read."""
+    """A cached table; None where there is none, or one that cannot be read."""
     if not path.is_file():
         return None
     try:
@@ -108,15 +109,15 @@ def kept_sensitivity(path: Path) -> Sensitivity | None:
 
 
 def keep_sensitivity(path: Path, found: Sensitivity) -> None:
-    """Keep it; where nothing can be written, it is measured again the next time."""
+    """Cache a table. Where it cannot be written, the next call measures again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(asdict(found)) + "\n")
 
 
 def sensitivity_of_model(fingerprint: str) -> Sensitivity | None:
-    """The one that was measured last of a model; with a KL of each unit, where any is. fingerprint: of its weights and
-    configuration."""
+    """The latest cached table of a model, preferring tables with a KL for each unit; None where there is none.
+    fingerprint: of the model's weights and configuration."""
     with suppress(OSError):
         found = [path for path in folder().glob("*.json") if fingerprint in path.read_text(encoding="utf-8")]
         tables = [kept_sensitivity(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime_ns)]

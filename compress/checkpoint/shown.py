@@ -1,4 +1,4 @@
-"""How a file or a command is named in what other people will read: without the folders of this machine."""
+"""Names files and commands in records that others will read: without the folders of this machine."""
 
 import shlex
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def shown(name: str) -> str:
-    """A name as it was given; of an absolute path the last part alone."""
+    """A name as it was given, or the last part of an absolute path."""
     return Path(name).name if Path(name).is_absolute() else name
 
 
 def command(arguments: Sequence[str] | None = None) -> str | None:
-    """The `compress` command of this process (or another one), ready to be typed where the files are; None in any other
-    program, whose arguments are its own business."""
+    """The `compress` command line of this process (or of the given arguments), without folders of absolute paths. None
+    for any other program, whose arguments may be private."""
     program, *rest = sys.argv if arguments is None else arguments
     ours = Path(program).name == "compress" or Path(program) == Path(__file__).parents[1] / "__main__.py"
     return shlex.join(["compress", *("=".join(map(shown, word.split("="))) for word in rest)]) if ours else None

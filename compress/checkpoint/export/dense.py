@@ -1,8 +1,8 @@
-"""A plain checkpoint out of a compressed one: dense weights, exactly what the codes stand for, for any other reader.
+"""Exports a compressed checkpoint as a plain one, with exactly the dense weights of its codes, for any other reader.
 
-What is compressed becomes `<layer>.weight` in the dtype that its terms are stored in; everything else is copied, and
-config.json says nothing of compression. Rounded inputs, outputs and key-value caches are left out, and that is said.
-At no time are more dense weights in memory than a file's part holds, or one layer where that is larger.
+Compressed layers become `<layer>.weight` in the dtype in which their terms are stored; everything else is copied, and
+config.json does not mention compression. The rounding of inputs, outputs and key-value caches is left out; a note says
+so. Memory holds at most one part of a file of dense weights, or one layer where that is larger.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,8 @@ class Dense(Exporter):
 
 
 def left_out(stored: Stored) -> Iterator[str]:
-    """What dense weights do not say of a compressed model, a line each."""
+    """A line for each property of a compressed model that dense weights lack: rounded inputs and outputs, and
+    caches."""
     rounded = [name for name, layer in stored.layers.items() if layer.scheme.inputs is not None]
     if rounded:
         returned = any(stored.layers[name].scheme.outputs is not None for name in rounded)
@@ -55,8 +56,8 @@ def left_out(stored: Stored) -> Iterator[str]:
 
 
 def dense_names(source: Source) -> Iterator[tuple[str, str | None]]:
-    """(name of a tensor of the dense checkpoint, the layer whose weight it is, if that is compressed), in the order of
-    the compressed one."""
+    """(Name of a tensor of the dense checkpoint, the compressed layer whose weight it is, or None), in the order of the
+    compressed checkpoint."""
     stored = stored_in(source)
     layer_of = {part: name for name, layer in stored.layers.items() for part in layer.parts.values()}
     held = {} if stored.caches is None else stored.caches.scales

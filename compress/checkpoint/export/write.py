@@ -26,9 +26,8 @@ from compress.system.progress import Reporter, Silent
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made: the directory, how many layers of it are stored another way than before, the bytes of its
-    weight files, what was lost or left as it was (`lost`), and the bytes of the weight files that were read
-    (`bytes_before`)."""
+    """The result of an export. output: the directory. layers: the number of layers stored another way than before.
+    bytes, bytes_before: of the weight files written and read. lost: remarks on what was lost or left as it was."""
 
     output: Path
     layers: int

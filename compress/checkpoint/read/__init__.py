@@ -1,1 +1,1 @@
-"""Reading a model directory: configuration, headers, tensors."""
+"""Reads a model directory: configuration, headers, tensors."""

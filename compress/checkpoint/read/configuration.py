@@ -1,6 +1,6 @@
-"""What the JSON files of a checkpoint must hold to be read: config.json with its `quantization_config`, and the index.
+"""Types and checks of a checkpoint's JSON files: config.json with its `quantization_config`, and the index.
 
-Keys that nobody here reads are let through. What one says about the other is for the readers (`source`, `scheme`).
+Keys that no reader here uses are allowed. The readers (`source`, `scheme`) check that keys agree with each other.
 """
 
 import re
@@ -14,15 +14,15 @@ from compress.system.schema import fits
 from compress.weights import own_words
 
 METHOD = "compressed-tensors"
-# Keys of a configuration that say how many modules are made: num_hidden_layers, n_layer, depths, num_experts ...
+# Keys of a configuration that count modules: num_hidden_layers, n_layer, depths, num_experts ...
 COUNTS = re.compile(r"(^|_)(layers?|depths?|experts)$")
 LABELS = "num_labels"  # transformers makes a name for each
 Header = tuple[tuple[int, ...], str]  # of a tensor: its shape, and safetensors' name of its dtype
-FEW = 1000  # modules that are made in seconds, whatever the files hold
+FEW = 1000  # modules that are made in seconds, allowed whatever the files hold
 
 
 class Numbers(TypedDict, total=False):
-    """How weights, inputs, outputs or caches are rounded."""
+    """The rounding of weights, inputs, outputs or caches, as compressed-tensors describes it."""
 
     num_bits: int | None
     type: str | None
@@ -49,7 +49,7 @@ class Quantization(TypedDict, total=False):
 
 
 class AnyMethod(TypedDict, total=False):
-    """A `quantization_config` of whatever tool."""
+    """A `quantization_config` of any tool."""
 
     quant_method: str | None
 
@@ -60,13 +60,13 @@ class Config(TypedDict, total=False):
 
 
 class OwnConfig(TypedDict, total=False):
-    """Where the method is METHOD."""
+    """A configuration whose method is METHOD (compressed-tensors)."""
 
     quantization_config: Quantization
 
 
 class SumsConfig(TypedDict):
-    """Where the method is ours."""
+    """A configuration whose method is ours (`weights.own_words`)."""
 
     quantization_config: own_words.Quantization
 
@@ -76,7 +76,7 @@ class Index(TypedDict):
 
 
 def check_config(config: Any, path: Path) -> None:
-    """Raises CheckpointError, naming the key, for a configuration that cannot be read."""
+    """Raises CheckpointError, which names the key, for a configuration that cannot be read."""
     fits(config, Config, path)
     kinds: dict[Any, Any] = {METHOD: OwnConfig, own_words.METHOD: SumsConfig}
     method = (config.get("quantization_config") or {}).get("quant_method")
@@ -85,9 +85,9 @@ def check_config(config: Any, path: Path) -> None:
 
 
 def check_counts(config: Mapping[str, Any], headers: Mapping[str, Header], path: Path) -> None:
-    """Raises CheckpointError for a configuration that asks for more layers, experts or labels than the files can fill,
-    before they are made: a million of them takes hours. A few too many are for the loader, which names the tensor that
-    is missing."""
+    """Raises CheckpointError for a configuration that asks for far more layers, experts or labels than the files can
+    fill, before they are made: a million of them takes hours. Up to FEW are left to the loader, which names the missing
+    tensor."""
     values = sum(prod(shape) for shape, _ in headers.values())
     for key, count in _counts(config):
         what = key.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Models, configurations and tokenizers by way of transformers: what does not fit is one clear line."""
+"""Loads models, configurations and tokenizers through transformers, with errors of one clear line."""
 
 import copy
 import hashlib
@@ -28,7 +28,7 @@ from compress.errors import CheckpointError, CompressError, InputError, first_li
 
 
 def read_config(source: Source) -> PretrainedConfig:
-    """The configuration as transformers reads it: a copy of what was read once, for the caller to change.
+    """The configuration as transformers reads it. It is read once; every caller gets a copy that it may change.
 
     Raises CheckpointError where transformers cannot read it, or where it asks for more layers than the files can fill;
     InputError for one that needs code which is not trusted.
@@ -50,11 +50,11 @@ def _configuration(source: Source) -> PretrainedConfig:
 
 
 def _model_class(source: Source, notes: list[str] | None) -> Any:
-    """The class of the model: what comes with it where that is trusted, transformers' own otherwise. Raises InputError
-    for one that transformers does not have and that comes as code which is not trusted."""
+    """The class of the model: that of the model's own code where it is trusted, otherwise one of transformers. Raises
+    InputError for a class that only untrusted code has. notes: takes a remark on an unknown architecture."""
     names = source.config.get("architectures") or []
     own = {task: code for task, code in source.code.items() if task.startswith("AutoModel")}
-    # Several tasks may have a class each; the weights are those of the architecture that is named.
+    # Each task may have its own class; the weights fit the architecture that the configuration names.
     task = next((task for task, code in own.items() if code.rpartition(".")[2] in names[:1]), None)
     if source.trusted and own:
         usual = AutoModelForCausalLM.__name__
@@ -75,14 +75,14 @@ def _model_class(source: Source, notes: list[str] | None) -> Any:
 
 
 def main_input(source: Source | None, model: nn.Module | None) -> str | None:
-    """The name of a model's first input, like input_ids or pixel_values; None for one that is not transformers'."""
+    """The name of a model's main input, like input_ids or pixel_values; None for a model that is not transformers'."""
     return getattr(model if source is None else _model_class(source, None), "main_input_name", None)
 
 
 def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str] | None = None) -> nn.Module:
-    """The model of an uncompressed checkpoint, in its own dtype unless given; on CPU the weights stay mapped files.
+    """The model of an uncompressed checkpoint, by default in its own dtype; on CPU the weights stay mapped files.
 
-    notes: takes what the person should know about the checkpoint.
+    notes: takes remarks on the checkpoint for the person. Raises InputError for a quantized one.
     """
     check_dense(source)
     read_config(source)
@@ -92,18 +92,18 @@ def load_dense(source: Source, dtype: torch.dtype | None = None, notes: list[str
 def from_pretrained(
     source: Source, path: str | None, notes: list[str] | None = None, strict: bool = False, **arguments: Any
 ) -> nn.Module:
-    """Load with transformers. Raises CheckpointError for what does not fit; `notes` takes what was left out.
+    """Load with transformers. Raises CheckpointError for missing tensors and wrong shapes.
 
-    strict: tensors that the model has no place for are an error, too.
+    notes: takes remarks on tensors that were left out. strict: tensors without a place in the model are an error, too.
     """
     empty = None
-    with suppress(CheckpointError):  # where transformers makes no model, it says below why
+    with suppress(CheckpointError):  # where transformers makes no model, the call below gives the reason
         empty = empty_model(source)
     if empty is not None:
         check_room(source, empty)
-    if path is not None and source.weights.of_variant:  # the very files that were found, whatever else lies there
+    if path is not None and source.weights.of_variant:  # load the files that were found, not others in the directory
         arguments["variant"] = VARIANT
-    if source.trusted and source.code:  # such a class does not find its configuration by itself
+    if source.trusted and source.code:  # a class of the model's own code does not find its configuration by itself
         arguments.setdefault("config", read_config(source))
     try:
         # Mismatched sizes are an error below, which names the tensor; transformers only prints a table.
@@ -120,7 +120,7 @@ def from_pretrained(
         raise CheckpointError(f"transformers cannot load {source.path}: {first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing and source.quantization is not None:
-        # compressed-tensors turns what a module does not store into what it does.
+        # compressed-tensors stores other tensors than its modules hold in memory.
         missing = sorted(set(missing) - unstored(source))
     if missing:
         raise CheckpointError(f"{source.path} lacks the tensor {missing[0]} ({len(missing)} missing in all)")
@@ -145,9 +145,9 @@ def from_pretrained(
 
 
 def empty_model(source: Source) -> nn.Module:
-    """The model that a checkpoint's configuration describes, on the meta device. Made once: callers only look at it.
+    """The model that a checkpoint's configuration describes, on the meta device. Made once: callers must not change it.
 
-    Raises CheckpointError where transformers makes none.
+    Raises CheckpointError where transformers cannot make it.
     """
     return source.once("empty model", lambda: _empty_model(source))
 
@@ -167,7 +167,7 @@ def _empty_model(source: Source) -> nn.Module:
 
 
 def unstored(source: Source) -> set[str]:
-    """Names of the model's buffers that are no part of a checkpoint."""
+    """Names of the model's buffers that checkpoints do not store."""
     modules = empty_model(source).named_modules()
     return {f"{name}.{buffer}" for name, module in modules for buffer in module._non_persistent_buffers_set}
 
@@ -178,7 +178,7 @@ def embeddings_of(source: Source) -> set[str]:
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights. Raises InputError where there is none."""
+    """The tokenizer of a checkpoint. Raises InputError where there is none."""
     try:
         return AutoTokenizer.from_pretrained(source.path, trust_remote_code=source.trusted)
     except Exception as error:  # noqa: BLE001 - one line for whatever transformers finds wrong
@@ -194,7 +194,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(source: Source | None) -> PreTrainedTokenizerBase:
-    """`load_tokenizer` of a model that was given by name. Raises InputError for one in memory (None), too."""
+    """The tokenizer of a model. Raises InputError where there is none, and for a model in memory (source None)."""
     if source is None:
         raise InputError("a model in memory has no tokenizer; give token ids [samples, length] instead of text")
     return load_tokenizer(source)

@@ -1,4 +1,4 @@
-"""A configuration beside the weight files: a model that these cannot fill is refused before memory is taken for it."""
+"""Compares a configuration with the weight files: refuses a model that is too large for them before it takes memory."""
 
 from math import prod
 
@@ -8,14 +8,14 @@ from compress.checkpoint.read.source import Source
 from compress.checkpoint.read.stored import stored_in
 from compress.errors import CheckpointError
 
-# What a model may have beyond the files before it is refused here: below that the loader, which takes memory for the
-# rest, names the tensor that is missing.
+# A model may have this many values beyond those of the files. Below that the loader, which takes memory for them, names
+# the missing tensor.
 SLACK_ELEMENTS = 2**26
 SLACK_FACTOR = 2
 
 
 def check_room(source: Source, empty: nn.Module) -> None:
-    """Raise CheckpointError where a model, which is on the meta device, is far larger than the weight files hold."""
+    """Raises CheckpointError for a model (on the meta device) of far more values than the weight files hold."""
     asked, held = elements_of(empty), elements_in(source)
     if asked <= SLACK_FACTOR * held + SLACK_ELEMENTS:
         return
@@ -26,12 +26,12 @@ def check_room(source: Source, empty: nn.Module) -> None:
 
 
 def elements_of(model: nn.Module) -> int:
-    """Values of a model's parameters and buffers, tied ones counted once."""
+    """The number of values in a model's parameters and buffers; tied ones count once."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def elements_in(source: Source) -> int:
-    """Values that the tensors of a checkpoint stand for: codes count as the weights that they are of."""
+    """The number of values in a checkpoint; a compressed layer counts with all its weights."""
     layers = [] if source.quantization is None else [*stored_in(source).layers.values()]
     parts = {name for stored in layers for name in stored.parts.values()}
     coded = sum(prod(stored.shape) for stored in layers if stored.shares is None)
@@ -39,7 +39,7 @@ def elements_in(source: Source) -> int:
 
 
 def _example(source: Source, empty: nn.Module) -> str:
-    """The first tensor that has another shape in the files, in words; nothing where there is none."""
+    """Words for the first tensor with another shape in the files; empty where there is none."""
     for name, tensor in empty.named_parameters():
         found = source.headers.get(name)
         if found is not None and found[0] != tuple(tensor.shape):

@@ -1,4 +1,4 @@
-"""Where a model comes from: a directory, a hub id, or `demo`; checked before work starts."""
+"""Finds a model (a directory, a hub id, or `demo`) and checks its files before work starts."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PICKLE = (
     "a file of PyTorch, which may run code when it is read; load it yourself and write the model with "
     "save_pretrained(DIR), or give it to compress.quantize in memory (Python)"
 )
-# {ending: what such a file is, and what to give instead}.
+# {ending: the kind of such a file, and the advice what to give instead}.
 FOREIGN = {
     ".gguf": "a GGUF file, most often of rounded weights; give the Hugging Face directory that it was made from",
     ".onnx": "an ONNX graph; give the Hugging Face directory that it was exported from",
@@ -31,10 +31,10 @@ SHOWN = 60  # characters of a name in a message
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint directory that has a readable configuration and all of its weight files.
+    """A checkpoint directory with a readable configuration and all of its weight files.
 
-    trusted: Python code that comes with it may be run. Never otherwise, whoever asks on standard input. known: what has
-    been made out about it so far, so that nothing is read twice (`once`).
+    trusted: Python code that comes with it may be run. Otherwise it never is, and no prompt asks for it. known: results
+    of `once`, so that nothing is read twice.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Source:
         return self.weights.headers
 
     def once(self, what: str, find: Callable[[], T]) -> T:
-        """What `find` finds, found once."""
+        """The result of `find`, which is called only the first time for each `what`."""
         if what not in self.known:
             self.known[what] = find()
         return cast(T, self.known[what])
@@ -78,7 +78,7 @@ class Source:
 
 
 def path_of(name: str, what: str) -> Path:
-    """A path that can be asked whether it exists. Raises InputError where the system refuses even that."""
+    """The path of a name. Raises InputError where the system cannot even look it up. what: names it in the message."""
     path = Path(name)
     try:
         path.exists()
@@ -115,12 +115,12 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
 
 
 def _file_kind(path: Path) -> str:
-    """The kind of a file that was given for a model, and what to give instead."""
+    """Words for a file that was given for a model: its kind, and what to give instead."""
     return FOREIGN.get(path.suffix.lower(), "a file; give the directory that holds its config.json")
 
 
 def _instead(path: Path) -> str:
-    """Advice for a directory that is no model, by the files of other tools in it."""
+    """Advice for a directory that is no model; it names a file of another tool in it, if there is one."""
     found = next((entry for entry in sorted(path.iterdir()) if entry.suffix.lower() in FOREIGN), None)
     if found is None:
         return "give a Hugging Face model directory, a hub id or 'demo'"
@@ -128,8 +128,8 @@ def _instead(path: Path) -> str:
 
 
 def _check_entries(path: Path) -> None:
-    """Refuse a model directory in which something waits to be read that is no file: transformers opens what it finds
-    by names of its own."""
+    """Raises CheckpointError for a model directory with an entry that is neither file nor folder: transformers opens
+    entries by names of its own. Raises InputError for one that cannot be listed."""
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
@@ -156,7 +156,7 @@ def _download(name: str) -> Path:
 
 
 def needs_code(source: Source, what: str, code: str) -> InputError:
-    """The refusal of a model whose `what` is Python code of its own."""
+    """The error for a model whose `what` is Python code of its own and is not trusted. code: `module.Class`."""
     return InputError(
         f"the {what} of {source.name} is Python code of its own ({code}), which is not run; read it, and if you trust "
         "it give --trust-remote-code (in Python trust_remote_code=True)"
@@ -169,7 +169,7 @@ def own_code(config: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind, code in auto_map.items() if isinstance(auto_map, Mapping) else ():
         names = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
-        found |= {kind: names[-1]} if names else {}  # of a tokenizer: a slow and a fast one
+        found |= {kind: names[-1]} if names else {}  # a tokenizer lists a slow and a fast class
     return found
 
 

@@ -1,4 +1,4 @@
-"""The compressed layers and caches of a checkpoint: found and checked from headers, read when they are asked for."""
+"""The compressed layers and caches of a checkpoint: found and checked from headers, read on demand."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ NOT_PACKED = ("I8", "F8_E4M3")
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A compressed layer of a checkpoint: [N, K] = shape, and its tensors and their dtypes by the names that
-    `Scheme.parts` uses.
+    """A compressed layer of a checkpoint. shape: (N, K). parts: {name in `Scheme.parts`: full name of the tensor};
+    dtypes: {name in `Scheme.parts`: stored dtype}.
 
-    shares: the layer whose int8 rows are this one's, too; it has scales of its own, which are the same.
+    shares: the layer whose int8 rows this one uses (a tied head); it stores scales of its own, with equal values.
     """
 
     scheme: Scheme
@@ -34,14 +34,14 @@ class StoredLayer:
     shares: str | None = None
 
     def read(self, source: Source) -> dict[str, Tensor]:
-        """Its tensors."""
+        """{name in `Scheme.parts`: tensor} of the layer."""
         return {part: source.weights.tensor(name) for part, name in self.parts.items()}
 
 
 @dataclass(frozen=True)
 class StoredCaches:
-    """The key-value caches of a checkpoint: their scheme, and of each attention with scales of its own the names of
-    their tensors and the shape of each, by the names that the attention has for them."""
+    """The key-value caches of a checkpoint: their scheme, and the scales {attention: {name in the attention: (full name
+    of the tensor, its shape)}}; empty where scales are fitted to every token."""
 
     scheme: CacheScheme
     scales: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]]
@@ -49,17 +49,17 @@ class StoredCaches:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint holds compressed."""
+    """The compressed layers and caches of a checkpoint."""
 
     layers: Mapping[str, StoredLayer]
     caches: StoredCaches | None
 
 
 def stored_in(source: Source) -> Stored:
-    """What a checkpoint holds compressed, every tensor's shape and dtype checked from headers alone, once.
+    """The compressed layers and caches of a checkpoint. Shapes and dtypes are checked from headers alone, once.
 
-    Raises CheckpointError that names the tensor which is missing, superfluous or of the wrong shape, or the layer
-    whose scheme cannot be read.
+    Raises CheckpointError, which names a tensor that is missing, superfluous or of the wrong shape, or a layer whose
+    scheme cannot be read.
     """
     return source.once("stored", lambda: Stored(_layers(source), _caches(source)))
 
@@ -72,7 +72,7 @@ def _layers(source: Source) -> dict[str, StoredLayer]:
         if layer in held:
             held[layer][part] = name
     layers: dict[str, StoredLayer] = {}
-    # Last, those without codes of their own.
+    # Layers without codes of their own come last.
     for layer, parts in sorted(held.items(), key=lambda item: not {"weight", "weight_packed"} & set(item[1])):
         scheme = schemes[layer]
         if isinstance(scheme.terms[0], Int8Table) and "weight" not in parts:
@@ -89,7 +89,7 @@ def _dtypes(source: Source, parts: Mapping[str, str]) -> dict[str, torch.dtype]:
 
 
 def _schemes(source: Source) -> dict[str, Scheme]:
-    """{layer: scheme}, from the words of the configuration and the names of the tensors."""
+    """{layer: scheme}, from the configuration and the names of the tensors. Raises CheckpointError."""
     found = source.headers
     names = {name.rpartition(".")[0] for name in found if name.rpartition(".")[2] in OWN_PARTS}
     names |= {
@@ -131,7 +131,7 @@ def _schemes(source: Source) -> dict[str, Scheme]:
 
 
 def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str]) -> tuple[int, int]:
-    """(N, K) of a layer, all of whose tensors are as its scheme says."""
+    """(N, K) of a layer, once its tensors are checked against its scheme. Raises CheckpointError."""
     found = source.headers
     strange = next((name for name in parts.values() if found[name][1] not in DTYPES), None)
     if strange is not None:
@@ -154,8 +154,8 @@ def _shape(source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str])
 
 
 def _caches(source: Source) -> StoredCaches | None:
-    """How a checkpoint keeps keys and values; None where it says nothing. Raises CheckpointError that names the tensor
-    which is missing or of the wrong shape."""
+    """The key-value caches of a checkpoint; None where its configuration has no entry for them. Raises CheckpointError,
+    which names a tensor that is missing or of the wrong shape."""
     entry = (source.quantization or {}).get("kv_cache_scheme")
     if not entry:
         return None
@@ -182,7 +182,8 @@ def _caches(source: Source) -> StoredCaches | None:
 def _sharing(
     source: Source, layer: str, scheme: Scheme, parts: Mapping[str, str], layers: Mapping[str, StoredLayer]
 ) -> StoredLayer:
-    """A layer that has scales and no codes: those of the layer with the very same scales (a tied head)."""
+    """The entry of a layer with scales and no codes (a tied head): it shares the codes of the layer with equal scales.
+    Raises CheckpointError where there is no such layer."""
     own = {part: name for part, name in parts.items() if part != "bias"}
     scales = source.weights.tensors(own.values())
     for other, stored in layers.items():
@@ -195,15 +196,15 @@ def _sharing(
 
 
 def weight_of(source: Source, layer: str, dtype: torch.dtype | None = None) -> Weight:
-    """The weight of a compressed layer, in a model of this dtype where one is given (`widened`). Raises CheckpointError
-    that names the tensor at fault."""
+    """The weight of a compressed layer. dtype: of the model that it is for (`widened`). Raises CheckpointError, which
+    names the tensor at fault."""
     stored = stored_in(source).layers[layer]
     return read_weight(layer, stored.scheme, widened(stored.read(source), dtype), stored.shape)
 
 
 def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a layer in a model of this dtype (None: of the stored one), wide enough for either: its values are
-    not rounded to the stored dtype before they have that of the model."""
+    """The tensors of a layer, with floats widened to hold both the stored dtype and that of the model (None: as
+    stored). Values are then rounded once, to the model's dtype, and not to the stored one before."""
     if dtype is None:
         return dict(parts)
     floats = {name: torch.promote_types(part.dtype, dtype) for name, part in parts.items() if part.dtype in FLOATS}
@@ -211,7 +212,7 @@ def widened(parts: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str,
 
 
 def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Weight:
-    """The weight that a layer's tensors stand for. Raises CheckpointError that names the tensor at fault."""
+    """The weight of a layer from its tensors. Raises CheckpointError, which names the tensor at fault."""
     try:
         return scheme.read(parts, *shape)
     except CheckpointError as error:
@@ -221,8 +222,8 @@ def read_weight(layer: str, scheme: Scheme, parts: Mapping[str, Tensor], shape: 
 def read_tensors(
     source: Source, without: Container[str] = (), dtype: torch.dtype | None = None
 ) -> dict[str, Tensor | Weight]:
-    """Every tensor of a checkpoint; compressed layers as `<layer>.weight` -> Weight (`weight_of`), but some that are
-    left out."""
+    """{name: tensor} of a whole checkpoint, with compressed layers as `<layer>.weight`: Weight (`weight_of`). without:
+    compressed layers to leave out."""
     layers = stored_in(source).layers
     compressed = {name for stored in layers.values() for name in stored.parts.values()}
     result: dict[str, Tensor | Weight] = {}

@@ -1,4 +1,4 @@
-"""The weight files of a directory, each opened once: which tensors they hold, and the tensors."""
+"""The weight files of a directory, each opened once: names, headers and values of their tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -34,7 +34,8 @@ DTYPES = {
 
 
 class WeightFiles(Mapping[str, Path]):
-    """{tensor: file}, all of them complete. Files stay open, mapped, as long as this does, and are never opened again.
+    """{tensor: file} of complete weight files. Files stay open and mapped for the life of this object, and are opened
+    once. Raises CheckpointError for a damaged file.
 
     headers: {tensor: (shape, safetensors' name of its dtype)}.
     """
@@ -63,11 +64,11 @@ class WeightFiles(Mapping[str, Path]):
         return len(self._holders)
 
     def __deepcopy__(self, memo: Any) -> "WeightFiles":
-        return self  # what configurations of transformers carry is copied with them; open files are what they are
+        return self  # transformers copies configurations with everything they carry; open files cannot be copied
 
     @property
     def of_variant(self) -> bool:
-        """Whether these are weights in our own words (`files.VARIANT`)."""
+        """True for weight files of our own variant (`files.VARIANT`)."""
         return all(path.name.startswith(OWN_WHOLE.removesuffix(".safetensors")) for path in self._open)
 
     @property
@@ -76,7 +77,7 @@ class WeightFiles(Mapping[str, Path]):
         return sorted(self._open)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor; its values are read when they are looked at."""
+        """One tensor, mapped: its values are read on first access."""
         return self._open[self._holders[name]].get_tensor(name)
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -85,10 +86,10 @@ class WeightFiles(Mapping[str, Path]):
 
 
 def weight_files(path: Path) -> WeightFiles:
-    """The weight files of a directory: those that its index names, or else all. Raises CheckpointError that names what
-    is missing or damaged."""
+    """The weight files of a directory: those that its index names, or else all. Raises CheckpointError, which names a
+    missing or damaged file or tensor."""
     weight_map: Mapping[str, str] = {}
-    # In the order of transformers, what a variant asks for last: `save_pretrained` writes the plain names beside it.
+    # The order of transformers. Names of the variant come last: `save_pretrained` writes plain names beside them.
     names = next((n for n in (INDEX, WHOLE, OWN_INDEX, OWN_WHOLE) if (path / n).exists()), None)
     named_by = path / (names if names in (INDEX, OWN_INDEX) else INDEX)
     if names in (INDEX, OWN_INDEX):
@@ -104,7 +105,7 @@ def weight_files(path: Path) -> WeightFiles:
                 )
         files = sorted({path / file for file in weight_map.values()})
     else:
-        # What transformers reads; otherwise whatever there is.
+        # The file that transformers reads; otherwise all files.
         files = sorted(path.glob("*.safetensors")) if names is None else [path / names]
     if not files:
         raise CheckpointError(f"{path} holds no .safetensors weights; convert the model with save_pretrained first")

@@ -1,1 +1,1 @@
-"""Writing a checkpoint block by block, with its record."""
+"""Writes a checkpoint block by block, with its record."""

@@ -1,7 +1,7 @@
-"""Files that are put into the output of a run when it is there already: what was found out about it since.
+"""Adds files to the finished output of a run: later findings about it.
 
-The record names them like those of the run itself, so that they go with the directory when it is replaced. What a
-person has put there is never touched unless that is asked for.
+The record names them like the files of the run itself, so that they are replaced with the directory. A person's own
+files are not touched unless `overwrite` is given.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from compress.errors import InputError
 
 
 def check_beside(directory: Path, names: list[str], overwrite: bool = False) -> None:
-    """Raises InputError for a directory that no run wrote, and for files of these names that are somebody's own."""
+    """Raises InputError for a directory that no run wrote, and for existing files of these names that are not ours."""
     if not is_checkpoint(directory):
         raise InputError(f"{directory} is not what a run wrote: its {RECORD} is missing or another's")
     own = own_files(directory)
@@ -27,10 +27,10 @@ def check_beside(directory: Path, names: list[str], overwrite: bool = False) -> 
 
 
 def put_beside(directory: Path, content: dict[str, str], overwrite: bool = False) -> None:
-    """Write files into the output of a run. Raises InputError as `check_beside` does, and where nothing can be written.
+    """Write files into the output of a run. Raises InputError as `check_beside` does, and where writing fails.
 
-    The record is written first, and once more at the end: were this stopped in between, it would name a file that is
-    not there, or hold one for right as it was or as it will be, which harms nothing.
+    The record is written first, with the old and the new checksum of each file, and again at the end, with the new one.
+    A process that is stopped in between leaves a record that accepts both contents, or names a missing file: harmless.
     """
     check_beside(directory, list(content), overwrite)
     own = own_files(directory)

@@ -1,19 +1,19 @@
-"""How much of a model is compressed: of its parameters and of its bytes, not only of the layers that are."""
+"""Coverage: the share of a whole model's parameters and bytes that is compressed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-SMALL = 0.5  # below this share a person is warned
+SMALL = 0.5  # warn below this share
 OTHERS = "norms and biases"
 TRAINED = "trained, stored dense"
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Parameters and bytes of a model as it was, those of the weights that are compressed, and {why: parameters} of the
-    others, most first. What several modules share counts once."""
+    """Parameters and bytes of the original model, in all and in its compressed weights. rest: {reason: parameters that
+    are not compressed}, largest first. Shared parameters count once."""
 
     parameters: int
     bytes: int
@@ -23,12 +23,12 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Of the parameters, 0 to 1."""
+        """The share of parameters that are compressed, 0 to 1."""
         return self.compressed_parameters / max(self.parameters, 1)
 
     @property
     def share_of_bytes(self) -> float:
-        """Of the bytes, 0 to 1."""
+        """The share of bytes that are compressed, 0 to 1."""
         return self.compressed_bytes / max(self.bytes, 1)
 
     def __str__(self) -> str:
@@ -37,13 +37,13 @@ class Coverage:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent, or in tenths where it is small."""
+    """A share as text, in whole percent, or in tenths of a percent below 10 %."""
     return f"{share:.0%}" if share >= 0.1 or not share else f"{share:.1%}"
 
 
 def count(sizes: Mapping[str, tuple[int, int]], compressed: Collection[str], reasons: Mapping[str, str]) -> Coverage:
-    """From (elements, bytes) of every parameter by name, the layers that are compressed, and why others are not: by the
-    name of a layer (its weight) or of a parameter."""
+    """The coverage of a model. sizes: {parameter: (elements, bytes)}; compressed: names of layers; reasons: {layer or
+    parameter: the reason why it is not compressed}."""
     weights = {f"{layer}.weight" for layer in compressed}
     rest: dict[str, int] = {}
     for name, (elements, _) in sizes.items():
@@ -68,23 +68,25 @@ def achieved(
     reasons: Mapping[str, str],
     trained: Collection[str] = (),
 ) -> Coverage:
-    """Of a model as it was, or as large: its compressed layers, those `dense` that have no format and are stored with
-    compressed values, and why others were left alone. trained: layers that are dense, too, with values that training
-    alone has changed."""
+    """The coverage that a run has reached. model: the original, or one of the same size. compressed: layers; dense:
+    those of them that are stored dense, with compressed values, for lack of a format. reasons: {layer: the reason why
+    it was left alone}. trained: dense layers that only training has changed."""
     sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
     kinds = {name: TRAINED if name in trained else _dense_kind(model.get_submodule(name)) for name in dense}
     return count(sizes, set(compressed) - set(dense), {**reasons, **kinds})
 
 
 def _dense_kind(module: nn.Module) -> str:
-    """The words for compressed layers that are stored dense: a Linear is, where it is only pruned."""
+    """Words for a compressed layer that is stored dense. A Linear is stored so only when it is pruned and not
+    rounded."""
     if isinstance(module, nn.Linear):
         return "pruned, stored dense"
     return f"{type(module).__name__} of compressed values, stored dense"
 
 
 def remark(found: Coverage) -> str | None:
-    """What to say before the work where most of a model stays as it is, beside what stays so unless it is asked for."""
+    """A warning, before the work, when most of the model would stay uncompressed; None otherwise. Embeddings and the
+    output head, which stay so by default, are not counted."""
     inside = found.parameters - sum(found.rest.get(why, 0) for why in ("embedding", "output head"))
     little = found.compressed_parameters < SMALL * inside
     return f"little of the model will be compressed: {found}" if little else None

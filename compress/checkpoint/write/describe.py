@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its configuration, and the `quantization_config` in it."""
+"""Makes the configuration of a checkpoint, and the `quantization_config` in it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from compress.weights.scheme import Scheme
 def configuration(
     model: Any, source: Source | None, changed: Mapping[str, Sequence[Any]] | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """A model's configuration (None for one that has none), and {file: content} of what goes beside it.
+    """(A model's configuration, or None; {file: content} of files to write with it).
 
-    source: where the model was read, with its files beside it; None for one that was given in memory. changed: {key:
-    (before, after)} of what the run has changed in the configuration.
+    source: of the model; None for one in memory. changed: {key: (before, after)} of the run's changes to the
+    configuration.
     """
     config: dict[str, Any] | None = None
     companions: dict[str, str] = {}
@@ -45,9 +45,9 @@ def configuration(
 def restated(
     written: Mapping[str, Any], config: PretrainedConfig, changed: Mapping[str, Sequence[Any]]
 ) -> dict[str, Any]:
-    """config.json with what has changed, so that it is read as this configuration: what a file left out, because it
-    followed from other numbers (the size of a head), is said where it follows no longer. Raises CompressError for a
-    class that reads it otherwise."""
+    """config.json with the changes, so that reading it gives this configuration. Numbers that the file left out because
+    they followed from others (the size of a head) are written where they follow no longer. Raises CompressError for a
+    class that reads the result otherwise."""
     found = dict(written)
     wanted = json.loads(config.to_json_string(use_diff=False))
     for key, (before, after) in changed.items():
@@ -55,10 +55,10 @@ def restated(
         found[key] = _merged(found[key], before, after) if inside else after
     for other, own in getattr(config, "attribute_map", {}).items():
         if own in changed:
-            found.pop(other, None)  # another name for it, which the file may have had
+            found.pop(other, None)  # another name of the same key, which the file may use
     try:
         read = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
-    except Exception:  # noqa: BLE001 - it may lack a number that followed from those that have changed
+    except Exception:  # noqa: BLE001 - a number may be missing that followed from changed ones
         read = {}
     found |= {key: value for key, value in wanted.items() if key not in OF_WRITING and read.get(key) != value}
     again = json.loads(type(config).from_dict(dict(found)).to_json_string(use_diff=False))
@@ -71,7 +71,7 @@ OF_WRITING = ("transformers_version", "dtype", "_name_or_path", "architectures",
 
 
 def _merged(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration inside another one, with what has changed in it."""
+    """A nested configuration with its changed values."""
     return {**written, **{key: value for key, value in after.items() if before.get(key) != value}}
 
 
@@ -81,9 +81,9 @@ def quantization_config(
     tables: Sequence[Table] = (),
     cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `quantization_config` for layers with their schemes, some of them `tables`, and the entry of the caches: in
-    the words of compressed-tensors, or in our own where it lacks one."""
-    # What shares int8 rows is targeted, too: its weight is decompressed under its own name.
+    """The `quantization_config` of layers with these schemes: in the words of compressed-tensors, or in our own where
+    it cannot express a scheme. tables: those of the layers that are token tables; cache: the entry of the caches."""
+    # Modules that share int8 rows are targets, too: their weights are decompressed under their own names.
     shared = {n: layers[t.name] for t in tables if isinstance(layers[t.name].codes, Int8Table) for n in t.shared}
     layers = {**layers, **shared}
     ours = any(why_not(scheme) for scheme in layers.values())

@@ -1,18 +1,18 @@
-"""The directory that a run is to fill, the one in which it works, and whose they are.
+"""The output directory of a run, the directory in which it works, and the rules of their ownership.
 
-    OUT             appears in one step when it is complete, and holds then what its record names and nothing else
-    OUT.partial/    of the run that works, or was stopped
-      lock            held by the live process; the kernel lets go of it when the process dies
-      progress.json   what is safely on disk (`compress.checkpoint.write.journal`)
-      expected.json   names of files in model/ that no checkpoint has, of an export (`compress.checkpoint.leftovers`)
-      blocks/         finished blocks, and what is needed to go on
+    OUT             appears in one step when it is complete; holds the files that its record names and nothing else
+    OUT.partial/    of a run that works or was stopped
+      lock            held by the live process; the kernel releases it when the process dies
+      progress.json   the journal of what is on disk (`compress.checkpoint.write.journal`)
+      expected.json   names of unusual files in model/, of an export (`compress.checkpoint.leftovers`)
+      blocks/         finished blocks, and the data to continue after them
       training/       checkpoints of a run that trains
       model/          the checkpoint as it will be; renamed to OUT at the end
       replaced/       for a moment: the former OUT, which --overwrite replaces
 
-A directory is known as a run's own by the content of its record, never by its name, and only files that the record
-names are ever removed with it. Whenever a run is killed, OUT is absent, the former one, or complete: the next run puts
-back a former OUT that was set aside, and clears up after one that was finished.
+A directory is recognised as a run's own by the content of its record, never by its name, and only files that the record
+names are removed with it. Whenever a run is killed, OUT is absent, the former one, or complete: the next run restores a
+former OUT that was set aside, and cleans up after a finished one.
 """
 
 import fcntl
@@ -38,12 +38,12 @@ from compress.system.comm import Comm
 from compress.system.reading import LOOP, special
 
 LOCK, REPLACED = "lock", "replaced"
-ATTEMPTS = 10  # at a lock whose file was removed by its former holder just now
+ATTEMPTS = 10  # to take a lock whose file its former holder keeps removing
 SHOWN = 200  # characters of a command
 
 
 class Directory:
-    """OUT and OUT.partial. One process works with it; the others of a sharded run only know its names."""
+    """OUT and OUT.partial. One process works with them; the other ranks of a sharded run only know their names."""
 
     def __init__(self, output: Path) -> None:
         # Absolute: a program may change its directory while it runs.
@@ -56,9 +56,9 @@ class Directory:
         self._made: list[Path] = []
 
     def claim(self, *, resume: bool, overwrite: bool) -> None:
-        """Become the one run that works here, and drop what an earlier one left unless it is to be resumed.
+        """Become the only run that works here. Drop the leftovers of an earlier run unless it is to be resumed.
 
-        Raises InputError, having changed nothing, where another run is at work, and for what is in the way.
+        Raises InputError, having changed nothing, where another run is at work, and for files in the way.
         """
         self._refuse_strangers()
         if not self.partial.exists():
@@ -79,8 +79,8 @@ class Directory:
             raise
 
     def release(self) -> None:
-        """Let go of the directory. What a run leaves that finished no block is removed: there is nothing to go on
-        with. Does nothing where it is not held, and hides no error of the run behind one of its own."""
+        """Release the directory. Leftovers of a run that finished no block are removed, since there is nothing to
+        resume. Does nothing where the directory is not held; errors while removing do not hide an error of the run."""
         if self._lock is None:
             return
         try:
@@ -91,11 +91,11 @@ class Directory:
         finally:
             self._unlock()
         for path in [self.partial, *self._made] if nothing else ():
-            with suppress(OSError):  # the next run has come in already, or it is another's
+            with suppress(OSError):  # not empty: the next run has begun, or it holds other files
                 path.rmdir()
 
     def take_name(self, overwrite: bool) -> None:
-        """Make model/ the output, which may have come into being while the run worked. Raises InputError then."""
+        """Rename model/ to the output. Raises InputError where something took that name while the run worked."""
         self._refuse_output(overwrite)
         if self.output.exists():
             self.output.rename(self.replaced)
@@ -104,11 +104,11 @@ class Directory:
         except BaseException:
             self._recover()
             raise
-        with suppress(OSError):  # the output is there: what is left is removed by the next run
+        with suppress(OSError):  # the output exists; the next run removes the rest
             self._recover()
 
     def _recover(self) -> None:
-        """After a run that named its output, or was killed while it did: the former output or the new one, whole."""
+        """Clean up after a run that renamed its output, or was killed meanwhile: the former or the new output stays."""
         if self.replaced.exists() and not self.output.exists():
             self.replaced.rename(self.output)
         elif self.replaced.exists() and self.model.exists():
@@ -121,22 +121,22 @@ class Directory:
             self._clear()
 
     def finished(self) -> int:
-        """How many finished blocks a run can go on from."""
+        """The number of finished blocks that a run can resume from."""
         try:
             journal = Journal.read(self.progress) if self.progress.exists() else Journal()
-        except CheckpointError:  # whatever is in it, it is not dropped
+        except CheckpointError:  # a journal that cannot be read is not dropped
             return 1
         return 0 if journal.complete and not self.model.exists() else len(journal.blocks)
 
     def trained(self) -> bool:
-        """Whether there is a checkpoint of training that a run can go on from."""
+        """True where there is a checkpoint of training that a run can resume from."""
         done = self.progress.exists() and Journal.read(self.progress).complete and not self.model.exists()
         return not done and any(
             self.training.glob("*/step-*[0-9]")
         )  # not those that are unfinished (`train.loop.saved`)
 
     def _clear(self) -> None:
-        """Remove what runs leave here, but the lock. First the journal: a part of what it names is no run."""
+        """Remove all leftovers of runs except the lock. The journal goes first: without all its files it is useless."""
         for path in self.partial.iterdir():
             if path.name.startswith((PROGRESS, f".{PROGRESS}.")):
                 path.unlink()
@@ -165,7 +165,7 @@ class Directory:
             )
 
     def _refuse_strangers(self) -> None:
-        """Refuse a directory in the way of OUT.partial that no run left, or into which somebody put something."""
+        """Raises InputError for an OUT.partial that no run left, or into which somebody else put a file."""
         if self.partial.is_symlink() or (self.partial.exists() and not self.partial.is_dir()):
             raise InputError(f"{self.partial} is in the way; move it or choose another output")
         if not self.partial.exists():
@@ -222,13 +222,13 @@ class Directory:
     def _unlock(self) -> None:
         assert self._lock is not None
         (self.partial / LOCK).unlink(missing_ok=True)
-        with suppress(OSError):  # what it says of the holder did not fit on the disk
+        with suppress(OSError):  # the words about the holder did not fit on the disk
             self._lock.close()
         self._lock = None
 
 
 def _is_own(path: Path) -> bool:
-    """Whether something in OUT.partial has a name and a kind that runs give."""
+    """True for an entry of OUT.partial with a name and a kind that runs create."""
     kind = path.stat(follow_symlinks=False).st_mode
     if path.name in (BLOCKS, MODEL, REPLACED, TRAINING):
         return stat.S_ISDIR(kind)
@@ -236,7 +236,9 @@ def _is_own(path: Path) -> bool:
 
 
 def holder_of(lock: Path) -> dict[str, Any] | None:
-    """Who wrote a lock: {process, host, since, command}; {} where nobody has yet; None for what is no lock."""
+    """The holder of a lock: {process, host, since, command}; {} for an empty lock file; None for a file that is no
+    lock.
+    """
     try:
         text = lock.read_text(encoding="utf-8")
         found = json.loads(text) if text else {"compress": "lock"}
@@ -256,7 +258,7 @@ def _described(holder: dict[str, Any] | None) -> str:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether a directory is the output of a run, by what its record says."""
+    """True for a directory whose record shows that it is the output of a run."""
     try:
         record = read_record(directory)
     except CheckpointError:
@@ -265,21 +267,21 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def own_files(directory: Path) -> list[str]:
-    """The files of a run's output beside its record."""
+    """The files of a run's output, without its record."""
     names: list[str] | None = read_record(directory).get("files")
     if names is not None:
         return names
-    index = directory / INDEX  # records did not always name the files
+    index = directory / INDEX  # records of earlier versions do not name the files
     weights = read_json(index)["weight_map"].values() if index.exists() else ()
     known = [pattern for pattern in COMPANIONS if pattern != "*.py"]
     return [INDEX, "config.json", *weights, *(p.name for pattern in known for p in directory.glob(pattern))]
 
 
 def stranger_in(directory: Path) -> Path | None:
-    """Something in the output of a run that the run did not write; None where there is nothing."""
+    """The first entry in the output of a run that the run did not write; None where there is none."""
     own = {RECORD, *own_files(directory)}
     found = sorted(directory.iterdir())
-    # A process that was killed while it replaced one of our files has left a scratch file of that name.
+    # A process that was killed while it replaced one of our files has left a scratch file for that name.
     ours = (p for p in found if (p.name in own or becomes(p.name) in own) and p.is_file() and not p.is_symlink())
     return next(iter(sorted({*found} - {*ours})), None)
 
@@ -288,7 +290,11 @@ def stranger_in(directory: Path) -> Path | None:
 def claimed(
     output: str | Path | None, comm: Comm, *, resume: bool, overwrite: bool, model: Path | None = None
 ) -> Iterator[Directory | None]:
-    """Within: this run, and no other, works on the output (None: there is none). model: what it reads. A collective."""
+    """Claims the output for this run alone while the body runs; yields its directory, or None where output is None.
+
+    model: the path that the run reads, which must lie elsewhere. Raises InputError as `Directory.claim` does. When the
+    body is stopped, a note on the exception says what can be resumed. A collective.
+    """
     if output is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""From the blocks of a run to one checkpoint: weight files, copied byte by byte, and everything beside them."""
+"""Joins the blocks of a run to one checkpoint: copies them byte by byte to weight files and writes all other files."""
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ from compress.checkpoint.write.together import Together
 from compress.errors import CheckpointError
 from compress.weights.own_words import is_own
 
-# For who finds the folder and asks transformers alone, which says that there is no model.safetensors in it.
+# For a person who loads the folder with transformers alone, whose error names only a missing model.safetensors.
 LOADING = f"""# Loading this model
 
 Its weights are in formats of compress (`{OWN_WHOLE}`), which transformers does not know by itself: without
@@ -45,16 +45,16 @@ checkpoint, without the saving.
 
 
 class Assembly:
-    """Puts the tensors of all blocks together, each rank some of the files; what is copied is noted in the journal, so
-    that a run that is stopped meanwhile goes on behind it."""
+    """Joins the tensors of all blocks to weight files; each rank writes some of the files. The journal records copied
+    tensors, so that a stopped run continues after them."""
 
     def __init__(self, place: Directory, journal: Journal, together: Together) -> None:
         self.place, self.journal, self.together = place, journal, together
         self.comm = together.comm
 
     def weight_files(self, whole: str) -> dict[str, str]:
-        """Write the weight files, or one called `whole`; returns {tensor: file}. A file of a block goes when all of it
-        is copied: it takes little more room than the checkpoint."""
+        """Write the weight files, or a single one called `whole`; returns {tensor: file}. The file of a block is
+        removed once all of it is copied, so that little more room than that of the checkpoint is needed."""
         sums = self.journal.checksums
         held = {piece.name: piece for piece in self.together("blocks", lambda: list(self._pieces()))}
         if lost := sorted(sums.keys() - held.keys()):
@@ -71,7 +71,7 @@ class Assembly:
         return {piece.name: file for file, pieces in plan.items() for piece in pieces}
 
     def bytes_in(self, weight_map: Mapping[str, str]) -> int:
-        """Bytes of the tensors of weight files that are written."""
+        """The bytes of the tensors in the written weight files."""
         files = sorted({self.place.model / file for file in weight_map.values()})
         return self.together("model", lambda: bytes_of(WeightFiles(files).headers.items()))
 
@@ -80,13 +80,13 @@ class Assembly:
             write_shard(self.place.model / file, pieces, sums)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Every tensor of the checkpoint where it lies now."""
+        """Every tensor of the checkpoint, in the file that holds it now."""
         paths = {self.path(file, name) for file, sums in self.journal.files.items() for name in sums}
         wanted = self.journal.checksums
         yield from (piece for path in sorted(paths) for piece in pieces_of(path) if piece.name in wanted)
 
     def path(self, file: str, tensor: str) -> Path:
-        """Where a tensor lies that was written to `file` of a block."""
+        """The path of the file that now holds a tensor which was written to `file` of a block."""
         moved = self.journal.moved.get(tensor)
         return self.place.blocks / file if moved is None else self.place.model / moved
 
@@ -104,8 +104,8 @@ def write_beside(
     extra_files: Mapping[str, str],
     record: Mapping[str, Any],
 ) -> None:
-    """Write everything beside the weights into `model`, and leave nothing else there. companions: the directory whose
-    tokenizer and the like belong to it."""
+    """Write all files except the weights into `model`, and remove leftovers there. companions: the directory from which
+    the tokenizer and the like are copied."""
     own = is_own((config or {}).get("quantization_config"))
     extra_files = {**({"README.md": LOADING} if own else {}), **extra_files}
     names = {*weight_map.values(), *extra_files}
@@ -122,8 +122,8 @@ def write_beside(
 
 
 def write_index(model: Path, weight_map: Mapping[str, str], index: str) -> bool:
-    """Write the file that says which tensor is in which weight file; returns False, having written nothing, where there
-    is at most one of those."""
+    """Write the index, which maps tensors to weight files. Returns False, having written nothing, where there is at
+    most one weight file."""
     weights = sorted(set(weight_map.values()))
     if len(weights) <= 1:
         return False
@@ -133,7 +133,7 @@ def write_index(model: Path, weight_map: Mapping[str, str], index: str) -> bool:
 
 
 def copy_companions(model: Path, source: Path, patterns: Iterable[str], but: Container[str]) -> set[str]:
-    """Copy the files of a source that match a pattern, but for some names; returns their names."""
+    """Copy the files of a source that match a pattern, except the names in `but`. Returns the names copied."""
     found = {path.name: path for pattern in patterns for path in sorted(source.glob(pattern)) if path.is_file()}
     for name, path in found.items():
         if name not in but:
@@ -142,7 +142,8 @@ def copy_companions(model: Path, source: Path, patterns: Iterable[str], but: Con
 
 
 def seal(model: Path, names: Collection[str], record: Mapping[str, Any]) -> None:
-    """Write the record of an output all of whose files are in `model`, and leave nothing else there."""
+    """Write the record of an output whose files are all in `model`, and remove leftovers there. Raises CheckpointError
+    for a file there that no run left."""
     write_record(model, {**record, "files": sorted(names)})
     for path in sorted(model.iterdir()):
         if path.name in {RECORD, *names}:

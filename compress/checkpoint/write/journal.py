@@ -1,7 +1,8 @@
-"""What an unfinished run has safely on disk: `OUT.partial/progress.json`, whole after every block.
+"""The journal of an unfinished run: `OUT.partial/progress.json`, complete after every block.
 
-It names the files of each block with the SHA-256 of each tensor in them, and what else a run needs in order to go on
-behind a block without computing it again. `moved` says which tensors lie in the weight files of the checkpoint already.
+It names the files of each block with the SHA-256 of each tensor in them, and holds everything else that a run needs in
+order to continue after a block without computing it again. `moved` names the tensors that are already in the weight
+files of the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ class Block(TypedDict):
 
 
 class Content(TypedDict):
-    """What the file holds."""
+    """The content of the file."""
 
     compress: str
     format: int
@@ -57,9 +58,12 @@ class Content(TypedDict):
 
 @dataclass
 class Journal:
-    """identity: fingerprint of what is run ('' before it is known). blocks: {block: a `Block` as JSON has it}, in the
-    order in which they were finished. rest: the files of what lies outside the blocks, once it is written. moved:
-    {tensor: weight file}. complete: nothing is left to do but to name the directory."""
+    """The journal of a run.
+
+    identity: fingerprint of the run ('' before it is known). blocks: {block: the JSON of a `Block`}, in the order in
+    which they were finished. rest: the files of tensors outside the blocks, once written. moved: {tensor: weight file}.
+    complete: only renaming the directory is left to do.
+    """
 
     identity: str = ""
     blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,7 +73,8 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> "Journal":
-        """Raises CheckpointError, naming the key, for a file that is not one, or not one of this version."""
+        """The journal in a file. Raises CheckpointError, which names the key, for a file that is no journal, or one of
+        another version."""
         found = read_json(path)
         if not isinstance(found, dict) or found.get("compress") != KIND:
             raise CheckpointError(f"{path} is no record of an unfinished run; move {path.parent} away")
@@ -87,7 +92,7 @@ class Journal:
 
     @property
     def files(self) -> Mapping[str, Mapping[str, str]]:
-        """{file: {tensor: SHA-256}} of everything that was written."""
+        """{file: {tensor: SHA-256}} of all tensors written."""
         entries = [entry["files"] for entry in self.blocks.values()]
         if self.rest is not None:
             entries.append(self.rest)
@@ -95,7 +100,7 @@ class Journal:
 
     @property
     def checksums(self) -> dict[str, str]:
-        """{tensor: SHA-256} of everything that was written, block after block, by name inside one."""
+        """{tensor: SHA-256} of all tensors written, block after block, sorted by name inside each block."""
         found: dict[str, str] = {}
         for files in [*(entry["files"] for entry in self.blocks.values()), self.rest or {}]:
             tensors = {name: digest for sums in files.values() for name, digest in sums.items()}

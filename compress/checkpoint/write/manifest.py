@@ -1,4 +1,4 @@
-"""What a run writes about itself, and reads back: `compress.json`."""
+"""The record of a run, `compress.json`: made and read back."""
 
 import platform
 import resource
@@ -19,7 +19,7 @@ RECORDED_VERSIONS = ("torch", "transformers", "safetensors", "numpy")
 
 
 class Run(TypedDict):
-    """Of `compress.json`, what is read again."""
+    """The part of `compress.json` that is read back."""
 
     layers: list[LayerRecord]
     left_alone: dict[str, str]
@@ -30,7 +30,8 @@ class Run(TypedDict):
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """The record of a finished run. Raises CheckpointError, naming the key, for one that no run has written."""
+    """The record of a finished run. Raises CheckpointError, which names the key, for a record that no run has
+    written."""
     found = read_json(directory / RECORD)
     fits(found, Run, directory / RECORD)
     for layer in found["layers"]:
@@ -47,10 +48,10 @@ def manifest(
     ranks: int,
     training: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The record of a run that is done, but for what `Writer.complete` knows and what verifying it will say.
+    """The record of a finished run, without the entries of `Writer.complete` and of the verification.
 
-    identity: what a resumed run must have in common with it. calibration: what the model was shown. training: a summary
-    of each training, of which `training.jsonl` has all lines.
+    identity: everything that a resumed run must share with it. calibration: description of the calibration data.
+    training: a summary of each training; `training.jsonl` has all lines.
     """
     return {
         "compress": VERSION,

@@ -1,4 +1,4 @@
-"""A finished block as the journal has it, and back: a JSON entry, and tensors beside it."""
+"""Converts a finished block to its entry in the journal (JSON, with tensors in files) and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,8 +18,8 @@ from compress.weights.scheme import Scheme, read_entry
 
 
 def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, edits: Any) -> dict[str, Any]:
-    """The entry of a block: schemes of the layers that are stored as such, the files of its tensors, and what
-    is said about its edits."""
+    """The journal's entry of a block. schemes: of the layers that are stored compressed; files: of its tensors; edits:
+    the `EditPlace` of its edits, or None."""
     entries = {name: scheme.entry() for name, scheme in schemes.items()}
     return {
         "files": files,
@@ -35,7 +35,7 @@ def note(finished: Finished, schemes: Mapping[str, Scheme], files: Any, edits: A
 
 
 def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequence[Edit]) -> Finished:
-    """Inverse of `note`. Raises CheckpointError that names the tensor at fault."""
+    """Inverse of `note`. Raises CheckpointError, which names the tensor at fault."""
     records = [LayerRecord(**{**r, "shape": tuple(r["shape"])}) for r in entry["records"]]
     shapes = {record.name: record.shape for record in records}
     decided: dict[str, Decision | Tensor] = {}
@@ -59,13 +59,13 @@ def restore(entry: Mapping[str, Any], tensors: Mapping[str, Tensor], edits: Sequ
 
 
 def edits_of(edits: Sequence[Edit]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """What a resumed run needs to apply edits again: tensors, and the entries that they belong to."""
+    """(Tensors, entries) from which a resumed run applies edits again (`read_edits`)."""
     tensors = {f"{i}.{name}": part for i, edit in enumerate(edits) for name, part in edit.parts().items()}
     return tensors, [edit.entry() for edit in edits]
 
 
 def read_edits(entries: Sequence[Mapping[str, Any]], path: Path) -> list[Edit]:
-    """Inverse of `edits_of`, the tensors from a file. Raises CheckpointError for what is no edit."""
+    """Inverse of `edits_of`, with the tensors read from a file. Raises CheckpointError for an entry that is no edit."""
     tensors = load_file(path)
     return [
         read_edit(entry, {name.removeprefix(f"{i}."): t for name, t in tensors.items() if name.startswith(f"{i}.")})

@@ -1,4 +1,4 @@
-"""What a run leaves behind: what was decided about each block, and what the report says about it."""
+"""The results of a run: decisions about each block, and the figures for the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ TRAIN = "train"  # the method of a layer that training alone has changed
 
 @dataclass
 class LayerRecord:
-    """What the report says about one compressed layer. figures: whatever its passes measured."""
+    """The report's entry about one compressed layer. figures: measured by its passes."""
 
     name: str
     method: str
@@ -36,10 +36,10 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class HistogramRecord:
-    """How often a tensor had which value: exact counts by sign and magnitude, kept coarse.
+    """A histogram of a tensor's values: exact counts by sign and magnitude, in coarse bins.
 
-    negative, rest: counts of the values below zero and of the others, from zero outwards, up to the last bin that holds
-    something. Bin i of either holds edges[i] <= |x| < edges[i + 1]; the edges are those of `histogram.merged_edge`, in
+    negative, rest: counts of the values below zero and of the others, from zero outwards, up to the last bin that is
+    not empty. Bin i of either holds edges[i] <= |x| < edges[i + 1]; the edges are those of `histogram.merged_edge`, in
     units of `width`, which is a power of two. At most 128 bins a side.
     """
 
@@ -49,20 +49,19 @@ class HistogramRecord:
 
     @property
     def edges(self) -> list[float]:
-        """Where the bins of the longer side begin, and where its last one ends."""
+        """The lower edges of the longer side's bins, and the upper edge of the last."""
         return [self.width * merged_edge(i) for i in range(max(len(self.negative), len(self.rest)) + 1)]
 
 
 @dataclass(frozen=True)
 class RangeRecord:
-    """What the report says about a range that calibration fixed.
+    """The report's entry about a range that calibration fixed.
 
-    tensor, role: what it is about, the `input` of the layer of that name, say. also: other layers that read the same
-    tensor. low, high: the range that the codes cover, before a scale is rounded to the dtype it is stored in. lowest,
-    highest: what was observed. clipped: the share of the values beyond low or high (None: not counted; of a moving
-    average at least so many). ranges: how many there are; where it is more than one (a range per channel), low, high,
-    lowest and highest are the outermost of them, the share and the histogram those of all values. histogram: where the
-    run was asked for it (`histograms`).
+    tensor, role: the layer or module, and its tensor, like `input`. also: other layers that read the same tensor. low,
+    high: the range that the codes cover, before the scale is rounded to its stored dtype. lowest, highest: the observed
+    range. clipped: the share of values beyond low or high (None: not counted; a lower bound for a moving average).
+    ranges: their number; with more than one (a range per channel), low, high, lowest and highest are the outermost, and
+    the share and the histogram are over all values. histogram: only where the run was asked for it (`histograms`).
     """
 
     tensor: str
@@ -80,19 +79,21 @@ class RangeRecord:
 
     @classmethod
     def restored(cls, noted: Mapping[str, Any]) -> "RangeRecord":
-        """From what `dataclasses.asdict` made of one."""
+        """Inverse of `dataclasses.asdict`."""
         histogram = noted.get("histogram")
         return cls(**{**noted, "histogram": None if histogram is None else HistogramRecord(**histogram)})
 
 
 @dataclass
 class RunRecord:
-    """What a run did, for the report. caches: how each attention keeps keys and values. ranges: what calibration fixed,
-    in the order of the model. not_folded: producers into which no scale can go, and why. changed: the blocks and tables
-    that have new values by now. structure: what was removed, and the sizes before and after. coverage: how much of the
-    model is compressed, at the end (None: it was only cut or trained). saving: bytes before and after, of a run that
-    writes. training: what each training measured, and its options. spent: of the seconds, those that went to
-    forwards, statistics, solving and writing."""
+    """The results of a run, for the report.
+
+    caches: {attention: scheme of its cache}. ranges: fixed by calibration, in the order of the model. not_folded:
+    producers that take no scale, with reasons. changed: blocks and tables with new values so far. structure: the parts
+    removed, and the sizes before and after. coverage: at the end; None for a run that only cut or trained. saving:
+    bytes before and after, of a run that writes. training: measurements and options of each training. spent: {activity:
+    seconds} in forwards, statistics, solving and writing.
+    """
 
     layers: list[LayerRecord] = field(default_factory=list)
     caches: dict[str, str] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class RunRecord:
     spent: dict[str, float] = field(default_factory=dict)
 
     def take(self, done: "Finished") -> None:
-        """Enter a finished block, of this run or of one that was stopped."""
+        """Add a finished block, of this run or of the stopped run that it resumes."""
         self.layers.extend(done.records)
         self.caches |= {attention: str(codes.scheme) for attention, codes in done.caches.items()}
         self.ranges.extend(done.ranges)
@@ -120,7 +121,7 @@ class RunRecord:
         self.not_folded += [reason for reason in done.not_folded if reason not in self.not_folded]
 
     def forget(self) -> None:
-        """Drop what finished blocks have entered: they are gone through once more."""
+        """Drop the entries of finished blocks, before a second walk over them."""
         for entered in (self.layers, self.caches, self.ranges, self.folds, self.not_folded):
             entered.clear()
 
@@ -131,7 +132,7 @@ class RunRecord:
         return {layer.name for layer in self.layers} - other
 
     def note(self, reporter: Reporter, message: str) -> None:
-        """Keep a remark once and say it."""
+        """Keep a remark and report it, once."""
         if message not in self.notes:
             self.notes.append(message)
             reporter.note(message)
@@ -139,9 +140,9 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Finished:
-    """A block that is done: its decisions (the weight as it is stored, where that is all that is known of one), the
-    edits before them, records, reasons and ranges, how its attentions keep keys and values, and producers into which no
-    scale can go."""
+    """The results of a finished block. decided: {layer: its decision, or only its stored dense weight in a resumed
+    run}. edits: applied before the decisions. left_alone: {layer: reason}. caches: {attention: codes of its cache}.
+    not_folded: producers that take no scale, with reasons."""
 
     decided: Mapping[str, Decision | Tensor]
     records: list[LayerRecord]
@@ -154,10 +155,10 @@ class Finished:
 
 
 class Sink(Protocol):
-    """Takes finished blocks; knows which are finished already."""
+    """Takes finished blocks, and gives back those that an earlier run finished."""
 
     def finished(self, block: str) -> Finished | None:
-        """What an earlier run wrote for a block; None where it did not."""
+        """The results of a block that an earlier run wrote; None where it wrote none."""
         ...
 
     def write(
@@ -167,12 +168,13 @@ class Sink(Protocol):
         layers: Mapping[str, Layer],
         finished: Finished,
     ) -> None:
-        """Write a finished block. Called on every rank while the block is open."""
+        """Write a finished block. Called on every rank, while the block is open."""
         ...
 
 
 def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ()) -> RangeRecord:
-    """What the report says about the fixed range of a tensor, with its histogram where it was kept."""
+    """The report's entry about the fixed range of a tensor, with its histogram where it was kept. also: other layers
+    that read the tensor."""
     histogram = None
     if found.counts is not None and found.width is not None:
         counts, width = pooled(found.counts, found.width)
@@ -194,7 +196,7 @@ def range_record(found: Range, tensor: str, role: str, also: Sequence[str] = ())
 
 
 def range_figures(found: RangeRecord) -> dict[str, float | int | str]:
-    """What the report of a layer says about the range of its input or output."""
+    """Figures for the report of a layer about the range of its input or output."""
     bounds = {key: getattr(found, key) for key in ("low", "high", "lowest", "highest", "clipped")}
     figures = {f"{found.role}_{key}": value for key, value in bounds.items() if value is not None}
     return {**figures, "calibrator": found.calibrator}

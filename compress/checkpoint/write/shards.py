@@ -1,11 +1,11 @@
-"""The weight files of a finished checkpoint, put together from the files of its blocks byte by byte.
+"""Makes the weight files of a finished checkpoint from the files of its blocks, byte by byte.
 
 A safetensors file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, begin
 and end of the data) and the data, without holes. Here tensors of wide numbers come first, so that every tensor begins
-at a multiple of its numbers' width, as readers that map files need it.
+at a multiple of its numbers' width, as readers that map files need.
 
-Nothing is converted: what a block's file holds is copied, and its SHA-256 compared with what was noted when it was
-written, so that a byte that changed on disk in between is found.
+Nothing is converted: bytes are copied, and the SHA-256 of each tensor is compared with the one recorded when it was
+written, so that a byte that changed on disk in between is detected.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 from compress.checkpoint.files import WHOLE
 from compress.errors import CheckpointError
 
-SHARD_BYTES = 5_000_000_000  # of data in one file: what transformers long wrote and every reader knows
+SHARD_BYTES = 5_000_000_000  # of data in one file: long the default of transformers, which every reader takes
 METADATA = "__metadata__"
 ALIGNMENT = 8  # the data begins at a multiple of it
 LENGTH_BYTES = 8
-LONGEST_HEADER = 100_000_000  # what the safetensors library reads
+LONGEST_HEADER = 100_000_000  # the limit of the safetensors library
 CHUNK = 1 << 22
 
 
@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Bytes of one number; 0 of a tensor without any."""
+        """Bytes of one number; 0 for an empty tensor."""
         count = 1
         for size in self.shape:
             count *= size
@@ -59,7 +59,9 @@ class Piece:
 
 
 def pieces_of(path: Path) -> list[Piece]:
-    """The tensors of a safetensors file, by its header. Raises CheckpointError where it is none, or not a whole one."""
+    """The tensors of a safetensors file, by its header. Raises CheckpointError for a file that is damaged or
+    incomplete.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -81,8 +83,8 @@ def pieces_of(path: Path) -> list[Piece]:
 
 
 def planned(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = None) -> dict[str, list[Piece]]:
-    """{file name: its tensors}, in the order given, files of at most `limit` bytes of data (one tensor at least).
-    whole: the name, if there is one."""
+    """{file name: its tensors}, in the order given, in files of at most `limit` bytes of data (one tensor at least).
+    whole: the name where one file is enough."""
     limit = SHARD_BYTES if limit is None else limit
     shards: list[list[Piece]] = [[]]
     room = limit
@@ -99,8 +101,8 @@ def planned(pieces: Sequence[Piece], whole: str = WHOLE, limit: int | None = Non
 
 
 def write_shard(target: Path, pieces: Sequence[Piece], checksums: Mapping[str, str]) -> None:
-    """Copy tensors into one file, which is on the disk when this returns. Raises CheckpointError, naming the tensor,
-    where its bytes are not the ones that the checksum is of; OSError where the file cannot be written."""
+    """Copy tensors into one file, which is on the disk when this returns. Raises CheckpointError, which names a tensor
+    whose bytes differ from its checksum; OSError where the file cannot be written."""
     ordered = sorted(pieces, key=lambda piece: (-piece.width, piece.name))
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0

@@ -1,4 +1,4 @@
-"""Work on files that every rank does a part of: a failure on one is an error on all."""
+"""File work that the ranks share: a failure on one rank is an error on all."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +14,14 @@ T = TypeVar("T")
 
 
 class Together:
-    """Calls `work` on this rank, as every other rank does. partial: the directory that is written to."""
+    """Runs work on every rank and raises on all when one fails. partial: the directory written to, for messages."""
 
     def __init__(self, comm: Comm, partial: Path) -> None:
         self.comm, self.partial = comm, partial
 
     def __call__(self, what: str, work: Callable[[], T]) -> T:
-        """Write `what`; a failure, here or on another rank, is an error on every rank."""
+        """Run `work` on this rank, as every other rank does. Raises on every rank when it fails on any: WriteError for
+        writing `what`, CompressError for others."""
         result: list[T] = []
         problem: str | WriteError | None = None
         try:
@@ -33,13 +34,13 @@ class Together:
         return result[0]
 
     def first(self, what: str, work: Callable[[], object]) -> None:
-        """The same, of work that the first rank does for all."""
+        """Run `work` on the first rank only; a failure is an error on every rank."""
         self(what, lambda: work() if self.comm.rank == 0 else None)
 
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Within: what cannot be read is an error that names it."""
+    """Turns errors of reading `what` in the body into a CheckpointError that names it."""
     try:
         yield
     except (OSError, SafetensorError) as error:

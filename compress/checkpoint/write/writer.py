@@ -1,9 +1,9 @@
-"""A run's sink: block by block to disk while it goes on, then one checkpoint.
+"""The sink of a run: writes block by block to disk while the run goes on, then joins the blocks to one checkpoint.
 
 Everything is in `OUT.partial` (`checkpoint.write.directory`): a file per block and rank, and a journal that names the
-tensors that are safely on disk with their SHA-256. `complete` puts the files of the blocks together to the weight files
-of the checkpoint, and writes the index, the configuration and the record beside them (`checkpoint.write.join`);
-`take_name` makes that the output. Whenever a run is killed, there is a complete OUT or a partial one to resume.
+tensors on disk with their SHA-256. `complete` joins the files of the blocks to the weight files of the checkpoint, and
+writes the index, the configuration and the record (`checkpoint.write.join`); `take_name` renames it to the output.
+Whenever a run is killed, there is a complete OUT, or a partial one to resume.
 """
 
 import os
@@ -52,7 +52,8 @@ class Writer:
         halved: Collection[str] = (),
         buffers: Collection[str] = (),
     ) -> None:
-        """halved: layers, 2:4, to write without their zeros. buffers: tensors that may hold infinities, as masks do."""
+        """halved: names of 2:4 layers to write without their zeros. buffers: names of tensors that may hold infinities,
+        like masks. Raises InputError where the directory holds an unfinished run of another identity."""
         self.place, self.comm, self.overwrite, self.halved = place, comm, overwrite, halved
         self.buffers = frozenset(buffers)
         self.together = Together(comm, place.partial)
@@ -73,31 +74,31 @@ class Writer:
 
     @property
     def blocks(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the journal says about every finished block."""
+        """The journal's entry of every finished block."""
         return self.journal.blocks
 
     @property
     def assembly(self) -> Assembly:
-        """What knows where the tensors of the journal lie, and puts them together."""
+        """The assembly that joins the tensors of the journal to weight files."""
         return Assembly(self.place, self.journal, self.together)
 
     def forget(self) -> None:
-        """There is nothing to go on with: what was written so far is dropped with the run."""
+        """Clear the journal: the blocks written so far are of no use to a resumed run."""
         self.journal = Journal(self.journal.identity)
         self._note()
 
     def schemes(self) -> dict[str, Scheme]:
-        """{layer: scheme} of the layers written as such so far."""
+        """{layer: scheme} of the layers written compressed so far."""
         noted = {name: scheme for entry in self.blocks.values() for name, scheme in entry["layers"].items()}
         return {name: read_entry(scheme, name) for name, scheme in noted.items() if scheme is not None}
 
     def dense_layers(self) -> list[str]:
-        """Layers whose compressed values had to be written dense so far."""
+        """Names of layers whose compressed values were written dense so far."""
         return [n for entry in self.blocks.values() for n, scheme in entry["layers"].items() if scheme is None]
 
     def finished(self, block: str) -> Finished | None:
-        """What an earlier run wrote for a block; None where it did not. Raises CheckpointError, naming the tensor,
-        where that is not on disk as it was written."""
+        """The results of a block that an earlier run wrote; None where it wrote none. Raises CheckpointError, which
+        names a tensor that has changed on disk since it was written."""
         entry = self.blocks.get(block)
         if entry is None:
             return None
@@ -107,7 +108,7 @@ class Writer:
         return restore(entry, tensors, edits)
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Write a finished block while it is open, each rank the tensors that fall to it, then note it as done."""
+        """Write a finished block while it is open, each rank its share of the tensors, then enter it in the journal."""
         decided = {name: d for name, d in finished.decided.items() if isinstance(d, Decision)}
         decided |= {name: halved(layers[name], decided[name]) for name in decided if name in self.halved}
         stored = {name: d for name, d in decided.items() if layers[name].has_format and not d.dense}
@@ -145,15 +146,16 @@ class Writer:
         record: dict[str, Any],
         given: int,
     ) -> Saving:
-        """Write what lies outside the blocks, put the weight files together, and write what goes beside them.
+        """Write the tensors outside the blocks, join the weight files, and write all other files.
 
-        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered as it goes). To the
-        record are added `tensors` (their SHA-256), `files` and `bytes`, `given` and now, which are returned, too.
+        `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered on the way). given:
+        bytes of the model before the run. The record gets `tensors` (their SHA-256), `files`, and `bytes` before and
+        after, which are returned, too.
         """
         if self.journal.rest is None:
             self.journal.rest = self._saved("rest", self._share(rest))
             self._note()
-        else:  # of a run that was stopped later than this, so it may have been copied already
+        else:  # the stopped run had come further than this, and may have copied these tensors already
             before = self.journal.rest
             self.together.first("rest", lambda: self._read(before))
         self.together.first("model", lambda: self.place.model.mkdir(exist_ok=True))
@@ -171,7 +173,7 @@ class Writer:
         return saved
 
     def take_name(self) -> None:
-        """Make the checkpoint the output. Raises CompressError where something took that name meanwhile."""
+        """Rename the checkpoint to the output. Raises CompressError where something took that name meanwhile."""
 
         def name() -> None:
             try:
@@ -182,12 +184,12 @@ class Writer:
         self.together.first(str(self.output), name)
 
     def _note(self) -> None:
-        """Bring the journal to disk."""
+        """Write the journal to disk."""
         self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
 
     def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
-        """The tensors of a block that are written as they are: not those that terms replace, nor what has an entry of
-        its own (embeddings, which are inside a model that is one block)."""
+        """{full name: tensor} of a block's tensors that are written unchanged: without those that terms replace, and
+        those with an entry of their own (embeddings, where the whole model is one block)."""
         prefix = f"{block}." if block else ""
         inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
         without = {key for entry in inside for sums in entry["files"].values() for key in sums}
@@ -197,7 +199,7 @@ class Writer:
         return {prefix + name: value for name, value in opened.stored(inner)}
 
     def _share(self, rest: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """This rank's part of tensors: each goes to whoever has least."""
+        """This rank's share of tensors; each tensor goes to the rank with the least so far."""
         mine: dict[str, Tensor] = {}
         load = [0] * self.comm.world
         for name, tensor in rest:
@@ -208,7 +210,8 @@ class Writer:
         return mine
 
     def _saved(self, stem: str, tensors: Mapping[str, Tensor]) -> Files:
-        """Save this rank's tensors; returns {file: {tensor: SHA-256}} of all ranks' (no file for none)."""
+        """Save this rank's tensors. Returns {file: {tensor: SHA-256}} of all ranks; a rank without tensors has no
+        file."""
         rank = "" if self.comm.world == 1 else f"-rank{self.comm.rank}"
         path = self.place.blocks / f"{stem}{rank}.safetensors"
         parts = self.comm.gather_objects(self.together(path.name, lambda: self._save(path, tensors)))
@@ -224,7 +227,8 @@ class Writer:
         return {path.name: {k: checksum(t) for k, t in clean.items()}}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
-        """The tensors that were written as `files`, wherever they lie now, held to their checksums."""
+        """The tensors that were written as `files`, read from their present places. Raises CheckpointError for one
+        whose checksum differs."""
         where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
         expected = {name: digest for sums in files.values() for name, digest in sums.items()}
         tensors: dict[str, Tensor] = {}
@@ -241,8 +245,8 @@ class Writer:
 
 
 def halved(layer: Layer, decision: Decision) -> Decision:
-    """The decision about a layer with its weight as 2:4, but for a token embedding. Raises CompressError for another
-    layer that is not 2:4."""
+    """The decision about a layer with its weight stored as 2:4; that about a token table is returned unchanged. Raises
+    CompressError for a layer that is not 2:4."""
     if isinstance(layer, Table):
         return decision
     try:
@@ -256,8 +260,8 @@ def halved(layer: Layer, decision: Decision) -> Decision:
 
 
 def cleaned(tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str, Tensor]:
-    """Tensors as a weight file takes them. Raises CompressError for numbers that are not finite; buffers may hold
-    infinities."""
+    """Copies of tensors for a weight file: on the CPU, contiguous. Raises CompressError for numbers that are not
+    finite; buffers may hold infinities."""
     clean = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     for name, tensor in clean.items():
         check_finite(name, tensor, infinities=name in buffers)
@@ -265,7 +269,7 @@ def cleaned(tensors: Mapping[str, Tensor], buffers: Collection[str]) -> dict[str
 
 
 def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
-    """Raise CompressError for a tensor of numbers that are not finite. infinities: these are allowed."""
+    """Raises CompressError for a tensor with numbers that are not finite. infinities: allow infinities."""
     if not tensor.is_floating_point():
         return
     wide = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has few operators
@@ -274,21 +278,21 @@ def check_finite(name: str, tensor: Tensor, infinities: bool) -> None:
 
 
 def written_dense(layer: Layer, values_NK: Tensor, opened: Opened) -> Tensor:
-    """[N, K] decided values in the dtype that the model stores, in which a checkpoint has a layer without a format: not
-    through the dtype that the model computes in."""
+    """Decided values [N, K] of a layer without a format, in the dtype that the model stores. They are not rounded to
+    the dtype of the computation in between."""
     assert torch.equal(layer.weight, values_NK.to(layer.weight)), f"{layer.name} has other values than were decided"
     return values_NK.to(opened.dtype_of(layer.parameter))
 
 
 def _by_parameter(block: str, opened: Opened, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Values of parameters of a block, given by the parameters' identities, under their full names."""
+    """{full name: value} of a block's parameters. values: {`id` of the parameter: value}."""
     prefix = f"{block}." if block else ""
     return {prefix + name: values[id(p)] for name, p in opened.block.named_parameters() if id(p) in values}
 
 
 def _tensors(layer: Layer, decision: Decision, scheme: Scheme) -> dict[str, Tensor]:
-    """What a layer is stored as. Modules that share the weight of a table have, in `weight`, its codes, and need their
-    scales beside them, which are small; packed codes are the table's alone."""
+    """{full name: tensor} that store a layer. Modules that share an int8 table read its codes from their own `weight`
+    and need copies of its scales, which are small; packed codes are stored for the table alone."""
     parts = decision.parts(isinstance(layer, Table))
     tensors = {f"{layer.name}.{name}": part for name, part in parts.items()}
     if isinstance(layer, Table) and isinstance(scheme.codes, Int8Table):
@@ -301,8 +305,8 @@ class Discard:
     """The sink of a run that writes nothing."""
 
     def finished(self, block: str) -> Finished | None:
-        """Nothing is."""
+        """None: no block is finished."""
         return None
 
     def write(self, block: str, opened: Opened, layers: Mapping[str, Layer], finished: Finished) -> None:
-        """Nothing."""
+        """Writes nothing."""
