@@ -32,17 +32,14 @@ from compress.passes.options.quantize import FoldThenRound
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.solve import solve_rows
 from compress.passes.protocol.stages import Rewrite
+from compress.solvers.awq import best, candidates, rounded, scaled_loss
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import set_apart
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import Sparse
-from compress.weights.grid import Quantized, fake_quantize, fit_matrix, quantize
+from compress.weights.grid import quantize
 from compress.weights.terms import Summand, Weight, added, summands
-
-POWERS = tuple(a / 20 for a in range(20))
-# Scales below this are set to it, relative to their geometric mean (the authors' code).
-SMALLEST = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,32 +71,26 @@ class AWQ(FoldThenRound):
         """By how much to divide each channel of the producer."""
         mean_C = site.merged(lambda reader: reader.stats["mean"].double(), "mean")
         size_C = site.merged(lambda reader: reader.weight.double().abs().mean(0), "mean")
-        candidates = {"none": torch.ones_like(mean_C)}
-        candidates |= {f"{a:g}": balanced(mean_C**a) for a in POWERS[1:]}
-        candidates |= {f"{a:g} with weights": balanced(mean_C**a / size_C ** (1 - a)) for a in POWERS}
+        tried = candidates(mean_C, size_C)
         losses = torch.stack(
             [
                 sum((self._loss(site.comm, r, s_C) for r in site.readers.values()), torch.zeros(()))
-                for s_C in candidates.values()
+                for s_C in tried.values()
             ]
         )
-        losses = site.comm.all_reduce(losses)
-        best = int(losses.argmin())
-        share = float(losses[best] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny))
-        return Scaling(list(candidates.values())[best], {"power": list(candidates)[best], "loss": share})
+        scale_C, power, share = best(tried, site.comm.all_reduce(losses))
+        return Scaling(scale_C, {"power": power, "loss": share})
 
     def _loss(self, comm: Comm, reader: Reader, s_C: Tensor) -> Tensor:
         """tr(E H E^T) over this rank's share of a layer's rows, float64."""
         hessian_KK = reader.stats["hessian"].hessian
-        weight_NK = reader.weight.to(hessian_KK.dtype)
         s_K = spread_scales(s_C, reader.channel_of_K).to(hessian_KK.dtype)
-        rows = comm.rows_of(len(weight_NK))
+        rows = comm.rows_of(len(reader.weight))
         if rows.start == rows.stop:
             return torch.zeros((), dtype=torch.float64, device=s_C.device)
-        given = weight_NK if self.per_tensor else weight_NK[rows]
-        values = fake_quantize(given * s_K, self.weight_grid().with_range("minmax"), reader.scale_dtype)
-        error = (values / s_K - given)[rows if self.per_tensor else slice(None)]
-        return ((error @ hessian_KK) * error).sum().double()
+        grid = self.weight_grid().with_range("minmax")
+        loss = scaled_loss(reader.weight.to(hessian_KK.dtype), s_K, hessian_KK, grid, reader.scale_dtype, rows)
+        return loss.sum().double()
 
     def needs(self) -> Mapping[str, StatisticFactory]:
         return {**super().needs(), "hessian": self._hessian()}
@@ -111,17 +102,17 @@ class AWQ(FoldThenRound):
         decisions = {}
         for name, stored in site.weights.items():
             weight = rest = stored.to(hessian.dtype)
+            grid, scale_dtype = self.weight_grid(), site.scale_dtypes[name]
             exact: tuple[Sparse, ...] = ()
             if self.outliers:
-                how = (self.weight_grid(), site.scale_dtypes[name], self.outliers, hessian.diagonal())
-                rest, found = set_apart(weight, *how)
+                rest, found = set_apart(weight, grid, scale_dtype, self.outliers, hessian.diagonal())
                 exact = (found,)
-            round_part = partial(self._round, hessian, site.scale_dtypes[name])
+            round_part = partial(rounded, hessian_KK=hessian, grid=grid, scale_dtype=scale_dtype, clip=self.clip)
             if self.per_tensor:
                 quantized: Summand | Weight = round_part(rest)
             else:
                 quantized = added(*summands(solve_rows(site.comm, {"weight_NK": rest}, round_part)), *exact)
-            nearest = quantize(weight, self.weight_grid().with_range("minmax"), site.scale_dtypes[name])
+            nearest = quantize(weight, grid.with_range("minmax"), scale_dtype)
             energy = quadratic(site.comm, weight, hessian) or 1.0
             error, plain = (q.dequantize(hessian.dtype) - weight for q in (quantized, nearest))
             figures = {
@@ -132,37 +123,3 @@ class AWQ(FoldThenRound):
             }
             decisions[name] = Decision(quantized, figures, inputs.get(name))
         return decisions
-
-    def _round(self, hessian_KK: Tensor, scale_dtype: torch.dtype, weight_NK: Tensor) -> Quantized:
-        """Each row over its whole range or the clipped one, whichever errs less."""
-        grid = self.weight_grid()
-        whole = quantize(weight_NK, grid.with_range("minmax"), scale_dtype)
-        if not self.clip or len(weight_NK) == 0:
-            return Quantized(whole.codes, whole.scale, whole.zero_point, grid)
-        scale, zero_point = fit_matrix(weight_NK, grid, scale_dtype, hessian_KK.diagonal())
-        clipped = quantize(weight_NK, grid, scale_dtype, scale, zero_point)
-        loss_N = []
-        for found in (whole, clipped):
-            error = found.dequantize(weight_NK.dtype) - weight_NK
-            loss_N.append(((error @ hessian_KK) * error).sum(1))
-        better = loss_N[1] < loss_N[0]
-        if self.per_tensor:
-            better = (loss_N[1].sum() < loss_N[0].sum()).expand(len(weight_NK))
-        pick = better.unsqueeze(1)
-        chosen = pick[: len(whole.scale)]
-        zero = None
-        if whole.zero_point is not None and clipped.zero_point is not None:
-            zero = torch.where(chosen, clipped.zero_point, whole.zero_point)
-        return Quantized(
-            torch.where(pick, clipped.codes, whole.codes), torch.where(chosen, clipped.scale, whole.scale), zero, grid
-        )
-
-
-def balanced(s_C: Tensor) -> Tensor:
-    """s with its largest and smallest value around 1; channels without a finite, positive scale get 1."""
-    usable = torch.isfinite(s_C) & (s_C > 0)
-    if not usable.any():
-        return torch.ones_like(s_C)
-    live = s_C[usable]
-    s_C = (s_C / (live.amax() * live.amin()).sqrt()).clamp(min=SMALLEST)
-    return torch.where(usable, s_C, torch.ones_like(s_C))

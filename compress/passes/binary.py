@@ -12,7 +12,8 @@ makes up for the errors of all columns, R = W - Q_1,
 
 which is the problem of the first term on fewer columns, solved the same way.
 
-Paper -> code: B, alpha -> codes, scale; s_i of BiLLM, equation 3 -> `saliency`; residual approximation -> `second`.
+Paper -> code: B, alpha -> codes, scale; s_i of BiLLM, equation 3 -> `saliency`; residual approximation -> `left_to`,
+`solve_second` (all in `solvers.binary`).
 
 Departs from BiLLM:
 - its salient columns are counted by a search; here `salient` says how many, the same in every group, so that scales
@@ -27,28 +28,24 @@ back for their bytes, of which w2a16 makes the better use.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from compress.errors import InputError
-from compress.passes.few_levels import FewLevelsGPTQ
+from compress.passes.gptq import GPTQ
+from compress.passes.options.few_levels import FewLevels
 from compress.passes.options.second_order import Aimed, Relied, Solution
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_rows
-from compress.solvers.gptq import ordered, solve_ordered
-from compress.solvers.sweep import damped
-from compress.weights.formats.columns import Columns
-from compress.weights.formats.sparse import column_dtype
-from compress.weights.formats.ternary import Binary as BinaryFormat
+from compress.solvers.binary import inverse_diagonal, left_to, salient_columns, signs, solve_second, with_second
+from compress.solvers.gptq import Method
 from compress.weights.grid import Grid, Quantized, quantize
-from compress.weights.terms import Weight
+from compress.weights.terms import Summand, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binary(FewLevelsGPTQ):
+class Binary(FewLevels, GPTQ):
     """GPTQ to two levels."""
 
     name: ClassVar[str] = "binary"
@@ -78,16 +75,9 @@ class Binary(FewLevelsGPTQ):
         first = super()._solve(site, relied, solution)
         if not self.salient:
             return first
-        inverse_K = torch.linalg.inv(damped(relied.hessian, relied.ordered.factor.damp)).diagonal()
-        columns = {name: self._salient(one.target, inverse_K) for name, one in first.items()}
-        return {
-            name: self._with_second(site, name, one, columns[name], relied, solution) for name, one in first.items()
-        }
-
-    def _salient(self, weight_NK: Tensor, inverse_K: Tensor) -> Tensor:
-        """[C] the columns of a layer that have a second term."""
-        length = self.weight_grid().group_length(len(inverse_K))
-        return chosen(saliency(weight_NK, inverse_K), length, self.salient)
+        inverse_K = inverse_diagonal(relied.hessian, relied.ordered.factor.damp)
+        columns = {n: salient_columns(a.target, inverse_K, self.weight_grid(), self.salient) for n, a in first.items()}
+        return {n: self._with_second(site, n, one, columns[n], relied, solution) for n, one in first.items()}
 
     def _with_second(
         self, site: Site, name: str, first: Aimed, column_C: Tensor, relied: Relied, solution: Solution
@@ -95,47 +85,20 @@ class Binary(FewLevelsGPTQ):
         """A layer's first term, and the second in these columns."""
         assert isinstance(first.weight, Quantized)
         hessian_KK, damp, dtype = relied.hessian, relied.ordered.factor.damp, site.scale_dtypes[name]
-        grid = signs(None if self.group_size == -1 else self.salient)
+        how = Method(signs(None if self.group_size == -1 else self.salient), self.refit, self.sweeps)
         rest_NK = first.target - first.weight.dequantize(first.target.dtype)
         if solution == "rounding":
-            second = quantize(rest_NK[:, column_C], grid, dtype)
+            second: Summand | Weight = quantize(rest_NK[:, column_C], how.grid, dtype)
         else:
-            inside_CC = hessian_KK[column_C][:, column_C]
-            solve = partial(
-                solve_ordered,
-                seen=ordered(inside_CC, damp, "none", grid.group_size),
-                grid=grid,
-                scale_dtype=dtype,
-                refit=self.refit,
-                sweeps=self.sweeps,
-                polish_damp=relied.polish_damp,
+            target_NC = left_to(rest_NK, hessian_KK, column_C, damp)
+            how = replace(how, polish_damp=relied.polish_damp)
+            second = solve_rows(
+                site.comm,
+                {"target_NC": target_NC},
+                lambda **rows: (
+                    solve_second(
+                        **rows, hessian_KK=hessian_KK, column_C=column_C, damp=damp, how=how, scale_dtype=dtype
+                    ).weight
+                ),
             )
-            rows = {"weight_NK": left_to(rest_NK, hessian_KK, column_C, damp)}
-            solved = solve_rows(site.comm, rows, lambda **rows: solve(**rows).weight)
-            assert isinstance(solved, Quantized)
-            second = solved
-        columns = len(hessian_KK)
-        term = Columns(column_C.to(column_dtype(columns)), BinaryFormat(grid=grid).term(second), columns)
-        return replace(first, weight=Weight((first.weight, term)))
-
-
-def signs(group_size: int | None) -> Grid:
-    """The grid of signs, with a scale for so many columns, or for all of a row."""
-    return Grid(bits=1, type="sign", granularity="group" if group_size else "channel", group_size=group_size)
-
-
-def saliency(weight_NK: Tensor, inverse_K: Tensor) -> Tensor:
-    """[K] what a column counts: the sum over rows of (w_j / [H^-1]_jj)^2. inverse: the diagonal of H^-1."""
-    return (weight_NK / inverse_K).square().sum(0)
-
-
-def chosen(scores_K: Tensor, length: int, count: int) -> Tensor:
-    """[G * count] the columns of the largest scores, so many of every group, rising."""
-    best = scores_K.view(-1, length).topk(count, dim=1).indices.sort(1).values
-    return (best + torch.arange(0, len(scores_K), length, device=best.device).unsqueeze(1)).reshape(-1)
-
-
-def left_to(rest_NK: Tensor, hessian_KK: Tensor, column_C: Tensor, damp: float) -> Tensor:
-    """[N, C] what these columns should hold to make up for all of the rest: R H_:C H_CC^-1, H damped."""
-    stiff_KK = damped(hessian_KK, damp)
-    return torch.linalg.solve(stiff_KK[column_C][:, column_C], (rest_NK @ stiff_KK[:, column_C]).t()).t()
+        return replace(first, weight=with_second(first.weight, second, column_C))

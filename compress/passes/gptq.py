@@ -5,7 +5,7 @@ input in the original model. H = X_q^T X_q and M = (X - X_q)^T X_q, both means o
 
     minimise over Q on the grid     |X W^T - X_q Q^T|^2  =  tr((W* - Q) H (W* - Q)^T) + const,    W* = W + W M H^-1
 
-Paper -> code: the algorithm, a function of tensors -> `columns.gptq`; H^-1's Cholesky rows -> `sweep.Factor.upper`
+Paper -> code: the algorithm, a function of tensors -> `solvers.gptq.gptq`; H^-1's Cholesky rows -> `sweep.Factor.upper`
 (LDLQ form, same codes); percdamp -> `damp`; act_order -> `act_order`; lazy batch updates -> the blocks of
 `sweep.sweep`.
 
@@ -33,7 +33,7 @@ Departs from the paper:
   sweep does: H is damped by K / T for them, too, of the part of H off its diagonal that is left.
 - `clip` searches each group's range for the least squared error, weighted by diag(H).
 - a weight that an earlier pass has pruned has the code of 0, and no say in a range; survivors make up for it before
-  they are rounded (`solvers.survivors`; SparseGPT, arXiv 2301.00774, does both in one sweep).
+  they are rounded (`solvers.targets`; SparseGPT, arXiv 2301.00774, does both in one sweep).
 Departs from the authors' code:
 - a group's scale is fitted from weights that carry all feedback so far (the code leaves out the current block's);
 - dead channels (never active) get the mean diagonal, are left out of that mean, and keep their rounded weight;
@@ -52,9 +52,9 @@ from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve
-from compress.passes.rtn import nearest
-from compress.solvers.gptq import price_by_sweep, solve_ordered
-from compress.solvers.survivors import STEPS
+from compress.solvers.gptq import Method, price_by_sweep, solve_ordered
+from compress.solvers.outliers import nearest
+from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.grid import Quantized, fit_matrix
 from compress.weights.terms import Weight
@@ -66,6 +66,7 @@ class GPTQ(SecondOrder, QuantizeWeights):
 
     name: ClassVar[str] = "gptq"
     keeps_zeros: ClassVar[bool] = True
+    nearest_by_whole_range: ClassVar[bool] = True  # where codes are not solved for, `clip` has no say
 
     clip: bool = True
     """Shrink each range to the one of least error, weighted by diag(H) (fp8: widen it)."""
@@ -97,12 +98,14 @@ class GPTQ(SecondOrder, QuantizeWeights):
         return {n: Decision(weight, figures, inputs.get(n)) for n, (weight, figures) in self.solved(site).items()}
 
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Quantized | Weight:
-        grid = self.weight_grid().with_range("minmax")
+        grid = self.weight_grid()
+        if self.nearest_by_whole_range:
+            grid = grid.with_range("minmax")
         return nearest(site.weights[name].to(dtype), grid, site.scale_dtypes[name], self.outliers)
 
     def solver(self, relied: Relied) -> Solve:
-        polish = {"steps": self.steps, "refit": self.refit, "sweeps": self.sweeps, "polish_damp": relied.polish_damp}
-        solve = partial(solve_ordered, seen=relied.ordered, grid=self.weight_grid(), **polish)  # type: ignore[arg-type]
+        how = Method(self.weight_grid(), self.refit, self.sweeps, self.steps, relied.polish_damp)
+        solve = partial(solve_ordered, seen=relied.ordered, how=how)
         return lambda **rows: solve(**rows).weight
 
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from compress.calibration.hessian import Hessian, HessianResult
@@ -40,15 +39,14 @@ from compress.passes.options.rank_budget import RankBudget
 from compress.passes.protocol.base import Aspect
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Decide, Stage
-from compress.solvers.drift import aimed, check_drift, drift_correction
-from compress.solvers.gptq import DAMP
 from compress.solvers.loss import quadratic
-from compress.solvers.outliers import check_share, dearest
-from compress.solvers.whitened import approximated
+from compress.solvers.outliers import check_share
+from compress.solvers.sweep import DAMP
+from compress.solvers.targets import aimed, check_drift, drift_correction
+from compress.solvers.whitened import approximated, with_outliers
 from compress.weights.decision import Decision
 from compress.weights.formats.lowrank import WHOLE_BITS
-from compress.weights.formats.sparse import sparse
-from compress.weights.terms import Term, Weight
+from compress.weights.terms import Tensors, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +139,11 @@ class LowRank(RankBudget):
         rows, columns = target_NK.shape
         rank, dtype = self.rank_of(name, (rows, columns)), site.scale_dtypes[name]
         owner = site.comm.assign({each: float(min(w.shape)) for each, w in site.weights.items()})[name]
-        found: list[tuple[Weight, float]] = []
-        outliers: tuple[Term, ...] = ()
-        for turn in range(1 + 2 * (self.iterations if self.outliers else 0)):
-            if turn % 2 == 0:
-                rest = target_NK - sum(term.dequantize(torch.float64) for term in outliers)
-                low = approximated(site.comm, owner, rest, hessian_KK, rank, dtype, self.factor_bits)
-            else:
-                rest = target_NK - low.dequantize(torch.float64)
-                outliers = (sparse(rest.to(dtype), dearest(rest, hessian_KK.diagonal(), self.outliers)),)
-            weight = Weight((low, *outliers))
-            error = target_NK - weight.dequantize(torch.float64)
-            found.append((weight, quadratic(site.comm, error, hessian_KK)))
-        return min(found, key=lambda each: each[1])
+
+        def low(rest_NK: Tensor) -> Tensors:
+            return approximated(site.comm, owner, rest_NK, hessian_KK, rank, dtype, self.factor_bits)
+
+        def loss(error_NK: Tensor) -> float:
+            return quadratic(site.comm, error_NK, hessian_KK)
+
+        return with_outliers(target_NK, hessian_KK.diagonal(), low, loss, dtype, self.outliers, self.iterations)

@@ -24,7 +24,8 @@ Departs from the papers:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -38,8 +39,9 @@ from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import solve_stacked
 from compress.passes.protocol.stages import Stage
 from compress.solvers.loss import quadratic
+from compress.solvers.lqs import Parts, best_turn, in_turns
 from compress.solvers.whitened import approximated
-from compress.weights.terms import Summand, Tensors, Weight, added, summands
+from compress.weights.terms import Summand, Tensors, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,41 +77,31 @@ class LQS(RankBudget, GPTQ):
         if solution == "rounding":
             return alone
         targets = {name: found.target for name, found in alone.items()}
-        turns = [{name: Parts(found.weight) for name, found in alone.items()}]
-        for turn in range(1 + self.iterations):
-            codes = self._with_codes(site, relied, targets, turns[-1]) if turn else turns[-1]
-            turns.append(self._with_low_rank(site, relied, targets, codes))
-        return {name: self._best(site, relied, found, [turn[name] for turn in turns]) for name, found in alone.items()}
+        first = {name: found.weight for name, found in alone.items()}
+        codes_of, low_of = partial(self._codes, site, relied), partial(self._low_ranks, site, relied)
+        turns = in_turns(targets, first, codes_of, low_of, self.iterations)
+        return {name: self._best(site, relied, found, turns[name]) for name, found in alone.items()}
 
-    def _with_codes(
-        self, site: Site, relied: Relied, targets: Mapping[str, Tensor], now: Mapping[str, "Parts"]
-    ) -> dict[str, "Parts"]:
+    def _codes(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Summand | Weight]:
         """Codes, and exact weights, of what the low rank leaves."""
-        rests = {name: replace(parts, codes=None).left(targets[name]) for name, parts in now.items()}
         rows = {name: self.rows(site, name, rest, relied) for name, rest in rests.items()}
-        codes = solve_stacked(site, rows, self.solver(relied), self.together)
-        return {name: replace(parts, codes=codes[name]) for name, parts in now.items()}
+        return solve_stacked(site, rows, self.solver(relied), self.together)
 
-    def _with_low_rank(
-        self, site: Site, relied: Relied, targets: Mapping[str, Tensor], now: Mapping[str, "Parts"]
-    ) -> dict[str, "Parts"]:
+    def _low_ranks(self, site: Site, relied: Relied, rests: Mapping[str, Tensor]) -> dict[str, Tensors | None]:
         """The best low rank of what codes, and exact weights, leave."""
-        owners = site.comm.assign({name: float(min(target.shape)) for name, target in targets.items()})
-        found = {}
-        for name, parts in now.items():
-            rest = replace(parts, low=None).left(targets[name])
+        owners = site.comm.assign({name: float(min(rest.shape)) for name, rest in rests.items()})
+        found: dict[str, Tensors | None] = {}
+        for name, rest in rests.items():
             rank, dtype = self.rank_of(name, two(rest)), site.scale_dtypes[name]
             how = (relied.hessian, rank, dtype, self.factor_bits)
-            low = approximated(site.comm, owners[name], rest, *how) if rank else None
-            found[name] = replace(parts, low=low)
+            found[name] = approximated(site.comm, owners[name], rest, *how) if rank else None
         return found
 
-    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence["Parts"]) -> "Found":
+    def _best(self, site: Site, relied: Relied, alone: Aimed, turns: Sequence[Parts]) -> "Found":
         """The turn of least loss of a layer."""
-        losses = [quadratic(site.comm, parts.left(alone.target), relied.hessian) for parts in turns]
-        best = turns[losses.index(min(losses))]
+        best, codes_loss = best_turn(alone.target, turns, lambda error: quadratic(site.comm, error, relied.hessian))
         rank = 0 if best.low is None else best.low.held["left"].shape[1]
-        return Found(best.weight, alone.target, alone.drift, losses[0], rank)
+        return Found(best.weight, alone.target, alone.drift, codes_loss, rank)
 
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
         figures = super().figures(site, name, solved, relied)
@@ -117,28 +109,6 @@ class LQS(RankBudget, GPTQ):
             return {**figures, "codes_loss": figures["loss"], "rank": 0}
         energy = quadratic(site.comm, solved.target, relied.hessian) or 1.0
         return {**figures, "codes_loss": solved.codes_loss / energy, "rank": solved.rank}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a layer is made of in a turn: codes, with exact weights beside them, and a low rank; None where it has
-    none."""
-
-    codes: Summand | Weight | None = None
-    low: Tensors | None = None
-
-    @property
-    def weight(self) -> Summand | Weight:
-        """The sum of all terms; one at least."""
-        terms = () if self.codes is None else summands(self.codes)
-        low = () if self.low is None else (self.low,)
-        return added(*terms[:1], *low, *terms[1:])
-
-    def left(self, target_NK: Tensor) -> Tensor:
-        """What of a target they leave."""
-        if self.codes is None and self.low is None:
-            return target_NK
-        return target_NK - self.weight.dequantize(target_NK.dtype)
 
 
 @dataclass(frozen=True)

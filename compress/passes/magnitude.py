@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compress.passes.options.ranked import Ranked
 from compress.passes.protocol.sites import Site
-from compress.solvers.scores import size_of
+from compress.solvers.scores import magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Magnitude(Ranked):
     name: ClassVar[str] = "magnitude"
 
     def score(self, site: Site, name: str) -> Tensor:
-        return size_of(site.weights[name])
+        return magnitude(site.weights[name])
 
     def worth(self, site: Site, name: str) -> Tensor:
         return self.score(site, name)

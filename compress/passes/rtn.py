@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from compress.passes.options.quantize import QuantizeWeights
 from compress.passes.protocol.sites import Site
 from compress.solvers.loss import weight_error
-from compress.solvers.outliers import set_apart
+from compress.solvers.outliers import nearest
 from compress.weights.decision import Decision
-from compress.weights.grid import Grid, Quantized, quantize
+from compress.weights.grid import Grid
 from compress.weights.rounding import ActivationCodes
-from compress.weights.terms import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +39,3 @@ def round_to_nearest(
         rounded = nearest(weight, grid, site.scale_dtypes[name], outliers)
         decisions[name] = Decision(rounded, {"weight_error": weight_error(weight, rounded)}, inputs.get(name))
     return decisions
-
-
-def nearest(
-    weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, outliers: float = 0.0, cost_K: Tensor | None = None
-) -> Quantized | Weight:
-    """A weight rounded to nearest, beside a share of outliers. cost: what an error of each input costs."""
-    if not outliers:
-        return quantize(weight_NK, grid, scale_dtype)
-    rest, exact = set_apart(weight_NK, grid, scale_dtype, outliers, cost_K)
-    return Weight((quantize(rest, grid, scale_dtype), exact))

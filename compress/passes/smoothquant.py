@@ -31,12 +31,9 @@ from compress.passes.options.quantize import FoldThenRound
 from compress.passes.protocol.sites import FoldSite, Reader, Scaling, Site
 from compress.passes.protocol.stages import Rewrite
 from compress.passes.rtn import round_to_nearest
+from compress.solvers.smoothquant import best, candidates, input_codes, scaled_loss, smoothing
 from compress.weights.decision import Decision
-from compress.weights.grid import fake_quantize, scale_of_range
-from compress.weights.rounding import ActivationCodes
 
-# Strengths that are tried: from little to nearly all of the input's range.
-ALPHAS = tuple(a / 20 for a in range(6, 20))
 # Tokens of each micro-batch on which they are compared.
 SAMPLED = 32
 
@@ -71,50 +68,23 @@ class SmoothQuant(FoldThenRound):
         heaviest_C = site.merged(lambda reader: reader.weight.float().abs().amax(0), "max")
         if self.alpha != -1:
             return Scaling(smoothing(largest_C, heaviest_C, self.alpha), {"alpha": self.alpha})
-        candidates = [torch.ones_like(largest_C), *(smoothing(largest_C, heaviest_C, a) for a in ALPHAS)]
+        tried = candidates(largest_C, heaviest_C)
         losses = torch.stack(
-            [sum((self._loss(r, s_C) for r in site.readers.values()), torch.zeros(())) for s_C in candidates]
+            [sum((self._loss(r, s_C) for r in site.readers.values()), torch.zeros(())) for s_C in tried]
         )
-        losses = site.comm.all_reduce(losses)
-        best = int(losses.argmin())
-        figures: dict[str, float | int | str] = {
-            "alpha": ALPHAS[best - 1] if best else "none",
-            "loss": float(losses[best] / losses[0].clamp(min=torch.finfo(losses.dtype).tiny)),
-        }
-        return Scaling(candidates[best], figures)
+        scale_C, alpha, share = best(tried, site.comm.all_reduce(losses))
+        return Scaling(scale_C, {"alpha": alpha, "loss": share})
 
     def _loss(self, reader: Reader, s_C: Tensor) -> Tensor:
-        """Squared error of a layer's outputs when input and weight are rounded behind a scaling; this rank's tokens."""
-        x_MK, weight_NK = reader.stats["sample"].float(), reader.weight.float()
+        """Squared error of a layer's outputs when input and weight are rounded behind a scaling; this rank's tokens.
+        A fixed range is the whole one, of all ranks, whatever a calibrator makes of it."""
+        x_MK, grid = reader.stats["sample"].float(), self.input_grid()
+        assert grid is not None
         if len(x_MK) == 0:
             return torch.zeros((), dtype=torch.float64, device=s_C.device)
         s_K = spread_scales(s_C, reader.channel_of_K)
-        rounded = self._inputs(reader, s_K).fake_quantize(x_MK / s_K)
-        values = fake_quantize(weight_NK * s_K, self.weight_grid(), torch.float32)
-        return (rounded @ values.t() - x_MK @ weight_NK.t()).double().square().sum()
-
-    def _inputs(self, reader: Reader, s_K: Tensor) -> ActivationCodes:
-        """How x / s is rounded; a fixed range is the whole one, of all ranks, whatever a calibrator makes of it."""
-        grid = self.input_grid()
-        assert grid is not None
-        if self.activations == "dynamic":
-            return ActivationCodes(grid)
-        lowest, highest = (extreme / s_K for extreme in reader.stats["extremes"])
-        if not self.per_channel_inputs:
-            lowest, highest = lowest.amin(), highest.amax()
-        lo, hi = lowest.clamp(max=0).reshape(1, -1), highest.clamp(min=0).reshape(1, -1)
-        scale, zero_point = scale_of_range(lo, hi, grid, reader.scale_dtype)
-        return ActivationCodes(grid, scale, None if grid.symmetric else zero_point.to(torch.int8))
+        inputs = input_codes(reader.stats["extremes"], s_K, grid, reader.scale_dtype)
+        return scaled_loss(x_MK, reader.weight.float(), s_K, inputs, self.weight_grid())
 
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self.weight_grid(), self.input_codes(site), self.outliers)
-
-
-def smoothing(largest_C: Tensor, heaviest_C: Tensor, alpha: float) -> Tensor:
-    """s [C] = max|X|^alpha / max|W|^(1 - alpha), around 1; 1 for channels that are never active or never used."""
-    live = (largest_C > 0) & (heaviest_C > 0)
-    s = largest_C.clamp(min=torch.finfo(torch.float32).tiny).log() * alpha
-    s = s - heaviest_C.clamp(min=torch.finfo(torch.float32).tiny).log() * (1 - alpha)
-    if live.any():
-        s = s - s[live].mean()
-    return torch.where(live, s, torch.zeros_like(s)).exp()

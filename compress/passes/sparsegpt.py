@@ -12,15 +12,16 @@ scored by what zeroing each would cost, if the later ones made up for it,
 
 (`sweep` has the proof), and the lowest scores become zero. A survivor takes its target, whose error is none.
 
-Paper -> code: the column update -> `sweep.sweep`; adaptive mask selection, M_(:, j:(j+B_s)) -> `MaskRule.begin`; its
-blocksize B_s -> BLOCK or M; the percentile of a block -> `per` (the paper ranks a block of all outputs: per=layer);
-joint quantization -> a pass that rounds after this one, to which a mask is given: `sparsegpt` then `gptq` in a recipe.
+Paper -> code: the column update -> `sweep.sweep`; adaptive mask selection, M_(:, j:(j+B_s)) ->
+`solvers.sparsegpt.MaskRule.begin`; its blocksize B_s -> BLOCK or M; the percentile of a block -> `per`
+(the paper ranks a block of all outputs: per=layer); joint quantization -> a pass that rounds after this one, to which a
+mask is given: `sparsegpt` then `gptq` in a recipe.
 
 Departs from the paper:
 - `drift`, `shrink` and what very few tokens bear out are those of gptq (`passes.gptq` has the equations); where nothing
   is borne out, a layer gets the mask of wanda, and its survivors stay.
 - a survivor of the sweep makes up for the zeros before it, not for those behind. Once the mask is whole, `steps` of
-  conjugate gradients move the survivors to the optimum in it (`solvers.survivors`).
+  conjugate gradients move the survivors to the optimum in it (`solvers.targets`).
 - of each block just so many become zero as make the share of all inputs up to there right; equals by their order.
 - `allocate` shares one budget of zeros out between layers (`passes.options.sparsity_budget`); `permute` lets inputs
   change groups of N:M beforehand, by the scores of wanda (`solvers.permutation`).
@@ -39,17 +40,16 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.errors import InputError
-from compress.passes.options.prune import Survivors, survivors
 from compress.passes.options.second_order import Relied, SecondOrder, Solution
 from compress.passes.options.sparsity_budget import SparsityBudget
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_rows
-from compress.solvers.gptq import Ordered
-from compress.solvers.scores import relative_products
-from compress.solvers.survivors import STEPS, settled
-from compress.solvers.sweep import BLOCK, ColumnRule, damped, sweep
+from compress.solvers.scores import wanda
+from compress.solvers.sparsegpt import prune_ordered
+from compress.solvers.targets import STEPS
 from compress.weights.decision import Decision
 from compress.weights.masks import Choice
+from compress.weights.survivors import Survivors
 from compress.weights.terms import Summand, Weight
 
 
@@ -92,7 +92,7 @@ class SparseGPT(SparsityBudget, SecondOrder):
     def nearest(self, site: Site, name: str, dtype: torch.dtype) -> Survivors:
         statistics: HessianResult = site.stats["hessian"]
         norm_K = statistics.hessian.diagonal().clamp(min=0).sqrt()
-        return self.by_score(site, name, relative_products(site.weights[name], norm_K))
+        return self.by_score(site, name, wanda(site.weights[name], norm_K))
 
     def rows(self, site: Site, name: str, target_NK: Tensor, relied: Relied) -> dict[str, Tensor]:
         rows = {"weight_NK": target_NK}
@@ -131,49 +131,3 @@ class SparseGPT(SparsityBudget, SecondOrder):
             return self._solved_alone(site, {"weight_NK": site.weights[name].double()}, solver).dequantize()
 
         return pruned
-
-
-@dataclass
-class MaskRule(ColumnRule):
-    """Zero, or the target. The mask of a block is chosen when the sweep comes to it; all [K, N] in sweep order.
-
-    earlier: what a mask before this one has left. kept: of blocks that have begun, what stays.
-    """
-
-    how: Choice
-    group: int
-    cost_K: Tensor
-    kept: Tensor
-    earlier: Tensor | None = None
-
-    def begin(self, column: int, updated_gN: Tensor) -> None:
-        block = slice(column, column + len(updated_gN))
-        score_Ng = (updated_gN.square() * self.cost_K[block].unsqueeze(1)).t()
-        earlier = None if self.earlier is None else self.earlier[block].t()
-        self.kept[block] = self.how.kept(score_Ng, earlier, column).t()
-
-    def decide(self, column: int, target_N: Tensor) -> Tensor:
-        return torch.where(self.kept[column], target_N, 0.0)
-
-
-def prune_ordered(
-    weight_NK: Tensor,
-    seen: Ordered,
-    *,
-    how: Choice,
-    scale_dtype: torch.dtype,
-    earlier_NK: Tensor | None = None,
-    steps: int = 0,
-    polish_damp: float = 0.0,
-) -> Survivors:
-    """SparseGPT of rows of a weight, [N, K] in its own column order and the Hessian's dtype. how: what is to be zero.
-    earlier: bool, what an earlier mask has left. scale_dtype: that of what is stored."""
-    group = BLOCK if how.pattern is None else how.pattern.length
-    weight = weight_NK[:, seen.order_K]
-    earlier_KN = None if earlier_NK is None else earlier_NK[:, seen.order_K].t().contiguous()
-    kept_KN = torch.zeros(weight.t().shape, dtype=torch.bool, device=weight.device)
-    rule = MaskRule(how, group, seen.factor.diagonal, kept_KN, earlier_KN)
-    values, _ = sweep(weight, seen.factor, rule)
-    if steps:
-        values = settled(weight, values, damped(seen.hessian_KK, polish_damp), kept_KN.t(), steps)
-    return survivors(seen.back(values), seen.back(rule.kept.t()), scale_dtype)

@@ -40,9 +40,9 @@ from compress.passes.options.second_order import Relied, SecondOrder
 from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve
-from compress.solvers.gptq import ActOrder
 from compress.solvers.outliers import check_share
-from compress.solvers.tile_rule import price_in_tiles, round_to_tiles, solve_tiles
+from compress.solvers.spqr import price_by_variance, price_in_tiles, round_to_tiles, solve_tiles
+from compress.solvers.sweep import ActOrder
 from compress.weights.decision import Decision
 from compress.weights.formats.sparse import entry_bits
 from compress.weights.formats.tiles import Tiles
@@ -193,7 +193,7 @@ class SpQR(SecondOrder):
         """What an exact weight is worth in a layer; None where there is to be none."""
         seen = relied.ordered
         if self.threshold:
-            return self.threshold * float((target_NK.var(0) * seen.costs).mean())
+            return price_by_variance(target_NK, seen, self.threshold)
         share = self.outliers
         if self.bits_per_weight:
             columns = target_NK.shape[1]

@@ -8,7 +8,7 @@ Shapes: N outputs, K inputs. g = dL / dW is the gradient of the loss of one micr
 The loss is the task's: the cross entropy of next tokens for a model that generates text, or what a model returns for
 the labels of its batches. Unlike the others, which look at a layer's output, this looks through the whole model.
 
-Paper -> code: I^(1)_m, equation 8 -> `first_order`; the groups there, of neurons, are single weights here.
+Paper -> code: I^(1)_m, equation 8 -> `solvers.scores.taylor`; the groups there, of neurons, are single weights here.
 
 What it costs: a forward with what goes into each block kept, and a backward in which each block runs once more, with a
 graph; one block at a time is in memory. Sums are float64: 8 bytes a weight, over the number of ranks. A score depends
@@ -22,7 +22,7 @@ Departs from the paper:
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -31,10 +31,9 @@ from compress.errors import InputError, one_of
 from compress.passes.options.ranked import Ranked
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Gradients, Settled, Stage
+from compress.solvers.scores import Measure, taylor
 from compress.system.comm import RowShard
 from compress.weights.ranking import histogram
-
-Measure = Literal["square", "absolute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +58,7 @@ class Taylor(Ranked):
 
     def first_order(self, weight_NK: Tensor, gradient_NK: Tensor) -> Tensor:
         """[N, K] float64: what the loss of a micro-batch changes by, in squares or in size."""
-        change = weight_NK.double() * gradient_NK.double()
-        return change.square() if self.measure == "square" else change.abs()
+        return taylor(weight_NK, gradient_NK, self.measure)
 
     def size(self, sums: Tensor) -> Tensor:
         """Sums in the order they have, and in units that float32 holds: squares of small gradients it does not."""

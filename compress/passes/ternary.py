@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from compress.errors import one_of
-from compress.passes.few_levels import FewLevelsGPTQ
+from compress.passes.gptq import GPTQ
+from compress.passes.options.few_levels import FewLevels
 from compress.passes.protocol.sites import Site
 from compress.weights.decision import Decision
 from compress.weights.formats import ternary as formats
@@ -35,7 +36,7 @@ Packing = Literal["bytes", "words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ternary(FewLevelsGPTQ):
+class Ternary(FewLevels, GPTQ):
     """GPTQ to three levels."""
 
     name: ClassVar[str] = "ternary"

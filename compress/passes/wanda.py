@@ -7,7 +7,7 @@ Shapes: N outputs, K inputs, T tokens. X [T, K] is the layer's input behind the 
 Survivors stay as they are: |W_ij|^2 |X_j|^2 is what the output loses with one weight, the others left alone. What
 sparsegpt pays for (X^T X and its factor), this does not need: one number per input.
 
-Paper -> code: S -> `scores.relative_products`; the comparison group, each output -> `per`; N:M -> `pattern`.
+Paper -> code: S -> `solvers.scores.wanda`; the comparison group, each output -> `per`; N:M -> `pattern`.
 Channel permutation (Pool and Yu 2021) -> `permute`.
 
 Departs from the paper:
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.calibration.stats import ChannelNorm, StatisticFactory
-from compress.passes.options.prune import survivors
 from compress.passes.options.ranked import Ranked
 from compress.passes.options.sparsity_budget import SparsityBudget, look_at_products
 from compress.passes.protocol.sites import Site
-from compress.solvers.scores import relative_products
+from compress.solvers.scores import wanda
 from compress.weights.masks import Choice
 from compress.weights.ranking import ScoreHistogram
+from compress.weights.survivors import survivors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Wanda(SparsityBudget, Ranked):
         return {**super().needs(), "norm": ChannelNorm}
 
     def score(self, site: Site, name: str) -> Tensor:
-        return relative_products(site.weights[name], site.stats["norm"])
+        return wanda(site.weights[name], site.stats["norm"])
 
     def look_at_scores(self, site: Site) -> dict[str, ScoreHistogram]:
         """In units that all layers share."""
@@ -56,6 +56,6 @@ class Wanda(SparsityBudget, Ranked):
         def pruned(name: str, share: float) -> Tensor:
             weight = site.weights[name].double()
             choice = Choice(None, share, together=self.per == "layer")
-            return survivors(weight, choice.kept(relative_products(weight, norm_K), None), torch.float64).values
+            return survivors(weight, choice.kept(wanda(weight, norm_K), None), torch.float64).values
 
         return pruned

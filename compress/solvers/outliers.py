@@ -22,7 +22,7 @@ from torch import Tensor
 from compress.errors import InputError
 from compress.kernels.layouts.words import some_rows
 from compress.weights.formats.sparse import Sparse, sparse
-from compress.weights.grid import Grid, decode, encode, fit, grouped, working_dtype
+from compress.weights.grid import Grid, Quantized, decode, encode, fit, grouped, quantize, working_dtype
 from compress.weights.terms import Summand, Weight, summands
 
 # Weights on which a price is found.
@@ -160,3 +160,13 @@ def places_at(weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, cost_K: T
         found = grouped_costs(weight_NK[part], grid, scale_dtype, cost_K)
         parts.append(exact_places(found, prices[part].view(-1, 1, 1)).view(-1, columns))
     return torch.cat(parts)
+
+
+def nearest(
+    weight_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, outliers: float = 0.0, cost_K: Tensor | None = None
+) -> Quantized | Weight:
+    """A weight rounded to nearest, beside a share of outliers. cost: what an error of each input costs."""
+    if not outliers:
+        return quantize(weight_NK, grid, scale_dtype)
+    rest, exact = set_apart(weight_NK, grid, scale_dtype, outliers, cost_K)
+    return Weight((quantize(rest, grid, scale_dtype), exact))

@@ -1,22 +1,19 @@
-"""What a sweep decides on a grid, and what can still be gained once it is over: scale refit and coordinate descent.
+"""Gains after a sweep: rounds of a refit of scales and of coordinate descent on codes.
 
 Shapes: N outputs, K inputs, G groups, g columns of a group. W [N, K] is the weight, Q its codes' values, E = W - Q.
-Both lower tr(E H E^T), row by row, and never raise it: `refit_scales` moves one scale at a time to the minimum of the
-parabola that the loss is in it, `descend` one code.
+Both lower tr(E H E^T), row by row, and never raise it. A refit moves one scale at a time to the minimum of the parabola
+that the loss is in it, where the codes stay (`gptq.refit_scales`, `tile_rule.refit_tiles`); descent moves one code.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.columns import Block, Held, Rounding, SweptBlock, descend_columns, sweep_columns, takes
-from compress.solvers.outliers import costs, exact_places
+from compress.kernels.cpu.columns import Block, Held, SweptBlock, descend_columns, sweep_columns
 from compress.solvers.sweep import BLOCK, ColumnRule
-from compress.weights.grid import Grid, decode, encode, fit, round_scale
 
 
 class Settled(ColumnRule):
@@ -64,84 +61,6 @@ class Settled(ColumnRule):
             block.value[j] = value
             if j + 1 < columns:
                 target[j + 1 :].addr_(block.matrix[j, j + 1 :], block.change[j], alpha=-1)
-
-
-@dataclass
-class GridRule(Settled):
-    """Round each target to the grid; scales are fitted when a group begins, or given.
-
-    kept [K, N], in sweep order as the codes are: weights that are not kept have the code of 0, and no say in a range
-    (every range holds 0, which is exact in it). price [N]: what a weight of its own is worth (`solvers.outliers`),
-    where an error of column j costs cost_K[j]; exact [K, N]: the weights that have one, beside the code of 0. They are
-    chosen as the sweep goes, until the rule is `settled`.
-    """
-
-    grid: Grid
-    scale_dtype: torch.dtype
-    group: int
-    group_of: list[int]
-    importance_K: Tensor
-    cost_K: Tensor
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    kept: Tensor | None = None
-    price: Tensor | None = None
-    exact: Tensor | None = None
-    settled: bool = False
-
-    def begin(self, column: int, updated_gN: Tensor) -> None:
-        importance = self.importance_K[column : column + len(updated_gN)]
-        if self.kept is not None:
-            updated_gN = updated_gN * self.kept[column : column + len(updated_gN)]
-        if self.price is not None and self.exact is not None:
-            cost = self.cost_K[column : column + len(updated_gN)]
-            found = costs(updated_gN.t(), self.grid, self.scale_dtype, cost)
-            self.exact[column : column + len(updated_gN)] = exact = exact_places(found, self.price.unsqueeze(1)).t()
-            updated_gN = updated_gN.masked_fill(exact, 0.0)
-        scale, zero_point = fit(updated_gN.t(), self.grid, self.scale_dtype, importance)
-        self.scale[self.group_of[column]] = scale
-        self.zero_point[self.group_of[column]] = zero_point
-
-    def decide(self, column: int, target_N: Tensor) -> Tensor:
-        group = self.group_of[column]
-        scale, zero_point = self.scale[group], self.zero_point[group]
-        codes = encode(target_N, scale, zero_point, self.grid)
-        if self.kept is not None:
-            codes = torch.where(self.kept[column], codes, zero_point)
-        values = decode(codes, scale, zero_point, self.scale_dtype)
-        if self.exact is not None:
-            exact = self._exact(column, target_N - values)
-            codes = torch.where(exact, zero_point, codes)
-            values = torch.where(exact, target_N.to(self.scale_dtype).to(target_N.dtype), values)
-        self.codes[column] = codes
-        return values
-
-    def at(self, column: int) -> tuple[Tensor, ...]:
-        return (self.codes[column],)
-
-    def held(self) -> Held | None:
-        if self.grid.type != "int" or not takes(self.codes, self.scale_dtype):
-            return None
-        rounding = Rounding(self.grid.qmin, self.grid.qmax, self.scale_dtype)
-        price = None if self.settled or self.exact is None else self.price
-        decided = (self.codes, self.scale, self.zero_point, self.group_of)
-        return Held(*decided, rounding, self.kept, self.exact, price, self.cost_K)
-
-    def mixed(self, other: "GridRule", from_other_N: Tensor) -> "GridRule":
-        """What this rule has decided, but for some outputs, of which the other has."""
-        held = ("codes", "scale", "zero_point", "exact")
-        pairs = {name: (getattr(other, name), getattr(self, name)) for name in held if getattr(self, name) is not None}
-        taken: dict[str, Any] = {name: torch.where(from_other_N, *pair) for name, pair in pairs.items()}
-        return replace(self, **taken)
-
-    def _exact(self, column: int, error_N: Tensor) -> Tensor:
-        """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""
-        assert self.exact is not None
-        if not self.settled and self.price is not None:
-            dear = self.cost_K[column] * error_N.square() > self.price
-            self.exact[column] |= dear if self.kept is None else dear & self.kept[column]
-        return self.exact[column]
 
 
 class Grouped(Protocol):
@@ -199,28 +118,6 @@ class Polish(Generic[R]):
             if step < sweeps:
                 self.descend()
         return self.loss()
-
-    def refit_scales(self: "Polish[GridRule]") -> None:
-        """For fixed codes the loss is quadratic in each scale: set it to its minimum, group after group."""
-        rule = self.rule
-        for group, columns in enumerate(members(rule)):
-            steps = rule.codes[columns] - rule.zero_point[group]
-            own = self.hessian[columns][:, columns]
-            gradient = self.gradient[columns]
-            curvature = ((own @ steps) * steps).sum(0)
-            slope = (gradient * steps).sum(0)
-            old = rule.scale[group]
-            moved = old + slope / curvature.clamp(min=torch.finfo(curvature.dtype).tiny)
-            valid = (curvature > 0) & torch.isfinite(moved) & (moved * old > 0)
-            new = torch.where(valid, round_scale(moved, rule.scale_dtype), old)
-            change = decode(steps, new, torch.zeros_like(new), rule.scale_dtype) - self.values[columns]
-            if rule.exact is not None:
-                change = change.masked_fill(rule.exact[columns], 0.0)
-            # Rounding the scale may lose what the step gained: keep the old one there.
-            gain = (change * (2 * gradient - own @ change)).sum(0)
-            change = torch.where(gain > 0, change, torch.zeros_like(change))
-            rule.scale[group] = torch.where(gain > 0, new, old)
-            self.move(columns, change)
 
     def descend(self) -> None:
         """One cyclic pass of coordinate descent: each code moves to the grid point nearest its own optimum, a weight

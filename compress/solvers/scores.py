@@ -1,7 +1,13 @@
-"""What a weight is worth: its size, and its size times what it multiplies (Wanda, arXiv 2306.11695).
+"""The score of a weight: what a mask that keeps the highest scores goes by. One function per paper.
 
-Shapes: N outputs, K inputs.
+Shapes: N outputs, K inputs. Scores [N, K] are never negative.
+
+    magnitude   |W_ij|                                           Han et al., arXiv 1506.02626
+    wanda       |W_ij| |X_j|_2                                   Sun et al., arXiv 2306.11695
+    taylor      (g_ij W_ij)^2 or |g_ij W_ij|, summed             Molchanov et al., arXiv 1906.10771, equation 8
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,22 +16,30 @@ from compress.weights.grid import working_dtype
 
 # Of the largest norm: as good as never active, and above zero.
 LEAST_NORM = 1e-12
+Measure = Literal["square", "absolute"]
 
 
-def size_of(weight_NK: Tensor) -> Tensor:
-    """|w|, in a dtype whose products do not overflow."""
+def magnitude(weight_NK: Tensor) -> Tensor:
+    """[N, K] |W_ij|, in a dtype whose products do not overflow."""
     return weight_NK.to(working_dtype(weight_NK)).abs()
 
 
-def relative_products(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
-    """[N, K] |W_ij| |X_j|, but for the scale of X, which decides nothing inside a layer; by size alone where no input
-    is active."""
+def wanda(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
+    """[N, K] |W_ij| |X_j|, divided by the largest norm, which decides nothing inside a layer. norm: of each input over
+    tokens, |X_j|_2, of any scale. Where no input is active, weights are compared by size alone."""
     most = norm_K.max()
     relative = (norm_K / most).clamp(min=LEAST_NORM) if most > 0 else norm_K.new_ones(norm_K.shape)
-    size = size_of(weight_NK)
+    size = magnitude(weight_NK)
     return size * relative.to(size.dtype)
 
 
 def products(weight_NK: Tensor, norm_K: Tensor) -> Tensor:
     """[N, K] |W_ij| |X_j| in float64, which layers can be compared by."""
-    return relative_products(weight_NK, norm_K).double() * norm_K.max().to(torch.float64)
+    return wanda(weight_NK, norm_K).double() * norm_K.max().to(torch.float64)
+
+
+def taylor(weight_NK: Tensor, gradient_NK: Tensor, measure: Measure = "square") -> Tensor:
+    """[N, K] float64: the change, squared or absolute, of the loss of one micro-batch where a weight becomes zero, to
+    first order. gradient: of that loss by the weight. The score is the sum over micro-batches."""
+    change = weight_NK.double() * gradient_NK.double()
+    return change.square() if measure == "square" else change.abs()

@@ -13,6 +13,7 @@ factorisation of the flipped H replaces the factorisation, inversion and second 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from compress.errors import CompressError
 from compress.kernels.cpu.columns import SweptBlock
 
 BLOCK = 128
+DAMP = 0.01
 DAMP_GROWTH, DAMP_LIMIT = 10.0, 1e3
+ActOrder = Literal["none", "static", "group"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,52 @@ def factorize(hessian_KK: Tensor, damp: float) -> Factor:
         f"the Hessian has no Cholesky factor even with damping {DAMP_LIMIT}; "
         "check the calibration data for non-finite activations"
     )
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A Hessian as a sweep visits it: its columns [K] in that order, itself [K, K] and its damped factor in the order,
+    its diagonal [K] in the layer's own. fixed: scales are fitted before the sweep, not as it comes to a group."""
+
+    order_K: Tensor
+    hessian_KK: Tensor
+    factor: Factor
+    diagonal_K: Tensor
+    fixed: bool
+
+    def back(self, columns_in_order: Tensor) -> Tensor:
+        """[..., K] in the order of the sweep -> in the layer's own."""
+        found = torch.empty_like(columns_in_order)
+        found[..., self.order_K] = columns_in_order
+        return found
+
+    @property
+    def costs(self) -> Tensor:
+        """[K] what an error of each column costs in a sweep, in the layer's own order."""
+        return self.back(self.factor.diagonal)
+
+
+def ordered(hessian_KK: Tensor, damp: float, act_order: ActOrder, group_size: int | None) -> Ordered:
+    """The Hessian in the order in which a sweep visits its columns, and its factor. group_size: inputs that share a
+    scale, for act_order "group". Raises CompressError where no damping makes it positive definite."""
+    diagonal_K = hessian_KK.diagonal()
+    order_K = column_order(diagonal_K, act_order, group_size)
+    in_order = hessian_KK[order_K][:, order_K]
+    return Ordered(order_K, in_order, factorize(in_order, damp), diagonal_K, act_order == "static")
+
+
+def column_order(diagonal_K: Tensor, act_order: ActOrder, group_size: int | None) -> Tensor:
+    """The permutation [K] in which columns are visited; dead columns come last (of their group, for `group`)."""
+    columns = len(diagonal_K)
+    if act_order == "none":
+        return torch.arange(columns, device=diagonal_K.device)
+    if act_order == "static" or group_size is None:
+        return torch.argsort(diagonal_K, descending=True, stable=True)
+    groups = diagonal_K.view(-1, group_size)
+    inside = torch.argsort(groups, dim=1, descending=True, stable=True)
+    outside = torch.argsort(groups.amax(1), descending=True, stable=True)
+    starts = torch.arange(0, columns, group_size, device=diagonal_K.device).unsqueeze(1)
+    return (inside + starts)[outside].reshape(-1)
 
 
 class ColumnRule(ABC):

@@ -5,20 +5,16 @@ Shapes: N outputs, K inputs, G groups, g columns of a group. d_j is what an erro
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from compress.kernels.cpu.columns import Held, Rounding, takes
-from compress.solvers.gptq import POLISH_DAMP, TRIAL_ROWS, Ordered, Solved
-from compress.solvers.outliers import by_count, exact_places, price_by_trial, sampled_rows
+from compress.solvers.outliers import by_count, exact_places
 from compress.solvers.polish import Polish, Settled, members
-from compress.solvers.sweep import damped, sweep
-from compress.weights.formats.sparse import sparse
-from compress.weights.formats.tiles import RANGES, Tiled, Tiles, fit_tiles, scales_and_zeros
+from compress.weights.formats.tiles import Tiles, fit_tiles, scales_and_zeros
 from compress.weights.grid import encode_unsigned
-from compress.weights.terms import Summand, Weight, added, summed
+from compress.weights.terms import summed
 
 # Codes of a scale and of a zero point that are tried, beside the nearest.
 NEIGHBOURS = (-1, 0, 1)
@@ -171,81 +167,6 @@ def tile_costs(x: Tensor, bits: int, cost: Tensor) -> Tensor:
     return by_count(x - x.mean(-1, keepdim=True), without)
 
 
-def solve_tiles(
-    weight_NK: Tensor,
-    seen: Ordered,
-    *,
-    format_: Tiles,
-    scale_dtype: torch.dtype,
-    price_N: Tensor | None = None,
-    leave_one_out: bool = False,
-    search: bool = True,
-    refit: int = 0,
-    sweeps: int = 0,
-    polish_damp: float = POLISH_DAMP,
-) -> Solved:
-    """Tiles, and outliers where they have a price, for the least tr(E H E^T): as `columns.solve_ordered`."""
-    rule = tile_rule(weight_NK, seen, format_, scale_dtype, price_N, leave_one_out, search)
-    weight = weight_NK[:, seen.order_K]
-    values, loss = sweep(weight, seen.factor, rule)
-    if refit or sweeps:
-        state = Polish(weight, values, rule, damped(seen.hessian_KK, polish_damp))
-        loss = state.rounds(partial(refit_tiles, state, rule), refit, sweeps)
-    small = (rule.codes, rule.scale_codes, rule.zero_codes)
-    codes, scale, zero = (t.to(torch.uint8).t().contiguous() for t in small)
-    ranges = rule.ranges.transpose(0, 1).to(scale_dtype).contiguous()
-    tiled = Tiled(seen.back(codes), scale, zero, ranges, format_)
-    if price_N is None:
-        return Solved(tiled, loss, seen.factor.damp)
-    outliers = sparse(seen.back(rule.extra.t()), seen.back(rule.exact.t()))
-    return Solved(added(tiled, outliers), loss, seen.factor.damp)
-
-
-def tile_rule(
-    weight_NK: Tensor,
-    seen: Ordered,
-    format_: Tiles,
-    scale_dtype: torch.dtype,
-    price_N: Tensor | None,
-    leave_one_out: bool,
-    search: bool,
-) -> TileRule:
-    """How the columns of a weight are decided, before the first of them is."""
-    rows, columns = weight_NK.shape
-    groups, device = columns // format_.group_size, weight_NK.device
-    scale_codes, zero_codes, scale, zero = (weight_NK.new_zeros(groups, rows) for _ in range(4))
-    return TileRule(
-        format=format_,
-        dtype=scale_dtype,
-        group=format_.group_size,
-        group_of=(seen.order_K // format_.group_size).tolist(),
-        cost_K=seen.factor.diagonal,
-        price=price_N,
-        leave_one_out=leave_one_out,
-        search=search,
-        codes=weight_NK.new_zeros(columns, rows),
-        extra=torch.zeros(columns, rows, dtype=scale_dtype, device=device),
-        exact=torch.zeros(columns, rows, dtype=torch.bool, device=device),
-        scale_codes=scale_codes,
-        zero_codes=zero_codes,
-        scale=scale,
-        zero=zero,
-        ranges=weight_NK.new_zeros(groups, rows, RANGES),
-    )
-
-
-def round_to_tiles(weight_NK: Tensor, format_: Tiles, scale_dtype: torch.dtype) -> Tiled:
-    """Every weight to the nearest code of its group's whole range; no outliers."""
-    codes, small = [], []
-    for x in weight_NK.split(format_.group_size, 1):
-        fitted = fit_tiles(x.amin(1), x.amax(1), format_, scale_dtype)
-        codes.append(encode_unsigned(x, fitted.scale.unsqueeze(1), fitted.zero.unsqueeze(1), format_.bits))
-        small.append((fitted.scale_codes, fitted.zero_codes, fitted.ranges))
-    scale, zero, ranges = (torch.stack(each, 1) for each in zip(*small, strict=True))
-    rounded = torch.cat(codes, 1).to(torch.uint8)
-    return Tiled(rounded, scale.to(torch.uint8), zero.to(torch.uint8), ranges.to(scale_dtype), format_)
-
-
 def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
     """For fixed codes of the weights: of each group the scale and zero point, among the neighbours of those it has,
     that lower the loss the most; group after group."""
@@ -270,20 +191,3 @@ def refit_tiles(state: "Polish[TileRule]", rule: TileRule) -> None:
         extra = rule.completed(old, base)[1]
         rule.extra[columns] = torch.where(exact, extra, torch.zeros_like(extra))
         state.move(columns, change)
-
-
-def price_in_tiles(
-    weight_NK: Tensor, seen: Ordered, format_: Tiles, scale_dtype: torch.dtype, share: float, search: bool = True
-) -> float:
-    """`columns.price_by_sweep`, in tiles."""
-    rows, columns = weight_NK.shape
-    some = weight_NK[sampled_rows(rows, columns, format_.tile_rows).to(weight_NK.device)]
-    groups = some.view(len(some), -1, format_.group_size)
-    found = tile_costs(groups, format_.bits, seen.costs.view(groups.shape[1:]))
-    trial = some[:TRIAL_ROWS]
-
-    def swept(price: float) -> Summand | Weight:
-        price_N = trial.new_full(trial.shape[:1], price)
-        return solve_tiles(trial, seen, format_=format_, scale_dtype=scale_dtype, price_N=price_N, search=search).weight
-
-    return price_by_trial(share, found, swept)

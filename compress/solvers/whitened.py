@@ -13,14 +13,18 @@ W is projected. There is neither a root of H nor an inverse, so H may be singula
 optima, which a singular H has, a trace of the identity beside H (TIE) chooses the one that is closest to W itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from compress.solvers.loss import quadratic
+from compress.solvers.outliers import dearest
 from compress.system.comm import Comm
 from compress.weights.formats.lowrank import low_rank
-from compress.weights.terms import Tensors
+from compress.weights.formats.sparse import sparse
+from compress.weights.terms import Tensors, Term, Weight
 
 # Of the mean of H's diagonal: far below what decides a rank, far above the last place of float64.
 TIE = 1e-10
@@ -32,6 +36,58 @@ class Spectrum:
 
     vectors: Tensor
     values: Tensor
+
+
+def svd_llm(
+    weight_NK: Tensor,
+    hessian_KK: Tensor,
+    *,
+    rank: int,
+    factor_bits: int = 16,
+    outliers: float = 0.0,
+    iterations: int = 4,
+    scale_dtype: torch.dtype | None = None,
+) -> tuple[Weight, float]:
+    """(A low rank and, where asked for, outliers beside it; their loss tr(E H E^T)). Pure: no device, no state.
+
+    rank: 1 to min(N, K). factor_bits: 16 or 8, of the stored factors. outliers: the share of weights that are exact.
+    iterations: rounds in which outliers are chosen anew, and the low rank fitted to the rest. scale_dtype: in which
+    factors and outliers are stored (the weight's own, if not given).
+    """
+    target, hessian, alone = weight_NK.double(), hessian_KK.double(), Comm()
+    dtype = weight_NK.dtype if scale_dtype is None else scale_dtype
+
+    def low(rest_NK: Tensor) -> Tensors:
+        return approximated(alone, alone.rank, rest_NK, hessian, rank, dtype, factor_bits)
+
+    def loss(error_NK: Tensor) -> float:
+        return quadratic(alone, error_NK, hessian)
+
+    return with_outliers(target, hessian.diagonal(), low, loss, dtype, outliers, iterations)
+
+
+def with_outliers(
+    target_NK: Tensor,
+    diagonal_K: Tensor,
+    low: Callable[[Tensor], Tensors],
+    loss: Callable[[Tensor], float],
+    dtype: torch.dtype,
+    share: float,
+    iterations: int,
+) -> tuple[Weight, float]:
+    """(The best of what turns of a low rank and of outliers find, its loss). target: float64. diagonal: that of H. low:
+    the best low rank for a matrix [N, K]. loss: of an error [N, K]. share: of outliers; 0 is a low rank alone."""
+    found: list[tuple[Weight, float]] = []
+    outliers: tuple[Term, ...] = ()
+    for turn in range(1 + 2 * (iterations if share else 0)):
+        if turn % 2 == 0:
+            factors = low(target_NK - sum(term.dequantize(torch.float64) for term in outliers))
+        else:
+            rest = target_NK - factors.dequantize(torch.float64)
+            outliers = (sparse(rest.to(dtype), dearest(rest, diagonal_K, share)),)
+        weight = Weight((factors, *outliers))
+        found.append((weight, loss(target_NK - weight.dequantize(torch.float64))))
+    return min(found, key=lambda each: each[1])
 
 
 def spectrum(weight_NK: Tensor, hessian_KK: Tensor) -> Spectrum:

@@ -16,9 +16,9 @@ from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import read_tensors
 from compress.errors import InputError
 from compress.model.edits.folds import UNTOUCHED
-from compress.passes.awq import balanced
 from compress.passes.protocol.sites import FoldSite, Reader
-from compress.passes.smoothquant import smoothing
+from compress.solvers.awq import balanced
+from compress.solvers.smoothquant import smoothing
 from compress.system.comm import Comm
 from compress.weights.grid import fake_quantize
 

@@ -16,10 +16,10 @@ from compress.errors import InputError
 from compress.passes.options.prune import Prune
 from compress.passes.protocol.recipe import describe, parse_recipe
 from compress.passes.protocol.sites import Site
-from compress.solvers import survivors
+from compress.solvers import targets
 from compress.solvers.gptq import POLISH_DAMP
-from compress.solvers.survivors import settled
 from compress.solvers.sweep import damped
+from compress.solvers.targets import settled
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
 from compress.weights.formats.dense import dense
@@ -183,7 +183,7 @@ def test_sparsegpt_is_the_published_one(options: dict[str, object], columns: int
 
 @pytest.mark.parametrize("options", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
 def test_survivors_come_to_the_optimum_in_the_mask(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivors, "LEAST_GAIN", 0.0)
+    monkeypatch.setattr(targets, "LEAST_GAIN", 0.0)
     weight, x = realistic_layer(4, 48, seed=34, tokens=2000)
     hessian, losses = mean_square(x), []
     hessian = damped(hessian, POLISH_DAMP + len(hessian) / len(x))  # as far as the tokens carry

@@ -20,10 +20,10 @@ import compress
 from compress.checkpoint.read.source import find_source
 from compress.checkpoint.read.stored import stored_in, weight_of
 from compress.errors import CheckpointError, InputError
-from compress.passes.binary import chosen, left_to, saliency, signs
 from compress.runtime.layers.few_levels import FewLevelsLinear
 from compress.runtime.layers.linear import QuantLinear, SumLinear
 from compress.runtime.layers.walk import compressed_layers
+from compress.solvers.binary import chosen, left_to, saliency, signs
 from compress.solvers.gptq import gptq
 from compress.weights.few_levels import sign_scale, ternary_scale
 from compress.weights.formats.codes import Codes, Packed

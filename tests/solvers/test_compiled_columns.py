@@ -8,8 +8,7 @@ from combinations import every
 
 from compress.kernels.cpu import build as cpu
 from compress.kernels.cpu.columns import SweptBlock
-from compress.solvers.gptq import gptq
-from compress.solvers.polish import GridRule
+from compress.solvers.gptq import GridRule, Known, gptq
 from compress.solvers.tile_rule import TileRule
 from compress.weights.formats.tiles import Tiles
 from compress.weights.grid import Grid, decode, encode, fit
@@ -52,10 +51,9 @@ def rule(grid: str, dtype: torch.dtype, rows: int, masks: str, settled: bool) ->
     codes = torch.randint(0, 4, (COLUMNS, rows), generator=draw).float()
     if grid in GRIDS:
         scale, zero = fit(groups, GRIDS[grid].with_range("minmax"), dtype)
-        made = GridRule(GRIDS[grid], dtype, 0, group_of, torch.ones(COLUMNS), cost, codes, scale, zero, settled=settled)
-        made.kept = torch.rand(COLUMNS, rows, generator=draw) < 0.6 if "kept" in masks else None
-        made.price, made.exact = price, None if price is None else exact
-        return made
+        kept = torch.rand(COLUMNS, rows, generator=draw) < 0.6 if "kept" in masks else None
+        known = Known(GRIDS[grid], dtype, group_of, torch.ones(COLUMNS), cost, kept, price)
+        return GridRule(known, 0, codes, scale, zero, None if price is None else exact, settled)
     low, high = groups.amin(2), groups.amax(2)
     scale, unused = (high - low) / 7, torch.zeros(0)
     zero = -low / scale
@@ -90,7 +88,7 @@ def test_a_run_of_columns_is_decided_as_one_by_one(library, loop, grid, dtype, m
             made.descend(here)
         else:
             made.run(here, 3, COLUMNS)
-        decided = [made.exact] if made.price is not None and made.exact is not None else []
+        decided = [made.exact] if "price" in masks and made.exact is not None else []
         decided += [made.extra] if isinstance(made, TileRule) else []
         found.append([made.codes, here.value, here.change, here.loss, *decided])
     # A sum of feedback is rounded once per column here, and there as torch likes it.

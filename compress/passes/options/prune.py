@@ -4,12 +4,11 @@ Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel
 pruned are worth nothing and stay zero: a pass adds to a mask. `weights.masks` has the counting.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from compress.calibration.stats import ChannelNorm
@@ -18,47 +17,13 @@ from compress.passes.protocol.base import Aspect, Pass
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Reorder, Stage, Survey
 from compress.solvers.permutation import better_order, kept_of
-from compress.solvers.scores import relative_products
-from compress.weights.decision import Decision, Figures
-from compress.weights.formats.dense import dense
+from compress.solvers.scores import wanda
 from compress.weights.formats.sparse24 import TWO_OF_FOUR
 from compress.weights.masks import Choice, Pattern, parse_pattern
-from compress.weights.terms import Term
+from compress.weights.survivors import Survivors, survivors
 
 Per = Literal["row", "layer"]
 HALF = 0.5
-
-
-@dataclass(frozen=True)
-class Survivors(Term):
-    """A weight between a mask and its decision: values [N, K] in the dtype that is stored, and which of them stay."""
-
-    values: Tensor
-    kept: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.values if dtype is None else self.values.to(dtype)
-
-    def rows(self, part: slice) -> Self:
-        return type(self)(self.values[part], self.kept[part])
-
-    @classmethod
-    def stacked(cls, terms: Sequence[Self]) -> Self:
-        return cls(torch.cat([t.values for t in terms]), torch.cat([t.kept for t in terms]))
-
-    def decision(self, figures: Figures) -> Decision:
-        """What is decided for the layer."""
-        return Decision(dense(self.values), figures, kept=self.kept)
-
-
-def survivors(weight_NK: Tensor, kept_NK: Tensor, dtype: torch.dtype) -> Survivors:
-    """A weight with exact zeros where it is not kept."""
-    return Survivors(torch.where(kept_NK, weight_NK, 0.0).to(dtype), kept_NK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +117,7 @@ class Prune(Pass):
 
     def worth(self, site: Site, name: str) -> Tensor:
         """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
-        return relative_products(site.weights[name], site.stats["norm"])
+        return wanda(site.weights[name], site.stats["norm"])
 
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)

@@ -18,10 +18,11 @@ from compress.passes.protocol.halves import borne_out
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_stacked
 from compress.passes.protocol.stages import Decide
-from compress.solvers.drift import Correction, aimed, check_drift, drift_correction
-from compress.solvers.gptq import POLISH_DAMP, ActOrder, Ordered, ordered
+from compress.solvers.gptq import POLISH_DAMP
 from compress.solvers.loss import quadratic
 from compress.solvers.outliers import has_outliers, share_of_outliers
+from compress.solvers.sweep import ActOrder, Ordered, ordered
+from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
 from compress.weights.decision import Figures
 from compress.weights.terms import Summand, Weight
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from compress.calibration.hessian import HessianResult
 from compress.passes.structure import Structure
-from compress.solvers.drift import aimed, drift_correction
 from compress.solvers.removal import (
     Consumer,
     Costs,
@@ -23,6 +22,7 @@ from compress.solvers.removal import (
     greedy,
     relative_loss,
 )
+from compress.solvers.targets import aimed, drift_correction
 from compress.system.comm import Comm
 
 
