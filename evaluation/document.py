@@ -57,10 +57,10 @@ class Histogram:
 class TextResult:
     """A text, how it was read, and the figures on it.
 
-    role: what the text is to the model. length, stride: tokens of a window, and between the beginnings of two; tokens:
-    those that were predicted. figures, noise: by the names of `compress.evaluation.quality.statistics`; noise: the
-    reference against itself, computed in its own dtype (`compress.evaluation.quality.noise`). kl_histogram: of log10 of
-    the KL per token.
+    role: held-out, or the model's calibration text. length, stride: tokens of a window, and between the beginnings of
+    two; tokens: those that were predicted. figures, noise: by the names of `compress.evaluation.quality.statistics`;
+    noise: the reference against itself, computed in its own dtype (`compress.evaluation.quality.noise`). kl_histogram:
+    of log10 of the KL per token.
     """
 
     name: str
@@ -108,10 +108,10 @@ class TaskResult:
 
     sha256: of the questions that were asked, the first of those available. difference: accuracy less the reference's,
     with its paired error; interval: 95 % of it (`compress.evaluation.tasks.paired`). gained, lost: questions that only
-    one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: what `accuracy`
-    is, where lm-eval calls it something else. accuracy_norm: choices by log-probability per character. perplexity: of
-    the words that are asked for. truncated: questions whose context the window had no room for. outcomes: a character
-    for each question, 1 for a right answer; empty where questions are not right or wrong.
+    one of the two got right. p_value: McNemar's exact test; p_adjusted: Holm, over all tasks. metric: lm-eval's name of
+    `accuracy`, where it is another. accuracy_norm: choices by log-probability per character. perplexity: of the words
+    that are asked for. truncated: questions whose context the window had no room for. outcomes: a character for each
+    question, 1 for a right answer; empty where questions are not right or wrong.
     """
 
     name: str
@@ -246,8 +246,8 @@ class Evaluation:
     recipe: the passes of the run that wrote it, every option spelled out. missing: {what: why it was not measured}.
     provenance: command, date, commit, versions, device. Figures of the first text can be read as attributes. gap: by
     the names of figures, those of the first held-out text less those of the calibration text, with errors as of two
-    independent texts: what was fitted to the calibration text is lost elsewhere. Texts differ in difficulty, too: KL,
-    which asks how far from the reference the model is, depends on it less than perplexity.
+    independent texts: the gain from fitting the calibration text is lost elsewhere. Texts differ in difficulty, too:
+    KL, the distance from the reference, depends on it less than perplexity.
     """
 
     model: Named

@@ -89,16 +89,16 @@ def evaluate(
     """Measure a language model, compressed or not, on held-out text or token ids [samples, length], and on tasks.
 
     model, reference: directories, hub ids, 'demo' or models in memory. text: as `quantize` takes calibration, one or
-    several ('demo'; none beside tasks). calibration: what the model was calibrated on, to be measured, too
+    several ('demo'; none beside tasks). calibration: the model's calibration data, to measure on as well
     (`Evaluation.gap`). length: tokens per window of text (the model's context, at most 2048). stride: tokens between
     the beginnings of windows, 1 to length; fewer than length: overlapping windows, of which only new tokens are
     predicted. samples: at most so many windows of each text. noise_floor: measure the reference against itself, too, in
-    the 16 bits that it is stored in. cache: keep what a reference in files says of a text, or read it where that was
-    done, and what `measure_sensitivity` has kept of it (`Evaluation.sensitivity`). tasks: .jsonl files of questions, in
-    the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME. questions: at most so many of each, the first
-    ones. tokenizer: of models in memory, where text or tasks are words.
-    dtype: of the arithmetic (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are.
-    trust_remote_code: run Python code that comes with models given by name, if any does.
+    the 16 bits that it is stored in. cache: store the outputs of a reference that is given by name, or read them where
+    they are stored, with the stored results of `measure_sensitivity` (`Evaluation.sensitivity`). tasks: .jsonl files of
+    questions, in the forms of `compress.evaluation.tasks.questions`, or lm-eval:NAME. questions: at most so many of
+    each, the first ones. tokenizer: of models in memory, where text or tasks are words. dtype: of the arithmetic
+    (float32 on a CPU, the checkpoint's own on a GPU); models in memory are taken as they are. trust_remote_code: run
+    Python code that comes with models given by name, if any does.
 
     Raises InputError for models that predict no next token, and for text and tasks that cannot be used.
     """

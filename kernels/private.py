@@ -29,7 +29,7 @@ def candidates(name: str) -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, and the one that it lies in, for this user alone. What is there stays as it is."""
+    """Create a folder, and the one that it lies in, for this user alone. Existing ones stay unchanged."""
     for each in (folder.parent, folder):
         each.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
 

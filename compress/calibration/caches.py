@@ -60,8 +60,8 @@ def cache_ranges(
 ) -> dict[str, tuple[Range, Range]]:
     """Ranges of the keys and values of each attention, [1] or (per_head) [H], from one forward of every micro-batch.
 
-    Attentions that keep nothing of their own (they read what another one keeps) are left out. A collective. Raises
-    CompressError, on every rank, where an attention fills its cache other than once.
+    Attentions without a cache of their own (they read another one's) are left out. A collective. Raises CompressError,
+    on every rank, where an attention does not fill its cache exactly once per forward.
     """
     watchers = {name: _Watcher(name, make, per_head) for name in names}
     with torch.no_grad(), seeing_caches({names[name]: watcher.see for name, watcher in watchers.items()}):

@@ -3,7 +3,7 @@
 A linear layer has one set of statistics. So has a convolution, of its patches [M, K], which are the rows that its
 weight [N, K] multiplies; a grouped one has a set for each group, and the pass that decides sees each group as a layer
 of its own. Ranges of an input (`reads_elements`) count its elements instead, one set for all groups. So do those of an
-output, which is computed from what arrives once the layer is decided.
+output, which is computed from its input once the layer is decided.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,10 +97,11 @@ def collected(
 def collected_outputs(
     needs: Mapping[str, StatisticFactory], layers: Sequence[Layer], outputs: Iterable[Iterable[Tensor]], comm: Comm
 ) -> list[dict[str, Any]]:
-    """The finished statistics of what each layer of a site returns, over all micro-batches and ranks. A collective.
+    """The finished statistics of the outputs of each of a site's layers, over all micro-batches and ranks. A
+    collective.
 
-    outputs: for every micro-batch, what each layer makes of it, [M, N]. Raises CompressError, on every rank, where one
-    of them is not finite.
+    outputs: for every micro-batch, the output of each layer, [M, N]. Raises CompressError, on every rank, where one of
+    them is not finite.
     """
     made = [{key: make(layer.shape[0], layer.weight.device) for key, make in needs.items()} for layer in layers]
     problem = None

@@ -92,7 +92,7 @@ class _Prefix:
         self.mass_log_mass = _before(torch.xlogy(mass, mass))
 
     def divergence(self, row: Tensor, start: Tensor, length: Tensor, levels: int) -> Tensor:
-        """[p] KL(P || Q) in nats of windows of counts[row], infinite where Q misses what P holds."""
+        """[p] KL(P || Q) in nats of windows of counts[row], infinite where Q is zero and P is not."""
         end = start + length
         level = torch.arange(levels + 1, device=row.device)
         edge = start[:, None] + (level * length[:, None] + levels - 1) // levels  # the first bin of every level

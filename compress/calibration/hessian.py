@@ -1,4 +1,4 @@
-"""The second moments of what a layer multiplies, summed over tokens and ranks."""
+"""The second moments of a layer's input, summed over tokens and ranks."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -76,8 +76,8 @@ class Hessian:
     other; in micro-batches of one sequence they are its beginning and its end, and what differs between those counts
     as noise, too.
 
-    The first halves have sums of their own (`early`) for as long as tokens are few: what is solved by one half of them
-    is judged by the other. That is one matrix more, given back before there are enough tokens to solve at length.
+    The first halves have sums of their own (`early`) for as long as tokens are few: a solution from one half of them is
+    judged on the other. That is one matrix more, given back before there are enough tokens to solve at length.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ def _mirror(sum_KK: Tensor) -> None:
 
 
 class AffineHessian(Hessian):
-    """`Hessian` of an input with one more channel, the last, that is always one: what a layer's bias multiplies."""
+    """`Hessian` of an input with one more channel, the last, that is always one, for the layer's bias."""
 
     def __init__(
         self, channels: int, device: torch.device, *, dtype: torch.dtype = torch.float32, reference: bool = False

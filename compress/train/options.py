@@ -40,7 +40,8 @@ class TrainingOptions(LossOptions):
     """Fall of the rates after the warmup: to zero along a cosine or a line, or none."""
 
     clip_norm: float = 1.0
-    """above 0: largest norm of the gradient of all weights, and of all scales; what is longer is shortened."""
+    """above 0: largest norm of the gradient of all weights, and of all scales; a longer gradient is scaled down to
+    it."""
 
     scales: Scales = "learned"
     """Scales and zero points are learned (LSQ), fixed, or fitted anew to the weights at every step; anchored: scales

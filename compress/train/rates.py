@@ -13,7 +13,7 @@ no harm to a run whose rate falls in the end. A few steps bear more than many, h
 how large a part is measured (`recipes/studies/quality/rates.py`). The steepest fall, the other usual rule, says nothing
 here: a student that is far from its teacher falls fastest in the first steps, whatever their rate.
 
-Parameters, gradients and random state are afterwards what they were: a run begins as if its rate had been given.
+Parameters, gradients and random state are restored afterwards: a run begins as if its rate had been given.
 """
 
 import json

@@ -55,8 +55,8 @@ def evaluate_classifier(
 
     inputs: what its forward takes, N along the first axis: a tensor for its first argument, or tensors by name. labels:
     [N] integers, 0 to its classes less one. Both in one: a file of labelled inputs. model, reference, dtype: as in
-    `evaluate`; logits [N, classes] are what it returns, or their `logits`. Raises InputError for what cannot be used,
-    CompressError for logits that are no numbers.
+    `evaluate`; logits [N, classes] are what it returns, or their `logits`. Raises InputError for unusable inputs,
+    CompressError for logits that are not numbers.
     """
     name = {"name": shown(str(inputs))} if isinstance(inputs, str | Path) else {}
     if isinstance(inputs, str | Path):

@@ -123,8 +123,8 @@ def evaluate_encoder(
     """Measure an encoder, compressed or not, on pairs of sentences: two or more whose scores differ.
 
     model, reference: directories, hub ids or models in memory (those need a tokenizer). pairs: a JSONL file, or its
-    lines. pooling: mean, cls. dtype: of the arithmetic, as in `evaluate`. Sentences are cut to what the tokenizer says
-    the model reads. Raises InputError for what cannot be used.
+    lines. pooling: mean, cls. dtype: of the arithmetic, as in `evaluate`. Sentences are cut to the tokenizer's maximum
+    length. Raises InputError for unusable models and pairs.
     """
     one_of("pooling", pooling, get_args(Pooling))
     rows = read_pairs(pairs) if isinstance(pairs, str | Path) else list(pairs)

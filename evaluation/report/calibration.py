@@ -1,7 +1,7 @@
 """The ranges that calibration fixed in a checkpoint, from the record of the run, as figures and as a page.
 
 In a picture a bar's height is the number of values per bin of the finest width, on a logarithmic axis, so that bars of
-different widths compare; solid lines are the bounds of the range, dotted ones what was observed.
+different widths compare; solid lines are the bounds of the range, dotted ones the observed extremes.
 """
 
 import re

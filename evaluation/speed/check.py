@@ -9,7 +9,8 @@ plain product of its decoded weight, in the model's dtype:
     |a - b|_2 / |b|_2  <=  max(ROUNDINGS eps(dtype) sqrt(blocks), STEPS of 8-bit inputs)
 
 Roundings add up like a random walk over the blocks; an 8-bit input turns a difference in the last place into a whole
-step now and then. The first test is sharp and sees each layer; the second is loose and sees what lies between them.
+step now and then. The first test is sharp and sees each layer; the second is loose and sees the operations between
+them.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Bytes that a model holds, and the most that running it takes.
 
 On a GPU the peak is what torch allocated (`torch.cuda.max_memory_allocated`), other models included. On a CPU it is the
-anonymous memory of the process (files that are mapped do not count) above what was there before the model was made,
-looked at every few milliseconds; Linux only.
+anonymous memory of the process (files that are mapped do not count) above its level before the model was made, read
+every few milliseconds; Linux only.
 """
 
 import gc

@@ -16,7 +16,7 @@ from compress.system.progress import Reporter
 def run_bench(model: str | None, json_file: Path | None, page: Path | None, reporter: Reporter, **given: Any) -> Report:
     """Measure the linear layers, or `model`. given: `linear_options` or `model_options`; None is a default.
 
-    The report is complete when this returns, and so are its files; `failures` names what computed something wrong.
+    The report is complete when this returns, and so are its files; `failures` names the candidates with wrong results.
     Raises InputError before anything is measured.
     """
     if model is None:

@@ -25,7 +25,7 @@ def read_tasks(tasks: Sequence[str | Path], questions: int | None = None) -> lis
     """Read and check tasks before any model is loaded.
 
     tasks: files of questions (`compress.evaluation.tasks.questions`), or lm-eval:NAME for a task of lm-eval. questions:
-    at most so many of each, the first ones. Raises InputError for what cannot be asked.
+    at most so many of each, the first ones. Raises InputError for tasks that cannot be asked.
     """
     if questions is not None and not tasks:
         raise InputError("questions are for tasks, and there is none; give a task, or leave questions out")

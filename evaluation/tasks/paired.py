@@ -1,6 +1,6 @@
 """Two models on the same questions: is the difference of their accuracies more than chance?
 
-Of N questions, d_i in {-1, 0, 1} is what the model has more than the reference; `gained` are the 1, `lost` the -1.
+Of N questions, d_i in {-1, 0, 1} is the model's score less the reference's; `gained` are the 1, `lost` the -1.
 
     McNemar    if both were equally good, gained would be Binomial(gained + lost, 1/2);
                p = P(a split at least as uneven), two-sided

@@ -3,7 +3,7 @@
     of a weight    128 x 128        scale_inv [ceil(N / 128), ceil(K / 128)]
     of an input      1 x 128        a token and 128 of its columns
 
-Blocks at the right and the lower edge hold what is left. Shapes: N rows, K columns, blocks of R rows and C columns.
+Blocks at the right and the lower edge may be partial. Shapes: N rows, K columns, blocks of R rows and C columns.
 """
 
 from collections.abc import Sequence

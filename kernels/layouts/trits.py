@@ -1,8 +1,8 @@
-"""Five ternary codes in a byte: 1.6 bits each, where two bits would waste a quarter of what they can hold.
+"""Five ternary codes in a byte: 1.6 bits each, where two bits would waste one of four values.
 
     byte = (q0 + 1) + 3 (q1 + 1) + 9 (q2 + 1) + 27 (q3 + 1) + 81 (q4 + 1)      at most 242, as 3^5 = 243
 
-A row begins with a byte of its own; what its last byte has no code for is digit 0, so that byte is below 3^(K mod 5).
+A row begins with a byte of its own; unused digits of its last byte are 0, so that byte is below 3^(K mod 5).
 """
 
 import torch

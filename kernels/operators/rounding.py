@@ -1,4 +1,4 @@
-"""A layer's output rounded to 8 bits by fixed scales, as an operator: what the next integer layer would read.
+"""A layer's output rounded to 8 bits by fixed scales, as an operator: the input of the next integer layer.
 
     codes = clamp(round(y / s_n) + z_n)        out = (codes - z_n) s_n        int8, in float32
     codes = e4m3(y / s_n), saturating          out = codes s_n                float8

@@ -1,9 +1,9 @@
 """16-bit weights that are 2:4: torch's semi-structured layout where the GPU multiplies it, the dense weight elsewhere.
 
 The sparse matrix instructions of compute capability 8.0 and later read two of every four weights and do half of the
-multiplications. torch reaches them through cuSPARSELt, or through CUTLASS before Hopper. What it makes is a tensor
-subclass: `torch.nn.functional.linear` takes it in place of the dense weight. Whether it is faster depends on sizes and
-library versions, so measure before using it; nothing here was measured on a GPU.
+multiplications. torch reaches them through cuSPARSELt, or through CUTLASS before Hopper. The converted weight is a
+tensor subclass: `torch.nn.functional.linear` takes it in place of the dense weight. Whether it is faster depends on
+sizes and library versions, so measure before using it; nothing here was measured on a GPU.
 """
 
 import torch

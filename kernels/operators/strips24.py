@@ -1,5 +1,5 @@
-"""The linear of 2:4 weights in strips (`pack_strips24.Strips24`) as a torch operator: what a CPU multiplies by in place
-of pairs and of the words of `pack24`, where that can be (`lay_in_strips24`).
+"""The linear of 2:4 weights in strips (`pack_strips24.Strips24`) as a torch operator: CPUs use it in place of pairs and
+of the words of `pack24`, where the weight can be laid out so (`lay_in_strips24`).
 
 The numbers are those of `pairs24_linear` and `sparse24_linear`, up to the order of the sums, and with values of codes
 that are not rounded to the type of their scales. Where no loop of `cpu_gemm` takes a call, pairs are laid out for it.

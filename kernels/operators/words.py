@@ -15,10 +15,10 @@ Four paths, the same numbers up to the order of the sums:
                  weight unpacked a block of rows at a time
     reference    plain torch (`reference`), anywhere: what a GPU falls back to, slowly (fp64, no Triton)
 
-batch_invariant: what a token gets then does not depend, to the last bit, on how many tokens are multiplied with it. One
-configuration for all (`tuning.choose.invariant`), or the one loop of a CPU that adds up every token alike; what cannot
-promise that is refused. Of the forward product: gradients have no such mode. w8a8 needs none: its integer sums are
-exact, in any order.
+batch_invariant: a token's result then does not depend, to the last bit, on how many tokens are multiplied with it. One
+configuration for all (`tuning.choose.invariant`), or the one loop of a CPU that adds up every token alike; products
+that cannot promise that are refused. Only the forward product has this mode, not its gradients. w8a8 needs none: its
+integer sums are exact, in any order.
 """
 
 from collections.abc import Iterator

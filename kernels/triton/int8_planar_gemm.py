@@ -307,7 +307,7 @@ def int8_planar_gemm(x_MK: Tensor, weight: Planar, bias_N: Tensor | None, input_
     """[M, N] = quantize(x) weight^T + bias on a GPU (or under the interpreter), in the dtype of x, which is rounded to
     int8 per token or per token and `input_group` columns.
 
-    What is refused, and why, is `int8_activation.why_not_int8`'s; here it is asserted.
+    `int8_activation.why_not_int8` refuses other inputs, with reasons; here they are asserted.
     """
     (M, K), N = x_MK.shape, len(weight.words)
     assert weight.words.shape[1] == planar_words(K, weight.bits)

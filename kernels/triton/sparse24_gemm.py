@@ -4,9 +4,9 @@ Like `planar_gemm`: out^T = W x^T with the weights as the left operand, in regis
 the sums where tokens are few. The two codes of a quad are converted, centred and scaled first; `expand` then puts them
 into their columns and zeros elsewhere, so that a pruned weight never meets the zero point.
 
-Triton has no sparse matrix instruction, so the products with zeros are computed: what is saved is memory traffic, 3
-bits per weight instead of 4. The price is about 14 integer instructions per 8 weights on top of the conversion, more
-than a dense 4-bit weight takes (`aot` counts them).
+Triton has no sparse matrix instruction, so the products with zeros are computed: only memory traffic is saved, 3 bits
+per weight instead of 4. The price is about 14 integer instructions per 8 weights on top of the conversion, more than a
+dense 4-bit weight takes (`aot` counts them).
 """
 
 import torch

@@ -2,7 +2,8 @@
 
     python recipes/studies/figures.py MODEL --calibration TEXT --text TEXT --group-size 32 --json OUT.json
 
-Runs `compress quantize` and `compress evaluate`, prints a Markdown table, and keeps what each run was told and found.
+Runs `compress quantize` and `compress evaluate`, prints a Markdown table, and stores the options and the figures of
+each run.
 """
 
 import argparse

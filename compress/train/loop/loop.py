@@ -201,7 +201,7 @@ def _computing(this: Training) -> AbstractContextManager[object]:
 
 
 def _over_ranks(sums: Mapping[str, float], counts: Mapping[str, int], comm: Comm) -> dict[str, float]:
-    """The mean of each loss over what it counts, on all ranks."""
+    """The mean of each loss over the tokens or samples that it counts, on all ranks."""
     together = comm.gather_objects(dict(sums))
     return {name: math.fsum(each[name] for each in together) / max(1, count) for name, count in counts.items()}
 

@@ -94,8 +94,8 @@ def lines_of(history: Mapping[str, Any]) -> list[Line]:
 
 
 def ends(history: Mapping[str, Any]) -> tuple[Line, Line] | None:
-    """The losses on held-out samples before the first step, and with what was kept; None where they were not
-    measured."""
+    """(Losses on held-out samples before the first step, those with the parameters that were kept); None where they
+    were not measured."""
     found = {line["step"]: line["held_out"] for line in lines_of(history) if "held_out" in line}
     kept = history["kept"]
     return (found[min(found)], found[kept]) if kept in found else None

@@ -8,8 +8,8 @@ With P the teacher, Q the student:
                      GKD, Agarwal et al. 2024 (arXiv 2306.13649); over b, it goes to KL(P || Q) as b -> 0
 
 An outcome that a model excludes (log-probability -inf, as a padded vocabulary or a mask has it) counts as one of the
-smallest normal probability of float32. What both exclude then adds nothing, and what one excludes costs much, but a
-finite amount, with a finite gradient for the model that does not.
+smallest normal probability of float32. An outcome that both exclude then adds nothing, and one that only one of them
+excludes costs much, but a finite amount, with a finite gradient for the model that does not.
 """
 
 import math

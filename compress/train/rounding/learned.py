@@ -2,9 +2,9 @@
 
     y = (q - z) s        q = clip(round(x / s) + z, qmin, qmax)
 
-The values are those of `weights.grid`, to the bit: what training sees is what is stored. The gradient takes rounding
-for the identity (straight-through, Bengio et al. 2013), and is LSQ's (Esser et al. 2020, arXiv 1902.08153, equations 2,
-3 and 5) and LSQ+'s (Bhalgat et al. 2020, arXiv 2004.09576, equations 5 to 7), with v = x / s + z:
+The values are those of `weights.grid`, to the bit: training sees the stored values. The gradient takes rounding for the
+identity (straight-through, Bengio et al. 2013), and is LSQ's (Esser et al. 2020, arXiv 1902.08153, equations 2, 3 and
+5) and LSQ+'s (Bhalgat et al. 2020, arXiv 2004.09576, equations 5 to 7), with v = x / s + z:
 
                                     dy/dx      dy/ds             dy/dz
     qmin - 1/2 <= v <= qmax + 1/2   1          round(v) - v      0

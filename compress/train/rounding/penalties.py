@@ -2,8 +2,9 @@
 
     l1 sum |w|  +  group_lasso sum_g sqrt(n_g) ||w_g||        n_g: the weights of a group (Yuan & Lin 2006, equation 2)
 
-Rows and columns of layers as groups: Wen et al. 2016 (arXiv 1608.03665). What has no gradient at zero is minimized by a
-proximal step after the optimizer's, of the rate r that it has then (Parikh & Boyd 2014, sections 6.5.2 and 6.5.4):
+Rows and columns of layers as groups: Wen et al. 2016 (arXiv 1608.03665). Penalties have no gradient at zero; they are
+minimized by a proximal step after the optimizer's, of the rate r that it has then (Parikh & Boyd 2014, sections 6.5.2
+and 6.5.4):
 
     w <- sign(w) max(|w| - r l1, 0)         w_g <- w_g max(1 - r group_lasso sqrt(n_g) / ||w_g||, 0)
 

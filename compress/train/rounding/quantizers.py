@@ -1,8 +1,7 @@
 """Quantizers of a layer's weight, input and output during training, started from a pass's decision.
 
-A scale is learned as a factor exp(t) on what it was at the beginning: a step of an optimizer changes it by a share of
-its size, and it keeps its sign (LSQ learns the scale itself). Scales are float32, or float64 in a model
-that is.
+A scale is learned as a factor exp(t) on its initial value: a step of an optimizer changes it by a share of its size,
+and it keeps its sign (LSQ learns the scale itself). Scales are float32, or float64 in a model that is.
 """
 
 import copy

@@ -4,8 +4,8 @@
 
 ORIGINAL: the dense model; OUT: a checkpoint of it of 4-bit weights. LIBRARY: a shared library with llama.cpp's C
 interface, such as xllamacpp.abi3.so of the package xllamacpp (built for AVX2); GGUF files hold the same model. All take
-turns in one process, with one thread: a prompt of random tokens, then greedy steps of one token. Times are what the
-thread took of the CPU: of a step the median over all, of the few prompts the least.
+turns in one process, with one thread: a prompt of random tokens, then greedy steps of one token. Times are CPU times of
+the thread: the median over all steps, the least of the few prompts.
 
 What the libraries may use of the processor is capped from outside, as llama.cpp's build is:
 COMPRESS_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

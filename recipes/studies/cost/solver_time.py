@@ -6,9 +6,9 @@
 
 MODEL is read in float32, of its blocks the first `--blocks`; `--random` is a Llama of that width with random weights
 and tokens. Every library quantizes it to symmetric 4-bit codes in a process of its own (`solver_worker.py`) with so
-many threads, as its defaults are; compress once more as the paper has it, without what it adds by default. What counts
-are seconds of user and system after the imports: reading, quantizing, writing. `compress evaluate` then holds each
-result of a MODEL against the float32 one on held-out tokens; what random weights predict says nothing.
+many threads, as its defaults are; compress once more as the paper has it, without its additional defaults. The figure
+is seconds of user and system after the imports: reading, quantizing, writing. `compress evaluate` then holds each
+result of a MODEL against the float32 one on held-out tokens; predictions of random weights mean nothing.
 
 GPTQModel and llm-compressor want environments of their own, with the versions of torch and transformers from here;
 `--gptqmodel-python` and `--llmcompressor-python` are their interpreters, without which they are left out:

@@ -5,7 +5,7 @@
 
 Writes a checkpoint per scheme, lets vLLM give the log-probabilities of held-out tokens and continue a prompt, each time
 in a process of its own, and holds them against `compress.load` in float32. An int8 scheme is also held against our
-emulation of other runtimes' arithmetic (`int8_products`). What vLLM refuses is a row with the reason.
+emulation of other runtimes' arithmetic (`int8_products`). A scheme that vLLM refuses has a row with the reason.
 
 vLLM wants an environment of its own; `--vllm-python` (or COMPRESS_VLLM_PYTHON) is its interpreter. On a CPU:
 

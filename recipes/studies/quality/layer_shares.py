@@ -4,7 +4,7 @@
 
 Each row is made in this process and compared with the original on held-out text: by the KL of its predictions, an
 encoder by the squared distance of its last hidden states as a part of their squares. Texts are files of text or of
-token ids. Rows that the file has already are not made again.
+token ids. Rows already in the file are not computed again.
 """
 
 import argparse

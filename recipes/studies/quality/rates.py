@@ -5,7 +5,7 @@
     python recipes/studies/quality/rates.py MODEL --calibration TOKENS --text TOKENS --student-layers 2 --json OUT.json
 
 Each row is trained in this process on the calibration tokens, alike but for its rate, and compared with the original on
-held-out text. The first row is what training begins with. Rows that the file has already are not made again.
+held-out text. The first row is the model before training. Rows already in the file are not computed again.
 """
 
 import argparse
