@@ -1,1 +1,1 @@
-"""Compressed models that run: how they are built, what their layers compute, and how they are checked."""
+"""Runs compressed models: builds them, computes their layers, and checks them."""

@@ -1,1 +1,1 @@
-"""A loaded model held against torch and transformers."""
+"""Compares a loaded model with torch and transformers."""

@@ -1,7 +1,6 @@
-"""The model of a checkpoint whose layers have values only while the block around them runs.
+"""Loads the model of a checkpoint so that its layers hold values only while the block around them runs.
 
-A look at the whole model then takes the memory of one block, of what lies outside the blocks, and of what is mapped
-from files.
+Running the whole model then takes the memory of one block, of everything outside the blocks, and of the mapped files.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +23,8 @@ Watch = Callable[[str, QuantLinear], AbstractContextManager[None]]
 def streamed(
     source: Source, dtype: torch.dtype | None, watch: Watch, *, dequantize: bool = False
 ) -> tuple[nn.Module, dict[str, Opening]]:
-    """The model that `load_source` gives, and the openings of its layers for `run_by_block`. watch: what is entered
-    around the use of a layer on codes. dequantize: dense weights instead, which nothing watches."""
+    """(The model of `load_source`, {layer: opening} for `run_by_block`). watch: makes the context that is entered
+    around the use of a layer on codes. dequantize: load dense weights instead, without `watch`."""
     if source.quantization is not None and dequantize:
         return dequantized_by_block(source, dtype)
     model = load_source(source, dtype, unready=True)

@@ -1,5 +1,5 @@
-"""A checkpoint as transformers loads it by itself, decompressed by compressed-tensors: a block at a time where it would
-do that in the first forward."""
+"""Loads a checkpoint by transformers alone, decompressed by compressed-tensors: block by block in the place of its
+decompression of the whole model at the first forward."""
 
 import warnings
 from collections.abc import Iterator
@@ -17,17 +17,17 @@ from compress.runtime.load.by_block import Opening
 from compress.runtime.load.loading import transformers_alone
 from compress.weights.compressed_tensors import needs_dequantizing, read_scheme
 
-# Where compressed-tensors keeps the hook that decompresses a whole model when it first runs.
+# The attribute that holds compressed-tensors' hook for decompressing a whole model at its first forward.
 WHOLE = "ct_decompress_hook"
 
 
 def load_with_transformers(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, str]:
-    """The checkpoint as any user of transformers loads it, and how: "default" or "dequantize=True".
+    """(The checkpoint as any user of transformers loads it, the way: "default" or "dequantize=True").
 
-    Needs compressed-tensors for a quantized one. The default load has no packed asymmetric weights and no packed
-    embeddings, and breaks for architectures whose initialization touches the weights (T5). Dequantizing while loading
-    works for all that have one scheme; it would read several as if they were the first. Raises CheckpointError for what
-    neither can load.
+    A quantized checkpoint needs compressed-tensors. The default load takes no packed asymmetric weights and no packed
+    embeddings, and fails for architectures whose initialization reads the weights (T5). Dequantizing while loading
+    works for checkpoints of one scheme; it would read all schemes as the first. Raises CheckpointError where neither
+    works.
     """
     with transformers_alone():
         return _load(source, dtype or "auto")
@@ -54,8 +54,8 @@ def _load(source: Source, dtype: torch.dtype | str) -> tuple[nn.Module, str]:
 
 
 def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:
-    """The openings of the layers of a model that transformers loaded as it is stored, for `run_by_block`, instead of
-    the hook that decompresses all of them; none of a model without that hook."""
+    """{layer: opening} for `run_by_block`, which decompresses layers one block at a time. For a model that transformers
+    loaded compressed; its hook that decompresses all layers is removed. Empty for a model without that hook."""
     hook: Any = model.__dict__.get(WHOLE)
     if hook is None:
         return {}
@@ -68,7 +68,7 @@ def decompressed_by_block(model: nn.Module) -> dict[str, Opening]:
 
 @contextmanager
 def _decompressed(module: nn.Module) -> Iterator[None]:
-    """Within: a module as compressed-tensors decompresses it."""
+    """Has compressed-tensors decompress a module for the body, and restores it afterwards."""
     from compressed_tensors.compressors.base import decompress_module
 
     own: Any = module

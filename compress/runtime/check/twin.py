@@ -1,14 +1,14 @@
-"""A compressed model's twin: what its codes stand for by torch's own products, and how far a kernel may be from that.
+"""The twin of a compressed model: the values of its codes multiplied by torch, and bounds for the errors of kernels.
 
     t = x^ W^T + b  in fp64        x^: the values of the input's codes, where the layer rounds its input
 
-An output is right within t - a and t + a, after the output's own rounding where there is one. Allowed, a:
+An output is right between t - a and t + a, after the output's own rounding where there is one. Allowed, a:
 
     sums and result rounded      `reference.tolerance`
     weights rounded or not       `reference.weight_rounding`
     the bias added               eps |t|
     ties of the input            the step between the two codes, times |w|, where the last places of x decide
-    what the layer leaves out    `QuantLinear.slack`
+    omissions of the kernel      `QuantLinear.slack`
 
 Shapes: M tokens, N outputs, K inputs.
 """
@@ -27,12 +27,12 @@ from compress.runtime.layers.walk import compressed_layers
 from compress.weights.grid import decode, encode, quantize, scales_of, working_dtype
 from compress.weights.rounding import ActivationCodes
 
-# Of an input over its scale: the quotient, and the scale itself, are each off by a place or two in fp32.
+# Relative error of an input over its scale: the quotient and the scale are each off by a place or two in fp32.
 TIE = 4 * torch.finfo(torch.float32).eps
 
 
 def plain(layer: QuantLinear, x: Tensor) -> Tensor:
-    """What a layer computes, by torch's own product, in the dtype of x."""
+    """The output of a layer computed by torch's own product, in the dtype of x."""
     inputs, outputs = layer.rounding("input"), layer.rounding("output")
     if inputs is None:
         out = nn.functional.linear(x, layer.values().to(x.dtype), layer.bias)
@@ -44,8 +44,8 @@ def plain(layer: QuantLinear, x: Tensor) -> Tensor:
 
 
 def rounded_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, apart) in fp64: what the codes of x stand for, and how far apart the two codes of a tie are: of a value
-    whose code the last places decide; 0 of all others."""
+    """(Values of the codes of x, distances) in fp64. distance: between the two candidate values of a tie, an element
+    whose code depends on the last places of x; 0 for all others."""
     work = x_MK.to(working_dtype(x_MK))
     scale, zero = codes.scale, codes.zero_point
     if scale is None:
@@ -62,8 +62,8 @@ def rounded_input(codes: ActivationCodes, x_MK: Tensor) -> tuple[Tensor, Tensor]
 
 
 def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
-    """Distance of what a layer returned from what its codes stand for, over what is allowed: the largest of all
-    outputs. Above 1 is wrong; infinite where something is not a number."""
+    """The error of a layer's output relative to the allowed error: the largest over all outputs. Above 1 is wrong;
+    infinite where an output is not a number."""
     x_MK, out_MN = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1]).double()
     weight_NK, exact_MK = layer.values().double(), x_MK.double()
     codes, outputs = layer.rounding("input"), layer.rounding("output")
@@ -87,18 +87,19 @@ def error(layer: QuantLinear, x: Tensor, out: Tensor) -> float:
 
 @contextmanager
 def dequantized(model: nn.Module) -> Iterator[None]:
-    """Within: the model is its own twin, one dense weight at a time."""
+    """Makes the model compute as its own twin in the body, with one dense weight in memory at a time."""
     with replaced_forwards({layer: partial(plain, layer) for _, layer in compressed_layers(model)}):
         yield
 
 
 @contextmanager
 def compared(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Within: the model is its own twin. Yields the `error` of its kernels on the inputs that the twin has, by name.
+    """Makes the model compute as its own twin in the body. Yields {layer: the largest `error` of its kernel}, on the
+    twin's inputs.
 
-    Whole models cannot be compared where inputs are rounded: a difference in the last place makes another code of a
-    tie, a whole step then makes more of them in the layers that follow, and few blocks make it as large as what
-    rounding does. With float8, whose steps are the widest, that is the rule.
+    Outputs of whole models cannot be compared where inputs are rounded. A difference in the last place gives a tie
+    another code, this whole step changes more codes in the next layers, and after a few blocks the difference is as
+    large as the effect of rounding. With float8, whose steps are the widest, that is the rule.
     """
     worst: dict[str, float] = {}
     with ExitStack() as entered:
@@ -108,7 +109,8 @@ def compared(model: nn.Module) -> Iterator[dict[str, float]]:
 
 
 def watched(worst: dict[str, float], name: str, layer: QuantLinear) -> AbstractContextManager[None]:
-    """Within: a layer is its own twin. `worst` takes the largest `error` of its kernel, by name."""
+    """Makes a layer compute as its own twin in the body, and puts the largest `error` of its kernel in
+    `worst[name]`."""
 
     def forward(x: Tensor) -> Tensor:
         worst[name] = max(worst.get(name, 0.0), error(layer, x, type(layer).forward(layer, x)))

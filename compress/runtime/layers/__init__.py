@@ -1,1 +1,1 @@
-"""Layers that compute on what is stored."""
+"""Layers that compute on compressed weights as they are stored."""

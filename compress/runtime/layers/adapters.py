@@ -1,9 +1,9 @@
-"""Adapters of low rank beside layers on codes: y = Q(x) + s B A x, of which A and B train and the codes do not.
+"""Low-rank adapters for layers on codes: y = Q(x) + s B A x, where A and B train and the codes do not.
 
     Hu et al., LoRA: Low-Rank Adaptation of Large Language Models. ICLR 2022. arXiv:2106.09685
     Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs. NeurIPS 2023. arXiv:2305.14314
 
-peft makes, trains, saves and loads them. It knows torch's layers; `lora` tells a configuration of its about ours.
+peft makes, trains, saves and loads them. It knows torch's layers only; `lora` registers ours in its configuration.
 """
 
 from functools import cache
@@ -19,21 +19,21 @@ from compress.runtime.layers.linear import QuantLinear
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-# The other initializations change the weight they start from, or need it dense.
+# Other initializations change the weight that they start from, or need it dense.
 INITIALIZATIONS = (True, False, "gaussian")
 DENSE = "load(dequantize=True) makes a dense model, which peft treats as any other"
 
 
 def lora(config: "LoraConfig") -> "LoraConfig":
-    """The same configuration, which now also attaches to layers on codes:
+    """Returns the configuration, which now also attaches to layers on codes:
 
         model = get_peft_model(compress.load("OUT"), compress.lora(LoraConfig(target_modules=["q_proj", "v_proj"])))
         model.save_pretrained("ADAPTER")
         config = compress.lora(LoraConfig.from_pretrained("ADAPTER"))
         model = PeftModel.from_pretrained(compress.load("OUT"), "ADAPTER", config=config)
 
-    An adapter is merged into dense weights only: `model.dequantize()` first. Raises InputError for what needs dense
-    weights to begin with.
+    An adapter can be merged into dense weights only: call `model.dequantize()` first. Raises InputError for options
+    that need dense weights, and for another kind of configuration.
     """
     if type(config).__name__ != "LoraConfig":
         raise InputError(f"a {type(config).__name__} is no peft.LoraConfig; {DENSE}")
@@ -54,32 +54,32 @@ def lora(config: "LoraConfig") -> "LoraConfig":
 
 @cache
 def _kinds() -> dict[type[nn.Module], type[nn.Module]]:
-    """What peft is to put around which of our layers."""
-    # Here, because peft is no dependency of ours.
+    """{layer of ours: the class that peft puts around it}."""
+    # Imported here, because peft is no dependency of ours.
     from peft.tuners.lora.layer import Embedding, Linear
 
     class CodesLinear(_OnCodes, Linear):  # type: ignore[misc]
-        """An adapter beside a QuantLinear or a part of a fused one."""
+        """An adapter for a QuantLinear or a part of a fused one."""
 
         def _get_in_out_features(self, module: nn.Module) -> tuple[Any, Any]:
             return module.in_features, module.out_features
 
     class CodesEmbedding(_OnCodes, Embedding):  # type: ignore[misc]
-        """An adapter beside a QuantEmbedding."""
+        """An adapter for a QuantEmbedding."""
 
     return {QuantLinear: CodesLinear, FusedLinear: CodesLinear, QuantEmbedding: CodesEmbedding}
 
 
 class _OnCodes:
-    """What an adapter beside codes does otherwise than one beside a dense weight."""
+    """A mixin for adapters on codes: plain adapters only, merged only once the weight is dense."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:
-        """Plain adapters only; peft refuses the others by this."""
+        """The plain variant only: peft refuses all others by this."""
         return {(): None}
 
     def merge(self, *arguments: Any, **named: Any) -> None:
-        """Add the adapter to a weight that is dense by now. Raises InputError where it is codes."""
+        """Add the adapter to a dense weight. Raises InputError where the weight is still codes."""
         own: Any = self
         if isinstance(own.get_base_layer(), QuantLinear | FusedLinear | QuantEmbedding):
             raise InputError(

@@ -1,8 +1,8 @@
-"""What all layers on compressed weights have in common; `runtime.layers.linear` lists them.
+"""Base classes of all layers on compressed weights; `runtime.layers.linear` lists the layers.
 
-A `QuantLinear` holds what the kernels read and nothing else, on every device. Its state_dict is the checkpoint's
-(`weights.scheme`), in both directions, so a compressed model can be saved, loaded and resumed like any other; what was
-stored comes back bit for bit.
+A `QuantLinear` holds the tensors that its kernels read and nothing else, on every device. Its state_dict has the
+tensors of the checkpoint (`weights.scheme`), in both directions, so that a compressed model can be saved, loaded and
+resumed like any other; stored tensors come back bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,18 +22,18 @@ from compress.weights.terms import Format, Summand, Weight
 
 
 class OnCodes(nn.Module):
-    """A layer on codes. Its text has a hint for peft's users: peft refuses layers unknown to it by their text."""
+    """A layer on codes. Its text hints at `compress.lora`: peft quotes the text of a layer that it refuses."""
 
     def __str__(self) -> str:
         return f"{self!r} (for adapters on codes call compress.lora(config) first)"
 
 
 class InStrips(OnCodes):
-    """A layer whose weight may lie in strips on a CPU. STRIPS: the buffer that has three dimensions there and two in
-    rows; None where the weight never does."""
+    """A layer whose weight may be laid out in strips on a CPU. STRIPS: the buffer that has three dimensions in strips
+    and two in rows; None for a layer without strips."""
 
     STRIPS: ClassVar[str | None] = None
-    # Buffers whose floats say what the weight is: no conversion of the layer rounds them.
+    # Float buffers that define the weight: converting the layer to another dtype does not round them.
     KEPT: ClassVar[Sequence[str]] = ()
 
     @property
@@ -42,12 +42,12 @@ class InStrips(OnCodes):
 
     @property
     def in_strips(self) -> bool:
-        """Whether the weight is laid out in strips (`kernels.layouts.strips`)."""
+        """True where the weight is laid out in strips (`kernels.layouts.strips`)."""
         held: Tensor | None = None if self.STRIPS is None else getattr(self, self.STRIPS)
         return held is not None and held.dim() == STRIPS_DIMENSIONS
 
     def lay_in_strips(self) -> None:
-        """Hold the weight in strips from now on where this CPU reads them, else in rows."""
+        """Lay the weight out in strips where this CPU reads them, else in rows."""
 
     def lay_in_rows(self) -> None:
         """Inverse of `lay_in_strips`."""
@@ -61,7 +61,7 @@ class InStrips(OnCodes):
         return self
 
     def _restore(self, kept: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
-        """Undo what converting the layer by `fn` rounded of the buffers that were these before."""
+        """Restore buffers that converting the layer by `fn` has rounded. kept: their values before."""
 
 
 class StoredRows(InStrips):
@@ -74,7 +74,7 @@ class StoredRows(InStrips):
     spoken_for: bool  # another module saves and loads this one's tensors (`FusedLinear`, `SumLinear`)
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        """Take over a checkpoint's tensors for some rows; all of them when the layer is new."""
+        """Take a checkpoint's tensors for some rows; a new layer must get all rows."""
         raise NotImplementedError
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class StoredRows(InStrips):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Read a part of the layer from a state_dict, the way `nn.Module` reports what does not fit."""
+        """Read a part of the layer from a state_dict; errors are reported in the lists, as `nn.Module` does."""
         shape = (rows.stop - rows.start, self.in_features)
         wanted = self.scheme.parts(*shape)
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
@@ -144,15 +144,15 @@ class QuantLinear(StoredRows):
     Make one with `from_linear`, `from_quantized` or `from_parts`. Weights take no gradient; x does.
     """
 
-    stackable: ClassVar[bool] = True  # whether rows of several such layers can be one product (`FusedLinear`)
-    row_unit: ClassVar[int] = 1  # rows that share what they have: one that others follow has a multiple of them
-    rounds_inputs: ClassVar[bool] = False  # whether it is for layers that round their input
-    # Whether it multiplies by the codes of an input that is rounded; where not, `SumLinear` rounds and it multiplies.
+    stackable: ClassVar[bool] = True  # rows of several such layers can be one product (`FusedLinear`)
+    row_unit: ClassVar[int] = 1  # rows that share a scale: in a stack, all layers but the last have a multiple of them
+    rounds_inputs: ClassVar[bool] = False  # only for layers that round their input
+    # It multiplies by the codes of a rounded input. If False, `SumLinear` rounds the input and this layer multiplies.
     takes_codes: ClassVar[bool] = True
-    takes_ranges: ClassVar[bool] = True  # the same of a fixed range
-    # Whether its kernels add sparse rows to its weight (`with_entries`).
+    takes_ranges: ClassVar[bool] = True  # like takes_codes, for an input of a fixed range
+    # Its kernels add sparse rows to its weight (`with_entries`).
     adds_entries: ClassVar[bool] = False
-    # The buffers that hold what the kernels read, and the dimension of each that is rows of the layer; None: none is.
+    # {buffer that the kernels read: its dimension along the rows of the layer, or None}.
     BUFFERS: ClassVar[Mapping[str, int | None]] = {}
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
@@ -161,7 +161,7 @@ class QuantLinear(StoredRows):
         self.spoken_for = False
         # A token's result must not depend on how many tokens share the product (`kernels.operators.words`).
         self.batch_invariant = False
-        # Of x and y, and of the buffers that are kept as they were stored.
+        # The dtype of x and y, and the stored dtypes of KEPT buffers.
         self._dtype = torch.get_default_dtype()
         self._stored_dtypes: dict[str, torch.dtype] = {}
         if bias is not None and not isinstance(bias, nn.Parameter):
@@ -174,8 +174,9 @@ class QuantLinear(StoredRows):
     def from_linear(
         cls, linear: nn.Linear, scheme: str | Scheme = "w4a16", group_size: int | None = None
     ) -> "QuantLinear":
-        """Round a linear layer to the nearest codes, in groups of 128 inputs or the largest below that divides them.
-        Raises InputError for a scheme or a group that does not fit."""
+        """Round a linear layer to the nearest codes. group_size: inputs per scale; by default the largest of 128, 64
+        and 32 that divides the inputs, or one scale per output. Raises InputError for a scheme or a group size that
+        does not fit."""
         if not isinstance(linear, nn.Linear):
             raise InputError(f"a {type(linear).__name__} is no torch.nn.Linear: its weight may lie the other way round")
         found = scheme_named(scheme, group_size, linear.in_features) if isinstance(scheme, str) else scheme
@@ -185,7 +186,8 @@ class QuantLinear(StoredRows):
     def from_quantized(
         cls, weight: Summand | Weight, bias: Tensor | None = None, scheme: Scheme | None = None
     ) -> "QuantLinear":
-        """A layer of what a method has found; `scheme` where the input is quantized too, to every token."""
+        """The layer of a quantized weight. scheme: needed where the input is rounded, too, to every token. Raises
+        InputError for fixed ranges, whose scales only `from_parts` takes."""
         scheme = scheme_of(weight) if scheme is None else scheme
         if scheme.inputs is not None and not scheme.dynamic:
             raise InputError("a static input has a scale of its own; give it with the others to QuantLinear.from_parts")
@@ -203,7 +205,7 @@ class QuantLinear(StoredRows):
     def from_parts(
         parts: Mapping[str, Tensor], scheme: Scheme, shape: Sequence[int], bias: Tensor | None = None
     ) -> "QuantLinear":
-        """The layer that a checkpoint's tensors stand for, on their device and in their dtype."""
+        """The layer of a checkpoint's tensors (`Scheme.parts`), on their device and in their dtype. shape: (N, K)."""
         rows, columns = shape
         layer = run_of(scheme)(scheme, columns, rows, bias)
         layer.fill(parts, slice(0, rows))
@@ -211,15 +213,15 @@ class QuantLinear(StoredRows):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of x and y."""
+        """The dtype of x and y."""
         return self._dtype
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """Of a kept buffer: the dtype in which it was stored, or a wider one that the layer computes in."""
+        """The dtype in which a KEPT buffer is saved: its stored dtype, or the layer's where that is wider."""
         return torch.promote_types(self._stored_dtypes[name], self._dtype)
 
     def _lasting(self, name: str, held: Tensor) -> torch.dtype:
-        """The dtype in which a kept buffer is held once the layer has been converted."""
+        """The dtype in which a KEPT buffer is held after the layer was converted."""
         return self.stored_dtype(name)
 
     def _restore(self, kept: Mapping[str, Tensor], fn: Callable[[Tensor], Tensor]) -> None:
@@ -230,7 +232,7 @@ class QuantLinear(StoredRows):
                 setattr(self, name, held.to(now.device, dtype))
 
     def hold(self, found: Mapping[str, Tensor | None], rows: slice) -> None:
-        """Keep tensors by the names of buffers: as they are when the layer is new, else in the place of some rows."""
+        """Set buffers by name: as a whole in a new layer, else the given rows of them."""
         again = self.in_strips
         self.lay_in_rows()
         new = all(getattr(self, name) is None for name in self.BUFFERS)
@@ -246,7 +248,7 @@ class QuantLinear(StoredRows):
             self.lay_in_strips()
 
     def values(self) -> Tensor:
-        """[N, K] what the stored weight stands for, not rounded to a dtype of the layer that is narrower."""
+        """The values [N, K] of the stored weight, not rounded to a narrower dtype of the layer."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:
@@ -254,27 +256,27 @@ class QuantLinear(StoredRows):
         return self.values().to(self.dtype)
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
-        """[M, N] error that a product may have beyond what its roundings explain (`runtime.check.twin`):
-        what the kernel leaves out on purpose. x in float64."""
+        """[M, N]: the error that a product may have beyond its roundings (`runtime.check.twin`), where the kernel is
+        inexact on purpose. x in float64."""
         return 0.0
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
-        """x (W + entries)^T + bias, of a layer that `adds_entries`."""
+        """x (W + entries)^T + bias, for layers with `adds_entries`."""
         raise NotImplementedError
 
     @classmethod
     def route(cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Route:
-        """The kernel that M tokens of a layer [N, K] = shape get, and why not a faster one."""
+        """The kernel for M tokens in a layer of shape (N, K), and the reasons against faster ones."""
         raise NotImplementedError
 
     @classmethod
     def why_not_batch_invariant(cls, scheme: Scheme, K: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-        """Reasons why such a layer cannot be `batch_invariant`; empty when it can."""
+        """The reasons why a layer of this scheme cannot be `batch_invariant`; empty when it can."""
         kinds = " + ".join(term.kind for term in scheme.terms)
         return [f"{kinds} has no kernel that sums every token alike"]
 
     def rounding(self, side: Side) -> ActivationCodes | None:
-        """How the layer rounds its input or its output; None where it does not."""
+        """The rounding of the layer's input or output; None where it is not rounded."""
         grid = self.scheme.inputs if side == "input" else self.scheme.outputs
         if grid is None:
             return None
@@ -283,14 +285,15 @@ class QuantLinear(StoredRows):
 
     @property
     def weight(self) -> Tensor:
-        """`dequantize()`, for code that looks at the weight of a linear layer; made anew each time."""
+        """`dequantize()`, for code that reads the weight of a linear layer; computed at each access."""
         return self.dequantize()
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}"
 
     def _own(self, x: Tensor) -> Tensor:
-        """x in the dtype of the layer: cast under autocast, whose dtype the layer does not follow; else it must be."""
+        """x in the dtype of the layer. Under autocast x is cast, since the layer does not follow autocast's dtype.
+        Raises InputError for another dtype otherwise."""
         if x.dtype == self.dtype:
             return x
         if torch.is_autocast_enabled(x.device.type):
@@ -299,7 +302,7 @@ class QuantLinear(StoredRows):
 
 
 def _problem(prefix: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> str | None:
-    """What is wrong with the tensors of some rows, by the name of the layer; None where nothing is."""
+    """The message for wrong tensors of some rows, with the name of the layer; None where nothing is wrong."""
     headers = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
     try:
         check_parts(prefix.removesuffix("."), headers, scheme, shape)
@@ -312,18 +315,18 @@ def _problem(prefix: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tu
     return None
 
 
-# Which layer computes on a term of which format: filled by `runtime.layers.linear`.
+# {format of a term: the layer that computes on it}, filled by `runtime.layers.linear`.
 RUNS: dict[type[Format] | None, type[QuantLinear]] = {}
 
 
 def kernel_of(term: Format, inputs: Grid | None = None) -> type[QuantLinear] | None:
-    """The layer that has a kernel for a term, beside an input that is rounded so; None where there is none."""
+    """The layer class with a kernel for a term, given the grid of the input; None where there is none."""
     kind = RUNS.get(type(term))
     return None if kind is None or (kind.rounds_inputs and inputs is None) else kind
 
 
 def run_of(scheme: Scheme) -> type[QuantLinear]:
-    """The layer for a scheme: that of its format, or the one for sums and for formats without a kernel (None)."""
+    """The layer class for a scheme: that of its format, or RUNS[None] for sums and for formats without a kernel."""
     kernel = kernel_of(scheme.terms[0], scheme.inputs) if len(scheme.terms) == 1 else None
     if kernel is None or scheme.inputs is None:
         return kernel or RUNS[None]

@@ -1,8 +1,8 @@
 """Token embeddings on packed codes, and output heads that share them.
 
-A `QuantEmbedding` holds a table of codes and makes numbers of the rows that it looks up, and of nothing else: those
-rows are, bit for bit, the rows of the dequantized table. A `TiedLinear` multiplies by the same table. The state_dict of
-both is the checkpoint's.
+A `QuantEmbedding` holds a table of codes and dequantizes only the rows that it looks up: they equal, bit for bit, the
+rows of the dequantized table. A `TiedLinear` multiplies by the same table. The state_dict of both has the tensors of
+the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ PROBED = 4  # rows
 
 
 def shown(table: PackedLinear) -> dict[str, Tensor]:
-    """What a module that shares a table has of it in a checkpoint: what stands beside int8 rows, nothing of packed ones
-    (`Scheme`)."""
+    """The tensors that a module which shares a table stores in a checkpoint: copies of the scales and zero points of
+    int8 rows, and nothing of packed codes (`Scheme`)."""
     if not isinstance(table.scheme.codes, Int8Table):
         return {}
     return {name: part.clone() for name, part in table.parts(table.whole()).items() if name != "weight"}
 
 
 class QuantEmbedding(nn.Embedding):
-    """Rows of a table of codes: token ids [...] -> [..., width], in the dtype of the scales.
+    """Looks up rows of a table of codes: token ids [...] -> [..., width], in the dtype of the scales.
 
-    Make one with `from_quantized` or `take_over`, which keeps what a subclass of nn.Embedding does with the rows.
-    `twin`: another module speaks for the table in the state_dict.
+    Make one with `from_quantized` or `take_over`, which keeps the computation of a subclass of nn.Embedding on the
+    rows. twin: another module saves and loads the table.
     """
 
     table: PackedLinear
@@ -51,7 +51,7 @@ class QuantEmbedding(nn.Embedding):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of these ids. Raises IndexError (on a GPU: a device assertion) for ids that the table has not."""
+        """The rows of these ids. Raises IndexError (on a GPU: a device assertion) for ids outside the table."""
         ids, table = input.reshape(-1), self.table
         if not len(ids):
             return table.scale.new_empty(*input.shape, self.embedding_dim)
@@ -61,12 +61,12 @@ class QuantEmbedding(nn.Embedding):
         return planar_weight(found, self.embedding_dim).reshape(*input.shape, self.embedding_dim)
 
     def dequantize(self) -> Tensor:
-        """[vocabulary, width] the values that the codes stand for."""
+        """The values of all codes, [vocabulary, width]."""
         return self.table.dequantize()
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """`dequantize()`, for code that looks at the weight; made anew each time."""
+        """`dequantize()`, for code that reads the weight; computed at each access."""
         return self.dequantize()
 
     def extra_repr(self) -> str:
@@ -98,7 +98,7 @@ class QuantEmbedding(nn.Embedding):
 
 
 class TiedLinear(PackedLinear):
-    """An output head on the codes of an embedding, of which there is one copy."""
+    """An output head on the codes of an embedding, which are held once."""
 
     BUFFERS: ClassVar[Mapping[str, int | None]] = {}  # the table's
 
@@ -154,10 +154,10 @@ class TiedLinear(PackedLinear):
 
 
 def take_over(module: nn.Embedding, table: PackedLinear, twin: bool = False) -> QuantEmbedding:
-    """Turn an embedding without a weight into one that looks up rows of a table, in place: a subclass goes on doing
-    what it does with the rows (Gemma scales them).
+    """Turn an embedding without a weight into one that looks up rows of a table, in place. A subclass keeps its own
+    computation on the rows (Gemma scales them). twin: another module saves and loads the table.
 
-    Raises CheckpointError for a subclass that wants more of its weight than the rows it looks up.
+    Raises CheckpointError for a subclass that uses its weight for more than looking rows up.
     """
     kind = type(module)
     module._parameters.pop("weight", None)
@@ -185,32 +185,32 @@ def give_back(module: QuantEmbedding, weight: nn.Parameter) -> None:
 
 @cache
 def _on_codes(kind: type[nn.Embedding]) -> type[nn.Embedding]:
-    """The class of `kind` on codes: its `super().forward` is that of QuantEmbedding."""
+    """The subclass of `kind` on codes, whose `super().forward` is that of QuantEmbedding."""
     if kind.forward is nn.Embedding.forward:
         return QuantEmbedding
 
     def weight(self: QuantEmbedding) -> Tensor:
-        """A stand-in without values: what subclasses ask their weight for is its dtype, and for that a whole table
-        would be made at every call."""
+        """A stand-in of NaN values: subclasses read only the dtype of their weight, and dequantizing the whole table
+        for it at every call would be slow."""
         nothing = self.table.scale.new_full((), torch.nan)
         return nothing.expand(self.num_embeddings, self.embedding_dim)
 
     def reduce(self: QuantEmbedding) -> tuple[Any, ...]:
-        """The class is in no module by its name: pickle makes it anew."""
+        """Pickling by `_empty`, which makes the class again: it is in no module under its name."""
         return _empty, (kind,), self.__dict__
 
     return type(f"Quant{kind.__name__}", (kind, QuantEmbedding), {"weight": property(weight), "__reduce__": reduce})
 
 
 def _empty(kind: type[nn.Embedding]) -> nn.Embedding:
-    """An embedding of a class on codes that holds nothing yet."""
+    """An embedding of the class `kind` on codes that holds nothing yet."""
     made = _on_codes(kind)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 @torch.no_grad()
 def _same_rows(module: QuantEmbedding, kind: type[nn.Embedding]) -> bool:
-    """Whether it returns what its class does on dense rows."""
+    """True where the embedding returns the same as its class `kind` on dense rows."""
     if type(module) is QuantEmbedding:
         return True
     ids = torch.arange(min(PROBED, module.num_embeddings), device=module.table.words.device)

@@ -1,7 +1,7 @@
-"""Layers on ternary and binary weights: stored in 1.6 bits or one, held in planar words of 4 for the kernels.
+"""Layers on ternary and binary weights: stored in 1.6 bits or 1 bit, held in planar words of 4 bits for the kernels.
 
-No kernel reads the stored bytes, so these weights take 4 bits each in memory, as those of 2 and 3 bits do, and run as
-fast as those of 4.
+No kernel reads the stored bytes, so these weights take 4 bits each in memory, like those of 2 and 3 bits, and run as
+fast as those of 4 bits.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ MIDDLE = 2 ** (NARROW - 1)
 
 
 class FewLevelsLinear(PackedLinear):
-    """Weights of two or three levels in planar words, their code 0 at the middle; converted some rows at a time."""
+    """Weights of two or three levels in planar words, with code 0 at the middle; converted some rows at a time."""
 
     @property
     def format(self) -> FewLevels:

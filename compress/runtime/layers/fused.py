@@ -1,6 +1,6 @@
 """Layers that read one tensor (q, k, v; gate, up) as one product of stacked rows: fewer launches, wider matrices.
 
-The first layer to be called multiplies for all, the others take their rows of what it found. Modules keep their names
+The first layer to be called multiplies for all; the others take their rows of its product. Modules keep their names
 and their places, and the state_dict stays that of the single layers.
 """
 
@@ -19,7 +19,8 @@ _Moment = tuple[int, bool]
 
 
 def _moment(x: Tensor) -> _Moment:
-    """What changes when a tensor is written to, where that shows, and whether gradients are recorded."""
+    """(The version of a tensor, which changes when it is written to, or 0 where it is not tracked; gradients are
+    recorded)."""
     hidden = torch.compiler.is_compiling() or x.is_inference()
     return 0 if hidden else x._version, torch.is_grad_enabled()
 
@@ -27,9 +28,9 @@ def _moment(x: Tensor) -> _Moment:
 class FusedLinear(OnCodes):
     """One of several layers that read the same tensor: rows [start, stop) of `stacked`, which multiplies once for all.
 
-    The first of them owns `stacked` and always multiplies; the others take their rows of the product while it is of the
-    very tensor they get, as it is now, with or without gradients as they are asked. Otherwise they multiply anew:
-    correct, and as slow as if nothing had been fused.
+    The first layer owns `stacked` and always multiplies. The others take their rows of its product if it is of the same
+    tensor object in the same version, with the same setting of gradients. Otherwise they multiply again: correct, and
+    as slow as without fusing.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class FusedLinear(OnCodes):
     ) -> None:
         super().__init__()
         self.rows, self.last = slice(start, stop), last
-        # A tuple hides the first layer from this module's children: it has a place of its own in the model.
+        # In a tuple, so that the first layer is no child of this module: it has its own place in the model.
         self._first = () if first is None else (first,)
         self.stacked = stacked
         self.pending: tuple[Tensor, _Moment, Tensor] | None = None
@@ -80,7 +81,7 @@ class FusedLinear(OnCodes):
 
     @property
     def weight(self) -> Tensor:
-        """The values of this layer's rows, made anew each time."""
+        """The values of this layer's rows, computed at each access."""
         return self.whole.dequantize()[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class FusedLinear(OnCodes):
         return out[..., self.rows]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A product that waits for its readers is no state: copies and files do without.
+        # A pending product is no state: copies and pickles leave it out.
         return {**self.__dict__, "pending": None}
 
     def extra_repr(self) -> str:
@@ -116,7 +117,7 @@ class FusedLinear(OnCodes):
 
 
 def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
-    """Reasons why layers cannot be one product; empty when they can."""
+    """The reasons why layers cannot be one product; empty when they can."""
     reasons = []
     first = layers[0]
     reasons += [f"{layer.scheme} is not one product of stacked rows" for layer in layers if not layer.stackable]
@@ -150,7 +151,7 @@ def why_not_fuse(layers: Sequence[QuantLinear]) -> list[str]:
 
 
 def stack(layers: Sequence[QuantLinear]) -> QuantLinear:
-    """One layer with the rows of several. Raises InputError where they do not fit together."""
+    """One layer with the rows of several. Raises InputError where they cannot be one product (`why_not_fuse`)."""
     reasons = why_not_fuse(layers)
     if reasons:
         raise InputError(f"layers cannot be fused: {'; '.join(reasons)}")

@@ -1,4 +1,4 @@
-"""Layers in integers only: the reference for what an int8 device computes (Jacob et al. 2018, arXiv 1712.05877, 2.2).
+"""Integer-only layers: the reference for the computation of an int8 device (Jacob et al. 2018, arXiv 1712.05877, 2.2).
 
 With x = s_x (q_x - z_x), w_n = s_n q_n, y = s_y (q_y - z_y) and the bias in units of the accumulator,
 
@@ -33,7 +33,7 @@ from compress.weights.rounding import ActivationCodes
 
 INT32 = torch.iinfo(torch.int32)
 FRACTION = 31  # bits of a mantissa behind the binary point
-BEYOND = 2**30  # steps that no int8 code is away from another; a zero point still fits beside it
+BEYOND = 2**30  # steps, far above the distance of any int8 codes; adding a zero point does not overflow int32
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FixedPoint:
     shift: Tensor
 
     def value(self) -> Tensor:
-        """The factors that they stand for, float64."""
+        """The values of the factors, float64."""
         return torch.ldexp(self.mantissa.double(), -(self.shift + FRACTION))
 
 
@@ -92,8 +92,8 @@ def requantize(acc: Tensor, factor: FixedPoint, zero_point: int, lowest: int, hi
 
 @dataclass(frozen=True)
 class IntegerLayer:
-    """A convolution or linear layer on int8 codes. weight int8 [N, K]; bias int32 [N]; input_zero: of its input;
-    factor: s_x s_n / s_y; output_zero, lowest, highest: of the codes that it returns."""
+    """A convolution or linear layer on int8 codes. weight int8 [N, K]; bias int32 [N]; input_zero: zero point of the
+    input; factor: s_x s_n / s_y; output_zero, lowest, highest: zero point and range of the output codes."""
 
     weight: Tensor
     bias: Tensor
@@ -105,7 +105,7 @@ class IntegerLayer:
     geometry: Geometry | None = None
 
     def accumulate(self, codes: Tensor) -> Tensor:
-        """int32 accumulators [..., N]; of a convolution [M, N]."""
+        """int32 accumulators [..., N]; [M, N] for a convolution."""
         x = codes.to(torch.int32) - self.input_zero
         weight = self.weight.to(torch.int32)
         if self.geometry is None:
@@ -115,7 +115,7 @@ class IntegerLayer:
         return torch.cat([r @ w.t() for r, w in zip(rows, parts, strict=True)], dim=1) + self.bias
 
     def __call__(self, codes: Tensor) -> Tensor:
-        """int8 codes of the output, from those of the input."""
+        """The int8 codes of the output from those of the input."""
         found = requantize(self.accumulate(codes), self.factor, self.output_zero, self.lowest, self.highest)
         if self.geometry is None:
             return found

@@ -1,6 +1,6 @@
 """The layers that compute on compressed weights, by the format of their term.
 
-A new format with a kernel is a line here; one without is multiplied as the format knows (`SumLinear`).
+A new format with a kernel is a line here; one without is multiplied by its own `Format.product` (`SumLinear`).
 """
 
 from compress.runtime.layers.base import RUNS, QuantLinear, run_of

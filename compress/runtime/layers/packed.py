@@ -1,8 +1,8 @@
-"""Layers on planar words: weights of 2 to 8 bits beside inputs that stay as they are, or are rounded to every token.
+"""Layers on planar words: weights of 2 to 8 bits, with inputs that are not rounded, or are rounded to every token.
 
-2 and 3 bits ride in words of 4, 5 to 7 in words of 8. `lay_in_strips` changes the layout of words for CPUs
-that read another one faster: the same three buffers then hold a `kernels.layouts.strips.Strips`, whose words have three
-dimensions, until something needs planar words: another device, new codes.
+Codes of 2 and 3 bits are held in words of 4 bits, codes of 5 to 7 in words of 8. `lay_in_strips` changes the layout for
+CPUs that read another one faster: the same three buffers then hold a `kernels.layouts.strips.Strips`, whose words have
+three dimensions, until planar words are needed for another device or for new codes.
 """
 
 from collections.abc import Mapping
@@ -44,24 +44,24 @@ class WordLinear(QuantLinear):
 
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
-        # Read at every call, so not through the scheme.
+        # Attributes of their own, since they are read at every call.
         self.container = NARROW if scheme.weights.bits <= NARROW else WIDE
         self.group_size = scheme.weights.group_size or -1
 
     @property
     def lift(self) -> int:
-        """What is added to unsigned codes of the scheme's bits so that the middle stays the middle."""
+        """The offset from unsigned codes of the scheme's bits to codes of the container, so that middles coincide."""
         return int(2 ** (self.container - 1) - 2 ** (self.scheme.weights.bits - 1))
 
 
 class PackedLinear(WordLinear):
     """Weights of 2 to 8 bits in planar words (`kernels.layouts.words.Planar`), stored packed or as rows of int8; the
-    input as it is, or int8 per token.
+    input is not rounded, or rounded per token.
 
-    Inputs below 8 bits are rounded first, and multiplied as they are then: no kernel multiplies such integers.
+    Inputs below 8 bits are rounded first and then multiplied as floats: no kernel multiplies such integers.
 
-    input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a number, with
-    one scale per so many inputs: faster on a CPU, at a small error (`kernels.operators.words`).
+    input_group: None multiplies x as it is. -1 rounds every token of x to int8 first, with one scale; a positive number
+    gives the inputs per scale. Faster on a CPU, at a small error (`kernels.operators.words`).
     """
 
     adds_entries = True
@@ -75,7 +75,7 @@ class PackedLinear(WordLinear):
     def __init__(self, scheme: Scheme, in_features: int, out_features: int, bias: Tensor | None) -> None:
         super().__init__(scheme, in_features, out_features, bias)
         self.input_group = -1 if _integers(scheme) else None
-        # Of inputs that no kernel rounds.
+        # The rounding of inputs that no kernel rounds.
         self.rounding_first = None if scheme.inputs is None or _integers(scheme) else ActivationCodes(scheme.inputs)
 
     @property
@@ -84,14 +84,14 @@ class PackedLinear(WordLinear):
 
     @property
     def held(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Words, scales and zero points as they lie, read where they are kept: a lookup by name takes a module a while,
-        which a call of a small product shows."""
+        """(Words, scales, zero points) in their present layout, read from `_buffers`: attribute lookup in a module
+        takes time that shows in calls of small products."""
         buffers: Any = self._buffers
         return buffers["words"], buffers["scale"], buffers["zero"]
 
     @property
     def planar(self) -> Planar:
-        """The weight in planar words; of one in strips, made anew each time."""
+        """The weight in planar words; converted at each access where it is in strips."""
         if self.in_strips:
             laid = Strips(self.words, self.scale, self.zero, self.group_size, self.container)
             return unpack_strips(laid, self.in_features)
@@ -124,7 +124,7 @@ class PackedLinear(WordLinear):
         return planar_linear(x, words, scale, zero, bias, self.container, *how)
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """x, rounded where no kernel does that."""
+        """x, rounded here where no kernel rounds it."""
         return x if self.rounding_first is None else self.rounding_first.fake_quantize(x)
 
     def with_entries(self, x: Tensor, entries: Entries, bias: Tensor | None) -> Tensor:
@@ -139,7 +139,7 @@ class PackedLinear(WordLinear):
     def slack(self, x_MK: Tensor) -> Tensor | float:
         if self.input_group is None or self.scheme.inputs is not None:
             return 0.0
-        # int8 inputs for speed alone: seven standard deviations of what that rounding does.
+        # int8 inputs for speed alone: seven standard deviations of the error by that rounding.
         step_M1 = x_MK.abs().amax(-1, keepdim=True) / reference.INT8_HALF_RANGE
         return 2 * step_M1 * self.dequantize().double().norm(dim=-1)
 
@@ -151,7 +151,7 @@ class PackedLinear(WordLinear):
     def route_in_rows(
         cls, scheme: Scheme, M: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> Route:
-        """The same of a layer that stays in planar words: a summand, a head on the codes of an embedding."""
+        """The route of a layer that stays in planar words: a summand, a head on the codes of an embedding."""
         return planar_route(M, *shape, *_layout(scheme), dtype, device, _integers(scheme), not scheme.weights.symmetric)
 
     @classmethod
@@ -166,7 +166,7 @@ class PackedLinear(WordLinear):
         self.hold({"words": words, "scale": parts["weight_scale"].t(), "zero": zero_GN}, rows)
 
     def laid_out(self, parts: Mapping[str, Tensor], rows: int) -> tuple[Tensor, Tensor | None]:
-        """Planar words and zero points [G, N], of what is stored of so many rows."""
+        """(Planar words, zero points [G, N] or None) from the stored tensors of so many rows."""
         bits = self.scheme.weights.bits
         given_GN = None if self.scheme.weights.symmetric else parts["weight_zero_point"].t().contiguous()
         if not isinstance(self.scheme.codes, Packed):
@@ -199,17 +199,17 @@ class PackedLinear(WordLinear):
 
 
 def _layout(scheme: Scheme) -> tuple[int, int]:
-    """Bits of a word's codes, and columns that share a scale."""
+    """(Bits of a code in its word, columns that share a scale, -1 for all)."""
     return NARROW if scheme.weights.bits <= NARROW else WIDE, scheme.weights.group_size or -1
 
 
 def _integers(scheme: Scheme) -> bool:
-    """Whether inputs are multiplied as integers, of 8 bits."""
+    """True where inputs are rounded to 8 bits and multiplied as integers."""
     return scheme.inputs is not None and scheme.inputs.bits == WIDE
 
 
 def _from_signed(codes: Tensor) -> Tensor:
-    """int8 codes as unsigned ones, the middle at 128."""
+    """int8 codes as unsigned codes, with the middle at 128."""
     return codes.contiguous().view(torch.uint8) ^ 128
 
 

@@ -1,4 +1,4 @@
-"""Layers on rows of int8 or float8, beside inputs that are rounded alike."""
+"""Layers on rows of int8 or float8, with inputs that are rounded alike."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -21,8 +21,8 @@ from compress.weights.scheme import Scheme
 
 
 class RowLinear(QuantLinear):
-    """Rows of 8-bit codes, one scale each; the input rounded alike, per token or by a fixed scale, and perhaps the
-    output, by a scale that is held once per row."""
+    """Rows of 8-bit codes with one scale each. The input is rounded alike, per token or by a fixed scale; the output
+    may be rounded, too, by a scale that is held once per row."""
 
     codes: Tensor
     weight_scale: Tensor
@@ -37,7 +37,7 @@ class RowLinear(QuantLinear):
         "output_scale": 0,
         "output_zero": 0,
     }
-    # fp32, whatever the model is converted to: the epilogue multiplies in it.
+    # Held in fp32, whatever the model is converted to: the epilogue multiplies in fp32.
     KEPT = ("weight_scale", "input_scale", "output_scale")
 
     @property
@@ -46,29 +46,29 @@ class RowLinear(QuantLinear):
 
     @property
     def weight_codes(self) -> Tensor:
-        """[N, K] in the dtype of the checkpoint."""
+        """The codes [N, K] in the dtype of the checkpoint."""
         return self.codes
 
     def values(self) -> Tensor:
-        """[N, K] what the codes stand for, float32: not rounded to the dtype of the layer."""
+        """The values of the codes [N, K] in float32, not rounded to the dtype of the layer."""
         return self.weight_codes.to(torch.float32) * self.weight_scale.unsqueeze(-1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rounded(self.product(self._own(x)))
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T + b of the rounded x, before the output is rounded."""
+        """x W^T + b with x rounded, before the output is rounded."""
         raise NotImplementedError
 
     def rounded(self, y: Tensor) -> Tensor:
-        """What the layer returns of its product."""
+        """The product `y`, rounded where the layer rounds its output."""
         scale = self._buffers["output_scale"]
         if scale is None:
             return y
         return round_output(y, scale, self.output_zero, self.scheme.weights.floating)
 
     def found(self, parts: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor | None]:
-        """What the layer holds of a checkpoint's tensors, by name."""
+        """{buffer: its value} from a checkpoint's tensors for some rows."""
         count = rows.stop - rows.start
         fixed, returned, zero = (parts.get(part) for part in ("input_scale", "output_scale", "output_zero_point"))
         return {
@@ -119,7 +119,7 @@ class Int8Linear(RowLinear):
         return []  # sums of integers are exact
 
     def product(self, x: Tensor) -> Tensor:
-        # Read where they are kept, as in `PackedLinear.held`.
+        # Read from `_buffers`, as in `PackedLinear.held`.
         inputs, held = self.scheme.inputs, cast(dict[str, Any], self._buffers)
         assert inputs is not None
         given = (held["codes"], held["weight_scale"], held["row_sum"], self._parameters["bias"])
@@ -144,8 +144,8 @@ class Int8Linear(RowLinear):
 
 
 class Fp8Linear(RowLinear):
-    """float8 rows and a float8 input (`kernels.operators.fp8`). Codes are held as bytes: `model.to(dtype)` converts
-    floats."""
+    """float8 rows and a float8 input (`kernels.operators.fp8`). Codes are held as bytes, since `model.to(dtype)` would
+    convert floats."""
 
     @property
     def weight_codes(self) -> Tensor:
@@ -163,8 +163,8 @@ class Fp8Linear(RowLinear):
 
 
 class Fp8BlockLinear(Fp8Linear):
-    """float8 with one scale for each 128 x 128 weights, and for each token and 128 columns of its input
-    (`kernels.operators.fp8_blocks`). The scales are held as they are stored, whatever the layer computes in."""
+    """float8 with one scale per 128 x 128 weights, and per token and 128 columns of the input
+    (`kernels.operators.fp8_blocks`). Scales stay in their stored dtype, whatever dtype the layer computes in."""
 
     row_unit = BLOCK
 

@@ -1,4 +1,4 @@
-"""Layers on sparse rows: a weight that is entries and nothing else, and what codes add to their own product."""
+"""Layers on sparse rows: a weight of entries alone, and entries that a layer of codes adds to its own product."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -15,7 +15,7 @@ from compress.weights.scheme import Scheme
 
 
 class SparseLinear(QuantLinear):
-    """Compressed sparse rows as they are stored; a layer of its own, or a summand whose entries another one adds."""
+    """Compressed sparse rows as they are stored: a layer of its own, or a summand whose entries another layer adds."""
 
     stackable = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = dict.fromkeys(Entries._fields)

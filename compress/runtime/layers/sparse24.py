@@ -1,5 +1,5 @@
-"""Layers on 2:4 weights: numbers as they are stored, codes in the words of `kernels.layouts.words24` or as pairs; in
-strips (`kernels.layouts.strips24`) where `lay_in_strips` finds a CPU that reads them."""
+"""Layers on 2:4 weights: numbers as they are stored; codes in words (`kernels.layouts.words24`) or as pairs; either in
+strips (`kernels.layouts.strips24`) after `lay_in_strips` on a CPU that reads them."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -30,7 +30,7 @@ from compress.weights.scheme import NARROW, WIDE, Scheme
 
 
 class Sparse24Linear(QuantLinear):
-    """Numbers, two of four of which are kept, as they are stored."""
+    """Numbers of which two of four are kept, held as they are stored."""
 
     takes_codes: ClassVar[bool] = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"value": 0, "position": 0}
@@ -44,7 +44,7 @@ class Sparse24Linear(QuantLinear):
 
     @property
     def pairs(self) -> Pairs:
-        """The weight as pairs; of one in strips, made anew each time."""
+        """The weight as pairs; converted at each access where it is in strips."""
         if self.in_strips:
             laid = Strips24(self.value, self.position, None, None, -1, NUMBERS)
             return unpack_pairs(laid, self.in_features)
@@ -82,9 +82,9 @@ class Sparse24Linear(QuantLinear):
 
 
 class PackedSparse24Linear(WordLinear):
-    """Codes, two of four of which are kept: of 2 to 4 bits in the words of `kernels.layouts.words24`, 3 bits a weight,
-    of 5 to 8 bits as pairs of bytes, 5 bits a weight. What a quad keeps is two in either, so that what was stored comes
-    back."""
+    """Codes of which two of four are kept. Codes of 2 to 4 bits are held in the words of `kernels.layouts.words24`, 3
+    bits per weight; codes of 5 to 8 bits as pairs of bytes, 5 bits per weight. Both keep exactly two codes of each
+    quad, so that the stored tensors can be restored."""
 
     takes_codes: ClassVar[bool] = False
     BUFFERS: ClassVar[Mapping[str, int | None]] = {"codes": 0, "kept": 0, "scale": 1, "zero": 1}
@@ -100,7 +100,7 @@ class PackedSparse24Linear(WordLinear):
 
     @property
     def rows(self) -> Sparse24 | Pairs:
-        """The weight in words or as pairs; of one in strips, made anew each time."""
+        """The weight in words or as pairs; converted at each access where it is in strips."""
         held = (self.codes, self.kept, self.scale, self.zero, self.group_size)
         if self.in_strips:
             unpack = unpack_words24 if self.container == NARROW else unpack_pairs
@@ -143,7 +143,7 @@ class PackedSparse24Linear(WordLinear):
         self.hold(found, rows)
 
     def _zero(self, parts: Mapping[str, Tensor], rows: int) -> Tensor | None:
-        """uint8 [G, N]; None where the kernel takes the middle."""
+        """Zero points uint8 [G, N]; None where the kernel takes the middle of the codes."""
         grid = self.scheme.weights
         if not grid.symmetric:
             return unpack_rows(parts["weight_zero_point"].t().contiguous(), grid.bits, rows, signed=False) + self.lift
@@ -153,7 +153,7 @@ class PackedSparse24Linear(WordLinear):
         return torch.full(groups.shape, 2 ** (WIDE - 1), dtype=torch.uint8, device=groups.device)
 
     def _laid_out(self, parts: Mapping[str, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
-        """(codes, kept) of some rows."""
+        """(Buffer `codes`, buffer `kept`) of some rows, from stored tensors."""
         bits, position = self.scheme.weights.bits, parts["position"][rows]
         codes = unpack_rows(parts["weight_packed"][rows], bits, half(self.in_features), signed=False) + self.lift
         if self.container == WIDE:

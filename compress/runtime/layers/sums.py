@@ -1,7 +1,7 @@
-"""Layers whose weight is a sum of terms, or a term of a format that has no kernel.
+"""Layers whose weight is a sum of terms, or a term of a format without a kernel.
 
-Codes and sparse rows are one call (`with_entries`): the first term whose kernels add entries, and the first that is
-entries. Every other term is a product of its own.
+Codes and sparse rows are multiplied by one call (`with_entries`): the first term whose kernels add entries, and the
+first term of entries. Every other term has a product of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from compress.weights.grid import FLOAT8, straight_through
 from compress.weights.scheme import Scheme
 from compress.weights.terms import FLOATS, Format, named, own, summed
 
-# {part of a checkpoint: the buffer that holds it}, of fixed ranges.
+# {part of a fixed range in a checkpoint: the buffer that holds it}.
 FIXED = {
     "input_scale": "input_scale",
     "input_zero_point": "input_zero",
@@ -28,7 +28,7 @@ FIXED = {
 
 
 class Held(nn.Module):
-    """A term of a format that has no kernel: its tensors, and the product that the format knows."""
+    """A term of a format without a kernel: its tensors, and the product by `Format.product`."""
 
     def __init__(self, format_: Format, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Held(nn.Module):
         self.floats8: set[str] = set()
 
     def fill(self, parts: Mapping[str, Tensor], rows: slice) -> None:
-        """Take over a checkpoint's tensors, all of them; where there are some already, their values."""
+        """Take all of a term's tensors from a checkpoint; existing buffers take their values."""
         if self._buffers:
             for name, part in parts.items():
                 self.get_buffer(name).copy_(part.view(torch.uint8) if name in self.floats8 else part)
             return
         self.floats8 = {name for name, part in parts.items() if part.dtype == FLOAT8}
         for name, part in parts.items():
-            # As bytes: `model.to(dtype)` converts floats.
+            # Held as bytes: `model.to(dtype)` would convert floats.
             self.register_buffer(name, part.view(torch.uint8) if name in self.floats8 else part)
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class Held(nn.Module):
 
     @property
     def held(self) -> dict[str, Tensor]:
-        """The tensors."""
+        """{name: tensor} of the term, in the stored dtypes."""
         named = self.named_buffers(recurse=False)
         return {name: part.view(FLOAT8) if name in self.floats8 else part for name, part in named}
 
@@ -61,22 +61,22 @@ class Held(nn.Module):
         return next((t.dtype for t in self.held.values() if t.dtype in FLOATS), torch.get_default_dtype())
 
     def dequantize(self) -> Tensor:
-        """[N, K] what the tensors stand for."""
+        """The values [N, K] of the term."""
         return self.format.read(self.held, self.out_features, self.in_features).dequantize()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.format.product(x, self.held)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """The layer speaks for it."""
+        """Does nothing: the layer saves its terms."""
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        """The layer speaks for it."""
+        """Does nothing: the layer loads its terms."""
 
 
 class SumLinear(QuantLinear):
-    """y = sum over the terms of x W_i^T, + b: every term multiplies what the layer is given, rounded where that is so,
-    by its own kernel where its format has one."""
+    """y = sum over the terms of x W_i^T, + b. Every term multiplies the layer's input (after its rounding, if any), by
+    its own kernel where its format has one."""
 
     stackable: ClassVar[bool] = False
     input_scale: Tensor | None
@@ -127,7 +127,7 @@ class SumLinear(QuantLinear):
         return self.rounded(self.product(self._own(x)))
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T + b of the rounded x, before the output is rounded."""
+        """x W^T + b with x rounded, before the output is rounded."""
         inputs = self.rounding("input")
         if inputs is not None:
             x = straight_through(x, inputs.fake_quantize(x.detach()))
@@ -142,12 +142,12 @@ class SumLinear(QuantLinear):
         return y if bias is None else y + bias
 
     def rounded(self, y: Tensor) -> Tensor:
-        """What the layer returns of its product."""
+        """The product `y`, rounded where the layer rounds its output."""
         outputs = self.rounding("output")
         return y if outputs is None else straight_through(y, outputs.fake_quantize(y.detach()))
 
     def slack(self, x_MK: Tensor) -> Tensor | float:
-        """Every term is rounded; one without a kernel may be off by as much as its format says, too."""
+        """The bound adds up the rounding of every term, and the `Format.slack` of terms without a kernel."""
         slack = x_MK.new_zeros(())
         for summand in self.summands:
             weight_NK = _values(summand).double()
@@ -184,7 +184,7 @@ class SumLinear(QuantLinear):
 
 
 def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
-    """Which terms are one call: codes, and the entries that are added to them."""
+    """Indices (codes, entries) of the two terms that one call multiplies; None where there are none."""
     kinds = [kernel_of(term) for term in terms]
     codes = next((i for i, kind in enumerate(kinds) if kind is not None and kind.adds_entries), None)
     entries = next((i for i, kind in enumerate(kinds) if kind is SparseLinear), None)
@@ -192,14 +192,14 @@ def _together(terms: Sequence[Format]) -> tuple[int, int] | None:
 
 
 def _values(summand: nn.Module) -> Tensor:
-    """[N, K] what one term of a sum stands for."""
+    """The values [N, K] of one term of a sum."""
     if isinstance(summand, QuantLinear):
         return summand.values()
     return cast(Held, summand).dequantize()
 
 
 def _summand(term: Format, in_features: int, out_features: int) -> nn.Module:
-    """What computes on one term of a sum."""
+    """The module that computes on one term of a sum."""
     kind = kernel_of(term)
     if kind is None:
         return Held(term, in_features, out_features)

@@ -24,9 +24,9 @@ from compress.weights.scheme import NARROW, WIDE, Scheme
 
 
 class TilesLinear(QuantLinear):
-    """`kernels.pack_tiles.TileWords`: codes of 2 and 3 bits ride in words of 4, those of 5 to 7 in words of 8; scales
-    and zero points stay codes, ranges the numbers that are stored. `lay_in_strips` makes the same buffers hold a
-    `TileStrips`."""
+    """Weights in `kernels.layouts.tiles.TileWords`: codes of 2 and 3 bits are held in words of 4 bits, those of 5 to 7
+    in words of 8; scales and zero points stay codes, and ranges stay as stored. `lay_in_strips` makes the same buffers
+    hold a `TileStrips`."""
 
     stackable = False
     adds_entries = True
@@ -47,13 +47,13 @@ class TilesLinear(QuantLinear):
 
     @property
     def held(self) -> tuple[Tensor, Tensor, Tensor, int, int, int]:
-        """Buffers as they lie, and sizes."""
+        """(Words, levels, ranges) in their present layout, then container bits, group size and tile rows."""
         sizes = (self.container, self.format.group_size, self.format.tile_rows)
         return self.words, self.levels, self.ranges, *sizes
 
     @property
     def tiles(self) -> TileWords:
-        """The weight in planar words; of one in strips, made anew each time."""
+        """The weight in planar words; converted at each access where it is in strips."""
         if self.in_strips:
             return unpack_tile_strips(TileStrips(*self.held), self.in_features)
         return TileWords(*self.held)

@@ -1,1 +1,1 @@
-"""Building a model from a checkpoint."""
+"""Builds a model from a checkpoint."""

@@ -1,8 +1,8 @@
-"""A checkpoint that runs as it is stored: built without memory, filled from disk, made ready layer by layer.
+"""Builds a model that runs on a checkpoint's codes: made without memory, filled from disk, converted layer by layer.
 
-The model is transformers', loaded by transformers; its quantizer interface lets us replace linear layers while they
-hold nothing (`prepare`) and turn what was read into `QuantLinear`s afterwards (`finish`). At no time is there a dense
-copy of a compressed weight: the most that is held is the checkpoint and one layer in both layouts.
+The model is transformers', loaded by transformers. Its quantizer interface lets us replace linear layers while they
+hold nothing (`prepare`) and turn the tensors read into `QuantLinear`s afterwards (`finish`). There is never a dense
+copy of a compressed weight: memory holds at most the checkpoint, and one layer in both layouts.
 """
 
 from collections import Counter
@@ -29,14 +29,14 @@ from compress.weights.caches import SCALES, CacheScheme
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightRenaming
 
-# Where a model keeps what transformers would tie in it.
+# The attribute that keeps the tied keys that transformers would use without codes.
 TIED = "_tied_without_codes"
 
 
 class Unread(nn.Module):
-    """A linear layer between `prepare` and `finish`: empty tensors under the names that the checkpoint has.
+    """A linear layer between `prepare` and `finish`: empty tensors under the names of the checkpoint.
 
-    shares: the embedding whose codes are this layer's.
+    shares: the embedding whose codes this layer uses; None for a layer with its own.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Unread(nn.Module):
 
 
 class UnreadEmbedding(nn.Embedding):
-    """The same of a token embedding, which keeps its class and whatever else its class holds."""
+    """A token embedding between `prepare` and `finish`. kind: its own class, which it gets back in `finish`."""
 
     stored: StoredLayer
     shares: str | None
@@ -69,15 +69,15 @@ class UnreadEmbedding(nn.Embedding):
 
 
 def _nothing(stored: StoredLayer) -> Tensor:
-    """What is seen by code that looks at a weight too early: models initialize some by name (T5), and fit the bias of
-    a head to its weight's shape."""
+    """A meta tensor for code that reads a weight before it is loaded: models initialize some by name (T5), and fit the
+    bias of a head to the shape of its weight."""
     nothing = torch.empty(stored.shape, device="meta")
     nothing._is_hf_initialized = True  # type: ignore[attr-defined]
     return nothing
 
 
 def _hold(module: nn.Module, stored: StoredLayer) -> None:
-    """Empty tensors for what a checkpoint has of a layer, in the dtypes that they are stored in."""
+    """Register empty buffers for the checkpoint's tensors of a layer, in their stored dtypes."""
     for name, part in stored.scheme.parts(*stored.shape).items():
         if name in stored.parts:
             module.register_buffer(name, torch.empty(part.shape, dtype=stored.dtypes[name], device="meta"))
@@ -95,7 +95,7 @@ def _vacate(module: nn.Embedding, stored: StoredLayer, dtype: torch.dtype, share
 
 
 def _untie(model: nn.Module, name: str) -> list[str]:
-    """Names of the other modules that transformers would tie to an embedding's weight; it will not any more."""
+    """Stop transformers from tying other modules to an embedding's weight. Returns the names of these modules."""
     mapping: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     own = f"{name}.weight"
     first = mapping.get(own, own)
@@ -104,7 +104,7 @@ def _untie(model: nn.Module, name: str) -> list[str]:
         return []
     for target in tied & set(mapping):
         del mapping[target]
-    # A later tie_weights() asks every model in it anew.
+    # A later tie_weights() reads the keys of every nested model again.
     for prefix, part in model.named_modules():
         if getattr(part, "_tied_weights_keys", None) and hasattr(part, "get_expanded_tied_weights_keys"):
             full = f"{prefix}." if prefix else ""
@@ -115,9 +115,10 @@ def _untie(model: nn.Module, name: str) -> list[str]:
 
 
 def prepare(model: nn.Module, source: Source, dtype: torch.dtype) -> None:
-    """Empty the compressed layers of a model on the meta device. Raises CheckpointError for what does not fit it.
+    """Replace the compressed layers of a model on the meta device by empty ones. dtype: of the arithmetic.
 
-    A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers.
+    A model of another class than the checkpoint's (AutoModel, a classifier) need not have all of its layers. Raises
+    CheckpointError for stored layers, shapes and scales that do not fit the model.
     """
     stored_layers, caches = stored_in(source).layers, stored_in(source).caches
     modules = dict(model.named_modules())
@@ -173,8 +174,9 @@ def _check_shape(model: nn.Module, name: str, stored: StoredLayer, expected: tup
 
 
 def _renamings(model: nn.Module) -> "list[WeightRenaming]":
-    """How transformers turns names in checkpoints into a model's own: multimodal models are stored under older ones."""
-    # Here, because these import all that transformers can do: seconds, for nothing unless a model is loaded.
+    """The steps by which transformers renames a checkpoint's tensors for a model: multimodal models are stored under
+    older names."""
+    # Imported here, because these imports load all of transformers: seconds, wasted unless a model is loaded.
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
@@ -185,13 +187,13 @@ def _renamings(model: nn.Module) -> "list[WeightRenaming]":
 
 
 def places_in(model: nn.Module) -> Callable[[Collection[str], str], str]:
-    """What a model calls the thing that its checkpoint calls something else: (names that it knows, name) -> name."""
+    """A function (names in the model, name in the checkpoint) -> name in the model (`_place`)."""
     return partial(_place, getattr(model, "base_model_prefix", ""), _renamings(model))
 
 
 def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[str], name: str) -> str:
-    """What a model calls the thing that its checkpoint calls `name`: transformers renames some, and lets a base model
-    and one with a head read each other's checkpoints."""
+    """The name in a model of the checkpoint's `name`: transformers renames some, and lets a base model and one with a
+    head read each other's checkpoints. `name` itself where the model knows no variant of it."""
     renamed = name
     for step in renamings:
         renamed = step.rename_source_key(renamed)[0]
@@ -202,12 +204,12 @@ def _place(base: str, renamings: "Sequence[WeightRenaming]", known: Collection[s
 def finish(
     model: nn.Module, device: torch.device | None = None, caches: CacheScheme | None = None, unready: bool = False
 ) -> None:
-    """Turn what was read into layers that compute, one after the other, on `device` (where they are, by default), and
-    attentions into such that keep codes. unready: leave linear layers with codes of their own as they were read, for
-    `made_ready`."""
+    """Convert the layers that were read into layers that compute, one after the other, and make attentions keep codes
+    in their caches. device: for the layers (by default where their tensors are). caches: None where the checkpoint has
+    none. unready: leave linear layers with their own codes unconverted, for `made_ready`. Raises CheckpointError."""
     tables: dict[str, PackedLinear] = {}
     unread = [(n, m) for n, m in model.named_modules() if isinstance(m, Unread | UnreadEmbedding)]
-    # Those that share a table come after those that hold one.
+    # Modules that share a table come after those that hold one.
     for name, module in sorted(unread, key=lambda item: item[1].shares is not None):
         if unready and isinstance(module, Unread) and module.shares is None:
             continue
@@ -238,7 +240,7 @@ def finish(
 def _computing(
     name: str, module: Unread | UnreadEmbedding, parts: Mapping[str, Tensor | None], device: torch.device | None
 ) -> QuantLinear:
-    """The layer that computes with what was read. Raises CheckpointError that names the tensor at fault."""
+    """The layer that computes on the tensors read. Raises CheckpointError, which names the tensor at fault."""
     found = {part: tensor for part, tensor in parts.items() if tensor is not None}
     target = next(iter(found.values())).device if device is None else device
     found = {part: tensor.to(target) for part, tensor in found.items()}
@@ -253,7 +255,7 @@ def _computing(
 
 @contextmanager
 def made_ready(model: nn.Module, name: str) -> Iterator[QuantLinear]:
-    """Within: a layer that `finish` left as it was read computes, as it would have with the others."""
+    """Converts a layer that `finish` left unconverted for the body; yields the layer that computes."""
     unread = model.get_submodule(name)
     assert isinstance(unread, Unread)
     layer = _computing(name, unread, {part: unread._buffers[part] for part in unread.stored.parts}, None)
@@ -275,9 +277,9 @@ def _finish_caches(model: nn.Module, scheme: CacheScheme) -> None:
 
 
 def readers(model: nn.Module) -> list[list[str]]:
-    """Names of compressed layers that get the very same tensor, in the order in which they are called.
+    """Groups of compressed layers (names) that read the same tensor object, in the order of their calls.
 
-    Found by one forward over a few tokens. Raises whatever a model raises that takes no `dummy_inputs`.
+    Found by one forward on the model's `dummy_inputs`. Raises any error of a model that does not run on them.
     """
     groups: list[list[str]] = []
     last: list[Tensor] = []
@@ -306,19 +308,19 @@ def readers(model: nn.Module) -> list[list[str]]:
 
 
 def fuse(model: nn.Module) -> list[str]:
-    """Fuse layers that read one tensor. Returns a line for each group that cannot be, and why."""
+    """Fuse layers that read one tensor. Returns a line with the reason for each group that cannot be fused."""
     try:
         groups = readers(model)
     except Exception as error:  # noqa: BLE001 - a foreign model may refuse dummy inputs in any way
         return [f"nothing is fused: {type(model).__name__} does not run on dummy inputs ({first_line(error)})"]
     refused = []
-    # A block that is used several times (ALBERT) shows its groups as often.
+    # A block that is used several times (ALBERT) yields its groups each time.
     groups = list({tuple(names): names for names in groups}.values())
     times = Counter(name for names in groups for name in names)
     for names in groups:
         layers = [cast(QuantLinear, model.get_submodule(name)) for name in names]
         if max(times[name] for name in names) > 1:
-            continue  # one layer called with others each time, or twice in a row: there is nothing to stack
+            continue  # a layer in several groups, or called twice in a row, cannot be stacked
         if reasons := why_not_fuse(layers):
             refused.append(f"{', '.join(names)} are not fused: {'; '.join(reasons)}")
             continue

@@ -1,9 +1,9 @@
-"""A forward in the memory of one block: what layers compute with is there only while the block around them runs.
+"""Runs a forward in the memory of one block: layers hold their weights only while the block around them runs.
 
-    run_by_block(model, {layer: what has to be entered around its use}, forward)
+    run_by_block(model, {layer: context to enter around its use}, forward)
 
-The block of a layer is the outermost element of a `ModuleList` that it lies in, and the model for what lies in none. A
-model that reads a layer without calling its block finds nothing there; it is run again with everything there at once.
+The block of a layer is the outermost element of a `ModuleList` around it, or the model for a layer in none. A model
+that reads a layer without calling its block finds no weight; it is run again with the weights of all layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def blocks_around(model: nn.Module) -> dict[str, nn.Module]:
-    """By the name of each module: the block that it lies in, itself not counted."""
+    """{module name: the block around it}, not counting the module itself."""
     found: dict[str, nn.Module] = {}
 
     def walk(name: str, module: nn.Module, block: nn.Module | None, listed: bool) -> None:
@@ -34,7 +34,8 @@ def blocks_around(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def opened_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterator[None]:
-    """Within: a block that runs has what its layers need. openings: by the name of the layer."""
+    """Installs hooks for the body that enter the openings of a block's layers while the block runs. openings: {layer:
+    function that makes its context}."""
     blocks = blocks_around(model)
     by_block: dict[nn.Module, list[Opening]] = {}
     for name, opening in openings.items():
@@ -57,13 +58,13 @@ def opened_by_block(model: nn.Module, openings: Mapping[str, Opening]) -> Iterat
 
 
 def run_by_block(model: nn.Module, openings: Mapping[str, Opening], run: Callable[[], T]) -> T:
-    """What `run` makes of the model, one block at a time; with all of them open where that does not run."""
+    """The result of `run`, with the layers of one block open at a time, or all of them where that fails."""
     if not openings:
         return run()
     try:
         with opened_by_block(model, openings):
             return run()
-    except Exception:  # noqa: BLE001 - what is wrong with the model itself shows again below
+    except Exception:  # noqa: BLE001 - an error of the model itself is raised again below
         with ExitStack() as held:
             for opening in openings.values():
                 held.enter_context(opening())

@@ -1,7 +1,7 @@
 """Attentions that keep codes: keys and values are encoded on their way into the cache and decoded on their way out.
 
-Codes go into whatever cache there is: it moves bytes and does not look at them. Without a cache keys and values are
-rounded all the same, so that a forward over a whole text computes what generation will.
+Any kind of cache can hold the codes: it moves bytes and does not interpret them. Without a cache, keys and values are
+rounded all the same, so that a forward over a whole text computes the same as generation.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from compress.weights.grid import straight_through
 
 
 class RoundCache(CacheHook):
-    """Keeps codes. Fixed scales are the attention's buffers k_scale and v_scale."""
+    """A hook that stores keys and values as codes. Fixed scales are the attention's buffers k_scale and v_scale."""
 
     def __init__(self, scheme: CacheScheme, argument: str, position: int) -> None:
         super().__init__(argument, position)
@@ -25,7 +25,8 @@ class RoundCache(CacheHook):
     def keep(
         self, attention: nn.Module, cache: Any, keys: Tensor, values: Tensor, *more: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
-        """Encode, hand to the cache, decode what it returns. Gradients pass as if nothing were rounded."""
+        """Encode keys and values, pass the codes to the cache and decode those that it returns. Gradients pass as if
+        nothing were rounded. Raises CheckpointError for scales that do not fit the heads."""
         scales = [getattr(attention, name, None) for name in SCALES]
         if not self.scheme.dynamic:
             for x, scale in zip((keys, values), scales, strict=True):
@@ -43,7 +44,7 @@ class RoundCache(CacheHook):
 
 
 def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, RemovableHandle]:
-    """From now on this attention keeps codes, by the scales that it holds: the hook, and what takes it away."""
+    """Store this attention's KV cache as codes, with the scales in its buffers. Returns the hook and its remover."""
     found = cache_argument(attention)
     assert found is not None
     hook = RoundCache(scheme, *found)
@@ -51,5 +52,5 @@ def round_cache(attention: nn.Module, scheme: CacheScheme) -> tuple[RoundCache, 
 
 
 def rounded_cache(module: nn.Module) -> RoundCache | None:
-    """The hook by which an attention keeps codes; None where it does not."""
+    """The hook by which an attention stores its KV cache as codes; None where it has none."""
     return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, RoundCache)), None)

@@ -1,4 +1,4 @@
-"""A model that is loaded, with dense weights in place of its compressed layers."""
+"""Replaces the compressed layers of a loaded model by dense ones."""
 
 from typing import Any, cast
 
@@ -15,12 +15,12 @@ from compress.weights.caches import SCALES
 
 
 def densify(model: nn.Module) -> None:
-    """Turn layers on codes into dense ones, in place and one after the other: exactly what the codes stand for, in the
-    dtype of each layer, tied where they shared a table; they train if the rest of the model does. Caches go on keeping
-    codes.
+    """Turn layers on codes into dense ones, in place and one after the other: exactly the values of the codes, in the
+    dtype of each layer, tied where layers shared a table. Weights train if the rest of the model does. Caches still
+    keep codes.
 
-    Raises InputError where a layer of the checkpoint also quantizes its input or output, which dense weights would not
-    show; the model is as it was.
+    Raises InputError, and leaves the model as it was, where a layer also rounds its input or output, which dense
+    weights would leave out.
     """
     rounding = [(name, layer.scheme) for name, layer in compressed_layers(model) if layer.scheme.inputs is not None]
     if rounding:
@@ -62,7 +62,7 @@ def densify(model: nn.Module) -> None:
 
 
 def _tie(model: nn.Module) -> None:
-    """Inverse of `_untie`, for those whose weight is one again."""
+    """Inverse of `_untie`, for modules that share one weight again."""
     own: Any = model
     for part in model.modules():
         if TIED in part.__dict__:

@@ -1,4 +1,4 @@
-"""The model of a compressed checkpoint with dense weights."""
+"""Loads the model of a compressed checkpoint with dense weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,25 +19,27 @@ from compress.weights.terms import Weight
 
 
 def load_dequantized(source: Source, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of a compressed checkpoint with dense weights: exactly what its codes stand for in this dtype.
+    """The model of a compressed checkpoint with dense weights: exactly the values of its codes, in this dtype.
 
-    Raises InputError where a layer also quantizes its input or output, which dense weights would not show.
+    Raises InputError where a layer also rounds its input or output, which dense weights would leave out.
     """
     return _load(source, dtype, {})
 
 
 def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tuple[nn.Module, dict[str, Opening]]:
-    """The same, but linear layers hold their weights only where their opening is entered (`run_by_block`)."""
+    """(The model of `load_dequantized`, {layer: opening}): linear layers hold weights only while their opening is
+    entered (`run_by_block`). No openings, and all weights loaded, where transformers does not keep the layers as they
+    are."""
     stored, empty = stored_in(source).layers, empty_model(source)
     modules, place = dict(empty.named_modules()), places_in(empty)
     layers = {place(modules, name): name for name, layer in stored.items() if layer.shares is None}
     layers = {name: layer for name, layer in layers.items() if isinstance(modules.get(name), nn.Linear)}
-    # Anything at all, in no memory, that is recognised afterwards.
+    # A stand-in that takes no memory, recognised afterwards by its data pointer.
     nothing = torch.zeros(1, 1, dtype=dtype or read_config(source).dtype)
     model = _load(source, dtype, {layer: nothing.expand(stored[layer].shape) for layer in layers.values()})
     found = dict(model.named_modules())
     waiting = {n: m for n, m in found.items() if isinstance(m, nn.Linear) and m.weight.data_ptr() == nothing.data_ptr()}
-    if waiting.keys() != layers.keys():  # transformers made something else of some, or several modules share one
+    if waiting.keys() != layers.keys():  # transformers converted some weights, or several modules share one
         return _load(source, dtype, {}), {}
     openings: dict[str, Opening] = {}
     for name, module in waiting.items():
@@ -48,7 +50,7 @@ def dequantized_by_block(source: Source, dtype: torch.dtype | None = None) -> tu
 
 @contextmanager
 def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -> Iterator[None]:
-    """Within: a layer has its weight."""
+    """Gives a layer its dense weight for the body."""
     empty = module._parameters["weight"]
     module._parameters["weight"] = nn.Parameter(weight_of(source, layer, dtype).dequantize().to(dtype), False)
     try:
@@ -58,7 +60,7 @@ def _filled(module: nn.Linear, dtype: torch.dtype, source: Source, layer: str) -
 
 
 def _load(source: Source, dtype: torch.dtype | None, given: Mapping[str, Tensor]) -> nn.Module:
-    """given: what is to stand for the weights of some layers, by their names in the checkpoint."""
+    """`load_dequantized`. given: {layer in the checkpoint: stand-in for its weight}."""
     layers, caches = stored_in(source).layers, stored_in(source).caches
     active = [layer for layer, stored in layers.items() if stored.scheme.inputs is not None]
     if active:

@@ -1,10 +1,10 @@
-"""`compress.load`, and the same through `transformers.from_pretrained`, for who asks for it: `compress.register()`.
+"""`compress.load`, and `compress.register()`, which makes `from_pretrained` of transformers load in the same way.
 
-transformers asks a quantizer to prepare a model before its weights are read and to finish it afterwards (`lowbit`).
-`load` gives ours the name `compress`, which replaces nothing. `register` puts it in front of transformers' own for
+transformers calls a quantizer to prepare a model before its weights are read and to finish it afterwards. `load` uses
+our quantizer under the name `compress`, which replaces nothing. `register` puts it in front of transformers' own for
 compressed-tensors: a checkpoint with integer or float8 weights then runs on our kernels instead of being decompressed
-at its first forward. What we cannot run (other layouts), and whatever is loaded with
-`CompressedTensorsConfig(dequantize=True)`, still goes to transformers' own.
+at its first forward. Layouts that we cannot run, and models loaded with `CompressedTensorsConfig(dequantize=True)`,
+still go to transformers' own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ from compress.weights.compressed_tensors import read_cache_scheme, scheme_for
 from compress.weights.own_words import METHOD
 
 THEIRS = "compressed-tensors"
-# Inputs that share a scale where x is rounded to int8 for speed alone: small, so that one large value spoils little.
+# Inputs that share a scale where x is rounded to int8 for speed alone: few, so that one large value affects few others.
 INPUT_GROUP = 128
 CPU = torch.device("cpu")
 
 
 class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What `LowBitQuantizer` is to do: the checkpoint's quantization_config, fuse and device as in `load`; source:
-    the checkpoint, where it has been opened already; unready: as in `finish`."""
+    """The configuration of `LowBitQuantizer`. quantization: the checkpoint's quantization_config. fuse, device: as in
+    `load`. source: the checkpoint, where it is open already. unready: as in `finish`."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         **words: Any,
     ) -> None:
         self.quant_method = METHOD
-        # Of a checkpoint whose method is ours, transformers gives its words one by one.
+        # For a checkpoint whose method is ours, transformers passes the keys of its configuration as arguments.
         self.quantization = dict(quantization or {**words, "quant_method": METHOD})
         self.fuse, self.device, self.source, self.unready = fuse, device, source, unready
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved beside the weights: the checkpoint's own words."""
+        """The configuration to save with the weights: the checkpoint's own."""
         return dict(self.quantization)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class LowBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
-    """transformers' side of `lowbit`: prepare, finish, and nothing else."""
+    """The quantizer that transformers calls: `prepare` before weights are read, `finish` afterwards."""
 
     requires_calibration = True
     quantization_config: LowBitConfig
@@ -84,7 +84,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> None:
         if not checkpoint_files:
             raise InputError("a compressed model is read from files; give a directory or hub id, not a state_dict")
-        source, self.quantization_config.source = self.quantization_config.source, None  # the model keeps no open file
+        source, self.quantization_config.source = self.quantization_config.source, None  # so that no file stays open
         if source is None:
             folder = Path(checkpoint_files[0]).parent
             config = {"quantization_config": self.quantization_config.quantization}
@@ -106,10 +106,10 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        """What `model.dequantize()` does. Raises InputError where dense weights would not compute the same."""
+        """Implements `model.dequantize()`. Raises InputError where dense weights would not compute the same."""
         densify(model)
         own: Any = model
-        # Once a model was saved, its configuration, which transformers asks, has a word for it.
+        # transformers reads dtype from the configuration, which holds a word for it once the model was saved.
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if wanted in (None, own.dtype) else nn.Module.to(model, wanted)
 
@@ -119,7 +119,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Inputs take gradients, so what comes before a layer or beside it trains; the codes do not change."""
+        """True: inputs take gradients, so that modules before a layer and adapters train; the codes do not change."""
         return True
 
     def is_serializable(self) -> bool:
@@ -127,7 +127,7 @@ class LowBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def runnable(quantization: Mapping[str, Any]) -> bool:
-    """Whether our kernels can run what a quantization_config describes."""
+    """True for a quantization_config of compressed-tensors that our kernels can run."""
     groups = quantization.get("config_groups") or {}
     cache = quantization.get("kv_cache_scheme")
     if not groups and not cache:
@@ -146,7 +146,7 @@ _their_quantizer = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
 
 
 def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
-    """Ours for weights that are to stay compressed, transformers' own for everything else."""
+    """Our quantizer for weights that stay compressed, transformers' own for everything else."""
     inner = getattr(quantization_config, "quantization_config", None)
     if inner is None or getattr(quantization_config, "dequantize", False):
         return _their_quantizer(quantization_config, **arguments)
@@ -158,9 +158,9 @@ def _quantizer_of(quantization_config: Any, **arguments: Any) -> HfQuantizer:
 
 @cache
 def _count_codes() -> None:
-    """From now on `model.num_parameters()` counts codes, too. transformers counts what are parameters to torch and asks
-    no quantizer; codes are none, do not train and stand for weights."""
-    # Here, because these import all that transformers can do.
+    """Make `model.num_parameters()` count codes, too, in this process. transformers counts torch's parameters and asks
+    no quantizer; codes are buffers, but stand for weights."""
+    # Imported here, because this import loads all of transformers.
     from transformers import PreTrainedModel
 
     parameters = PreTrainedModel.num_parameters
@@ -174,21 +174,21 @@ def _count_codes() -> None:
 
 
 def register() -> None:
-    """From now on, in this process, `from_pretrained` of transformers runs the compressed layers of a checkpoint on our
-    kernels, as `compress.load` does. Doing it again changes nothing."""
+    """Make `from_pretrained` of transformers run the compressed layers of a checkpoint on our kernels, as
+    `compress.load` does, for the rest of this process. Calling it again changes nothing."""
     _make_known()
     auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _quantizer_of
 
 
 def _make_known() -> None:
-    """Our quantizer under its own name, beside those that transformers has."""
+    """Add our quantizer, under its own name, to those of transformers."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, LowBitConfig)
     auto.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, LowBitQuantizer)
 
 
 @contextmanager
 def transformers_alone() -> Iterator[None]:
-    """Within: transformers loads compressed-tensors checkpoints as it does without us."""
+    """Undoes `register` for the body: transformers loads compressed-tensors checkpoints as it does without us."""
     before = auto.AUTO_QUANTIZER_MAPPING[THEIRS]
     auto.AUTO_QUANTIZER_MAPPING[THEIRS] = _their_quantizer
     try:
@@ -211,16 +211,16 @@ def load(
 ) -> nn.Module:
     """A transformers model from any checkpoint; a compressed one runs compressed, in about the memory of its files.
 
-    model: directory, hub id or 'demo'. dtype: of the arithmetic and of what is not compressed; the checkpoint's own
-    unless given. dequantize: dense weights instead, exactly what the codes stand for. fuse: multiply layers that read
-    one tensor together (None: on a GPU). int8_activations: also round what weight-only layers multiply to int8, one
-    scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: what a compressed layer
-    returns for a token is the same, to the last bit, however many tokens are multiplied with it; slower. Norms,
-    attention and dense layers are not held to it: a note counts them. trust_remote_code: run
-    Python code that comes with the model, if any does. notes: takes what the person should know.
+    model: directory, hub id or 'demo'. dtype: of the arithmetic and of tensors that are not compressed; by default the
+    checkpoint's own. dequantize: load dense weights instead, exactly the values of the codes. fuse: multiply layers
+    that read one tensor together (None: on a GPU only). int8_activations: also round the inputs of weight-only layers
+    to int8, one scale per token and 128 inputs; faster on a CPU, with a small error. batch_invariant: a compressed
+    layer returns the same bits for a token, however many tokens are multiplied with it; slower. Norms, attention and
+    dense layers are not made invariant: a note counts them. trust_remote_code: run Python code that comes with the
+    model. notes: takes remarks for the person.
 
-    Raises CheckpointError, naming the tensor, for a checkpoint that is damaged or of an unknown format, before its
-    weights are read; InputError for options that a checkpoint cannot have.
+    Raises CheckpointError, which names the tensor, for a checkpoint that is damaged or of an unknown format, before its
+    weights are read; InputError for options that do not apply to the checkpoint.
     """
     options: dict[str, Any] = {"dequantize": dequantize, "fuse": fuse, "int8_activations": int8_activations}
     options |= {"batch_invariant": batch_invariant, "notes": notes}
@@ -239,7 +239,7 @@ def load_source(
     notes: list[str] | None = None,
     unready: bool = False,
 ) -> nn.Module:
-    """`load`, of a checkpoint that is open. unready: as in `finish`."""
+    """`load` for a checkpoint that is open already. unready: as in `finish`."""
     beside = "fuse, int8_activations and batch_invariant do not apply"
     if source.quantization is None:
         stored_in(source)
@@ -291,7 +291,8 @@ def _round_inputs(network: nn.Module) -> None:
 
 
 def _make_batch_invariant(network: nn.Module) -> str:
-    """Have every compressed layer sum every token alike. Returns what stays as it is; InputError where one cannot."""
+    """Make every compressed layer batch-invariant. Returns a note on the modules that are not; raises InputError, and
+    changes nothing, where a layer cannot be."""
     layers = dict(compressed_layers(network))
     for name, layer in layers.items():
         reasons = layer.why_not_batch_invariant(layer.scheme, layer.in_features, layer.dtype, layer.device)

@@ -1,9 +1,9 @@
-"""Steps of generating on a CPU: attention of one token over the cache, by the loop of `kernels/cpu/cpu_attention.h`.
+"""Speeds up generation steps on a CPU: attention of one token over the cache, by `kernels/cpu/cpu_attention.h`.
 
-torch's attention reads bfloat16 and float16 several times as slowly as float32 where the processor has no instructions
-for them, and pays for many queries where there is one. transformers asks the attention function of a
-model by its name (`sdpa`) at every call. What answers to that name is, once a model was loaded here, a function that
-takes steps of the modules of such models, and passes everything else on to the one that was there before.
+torch's attention reads bfloat16 and float16 several times as slowly as float32 on processors without instructions for
+them, and its cost is that of many queries even for one. transformers looks the attention function of a model up by its
+name (`sdpa`) at every call. Once a model is loaded here, that name has a function that computes generation steps of
+such models, and passes all other calls on to the previous function.
 """
 
 from collections.abc import Callable
@@ -21,32 +21,32 @@ from compress.kernels.cpu.build import compilers
 
 SDPA = "sdpa"
 MARK = "compress_attends"
-# What some models ask beside a mask, which the loop knows nothing of.
+# Arguments of some models that our loop does not support.
 BESIDE = ("position_bias", "softcap", "cache", "s_aux", "output_attentions")
-# What a call of `generate` says that wants a cache of its own.
+# Arguments of `generate` that choose a cache, for which steps are not compiled.
 OWN_CACHE = ("past_key_values", "cache_implementation", "use_cache", "assistant_model", "prompt_lookup_num_tokens")
 Attends = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def compile_steps(network: nn.Module) -> None:
-    """From now on `generate` compiles the step of this model, with a cache of fixed size, when it first takes one:
-    about a minute for 30 layers, which longer answers, or many, win back. Prompts are read as before.
+    """Make `generate` of this model compile its steps, with a cache of fixed size, on first use. That takes about a
+    minute for 30 layers, which pays off for long answers, or many. Prompts are read as before.
 
-    A compiled step is one of a batch size and of a cache size; others compile anew. A call of `generate` that brings or
-    names a cache, or is assisted, goes as it would have gone. Raises InputError for what does not generate, and on a
-    CPU without a C++ compiler.
+    A compiled step is for one batch size and one cache size; others are compiled again. A call of `generate` that
+    passes or names a cache, or is assisted, runs uncompiled. Raises InputError for a model that does not generate, and
+    on a CPU without a C++ compiler.
     """
     own: Any = network
     if getattr(own, "generation_config", None) is None:
         raise InputError(f"{type(network).__name__} does not generate text: there are no steps to compile")
     if own.device.type == "cpu" and not compilers():
         raise InputError("there is no C++ compiler to compile steps with: install g++ or clang++, or set CXX")
-    # On the instance, and not in its configuration, which is saved with a model.
+    # Set on the instance, not in its configuration, which is saved with a model.
     own.generate = MethodType(generate, own)
 
 
 def generate(network: Any, *given: Any, **asked: Any) -> Any:
-    """`generate` of a model, its steps compiled unless what is asked for speaks against it."""
+    """`generate` of a model, with compiled steps unless an argument rules them out (OWN_CACHE)."""
     if not any(asked.get(name) is not None for name in OWN_CACHE):
         compiled = CompileConfig(mode="default", dynamic=False)
         compiled._compile_all_devices = True  # else transformers compiles on a GPU only
@@ -55,8 +55,8 @@ def generate(network: Any, *given: Any, **asked: Any) -> Any:
 
 
 def attend_here(network: nn.Module) -> None:
-    """Let the attention of a model in the memory of the CPU take our loop, where transformers asks torch's and the loop
-    can be had, which is found out at the first step."""
+    """Make the attention of a model on the CPU use our loop where transformers would use torch's (`sdpa`). The first
+    step finds out whether the loop is available."""
     for module in network.modules():
         if "Attention" in type(module).__name__:
             setattr(module, MARK, True)
