@@ -40,18 +40,18 @@ class Layer:
 
     @property
     def geometry(self) -> Geometry | None:
-        """How a convolution reads its input; None for a plain linear layer."""
+        """The geometry of a convolution; None for a plain linear layer."""
         return geometry_of(self.module) if is_convolution(self.module) else None
 
     @property
     def channels(self) -> int:
-        """Of the input: K, or those of all groups of a convolution."""
+        """The channels of the input: K, or those of all groups of a convolution."""
         geometry = self.geometry
         return self.shape[1] if geometry is None else geometry.groups * self.parameter.shape[1]
 
     @property
     def has_format(self) -> bool:
-        """Whether compressed-tensors can hold it as codes; the others are stored dense."""
+        """True for a layer that compressed-tensors can hold as codes; others are stored dense."""
         return not self.transposed and self.geometry is None
 
     @property
@@ -111,13 +111,13 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_read_uncalled(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is read by the module around it, which never calls the layer: torch has a class
-    for those of its MultiheadAttention."""
+    """True for a linear layer whose weight the module around it reads without calling the layer: torch has a class for
+    those of its MultiheadAttention."""
     return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why the weight of a layer cannot be compressed, and what to do about it; None where it can."""
+    """The reason why the weight of a layer cannot be compressed, and what to do about it; None where it can."""
     weight = module._parameters.get("weight")
     if weight is None:
         return (
@@ -156,7 +156,7 @@ def layers_of(block: nn.Module, block_name: str, convolutions: bool = False) -> 
 
 
 def treats_convolutions(model: nn.Module) -> bool:
-    """Whether convolutions are layers of this model without being asked for: no stack of it is of linear layers."""
+    """True where convolutions are layers of this model by default: it has no stack of linear layers."""
     return not any(_candidates(model, "", is_linear))
 
 
@@ -203,14 +203,14 @@ def whole_model(model: nn.Module) -> Stack:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """The layer that makes logits from hidden states, which stays as it is."""
+    """The layer that computes logits from hidden states; None where the model has none."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if callable(get) else None
     return head if isinstance(head, nn.Module) else None
 
 
 def token_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The table that turns token ids into hidden states."""
+    """The table of token embeddings; None where the model has none."""
     get = getattr(model, "get_input_embeddings", None)
     try:
         found = get() if callable(get) else None
@@ -272,5 +272,5 @@ def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is of one of torch's own kinds."""
+    """True for a module of a class of torch.nn, or of a subclass of one."""
     return any(k.__module__.startswith("torch.nn.") for k in type(module).__mro__ if k is not nn.Module)

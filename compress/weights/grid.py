@@ -1,4 +1,4 @@
-"""Grids: which values a quantized number can take. The only place in the project that rounds.
+"""Grids: the values that a quantized number can take. The only place in the project that rounds.
 
 Shapes: M tokens, N outputs, K inputs, G groups, g members of one group. P = 2^(bits-1), L = 2^bits - 1.
 
@@ -38,16 +38,16 @@ RangeChoice = Literal["minmax", "mse"]
 NumberType = Literal["int", "float", "sign"]
 
 MIN_BITS, MAX_BITS = 2, 8
-# What a group usually has. With fewer than SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
+# The usual size of a group. Below SMALLEST_GROUP members, a 16-bit scale costs each of them more than a bit.
 DEFAULT_GROUP, SMALLEST_GROUP = 128, 16
 KERNEL_GROUPS = (DEFAULT_GROUP, 64, 32)
 # The smallest size that a message names, with what its scales cost.
 LEAST_SUGGESTED = 2
 SCALE_BITS = 16
-# What a message names: as many sizes, none above.
+# A message names at most so many sizes, and none above the largest.
 SUGGESTED, LARGEST_SUGGESTED = 8, 512
 # Range search: factors 1, 0.98, ..., 0.22 under the squared error. GPTQ's authors (`Quantizer`) try twice as many under
-# |error|^2.4, which takes far longer; what a layer returns on other tokens is the same, within the noise of either.
+# |error|^2.4, which takes far longer; the outputs of a layer on other tokens are equally good, within noise.
 SEARCH_STEPS, SEARCH_SHRINK = 50, 0.8
 # e4m3 without infinities (OCP 8-bit floating point): four bits of significand, smallest normal number 2^-6.
 FLOAT8 = torch.float8_e4m3fn
@@ -59,7 +59,7 @@ FLOAT_STEPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """How one tensor is quantized.
+    """The quantization of one tensor: the set of its values.
 
     bits: 2 to 8, 1 of signs. granularity: one scale per tensor, per row (`channel` of a weight, `token` of an
     activation), per `group_size` consecutive elements of a row, or per `block` of so many rows and columns, of which
@@ -132,17 +132,17 @@ class Grid:
 
     @property
     def floating(self) -> bool:
-        """Whether codes are floating-point numbers."""
+        """True where codes are floating-point numbers."""
         return self.type == "float"
 
     @property
     def signs(self) -> bool:
-        """Whether codes are -1 or 1."""
+        """True where codes are -1 or 1."""
         return self.type == "sign"
 
     @property
     def ternary(self) -> bool:
-        """Whether codes are -1, 0 or 1."""
+        """True where codes are -1, 0 or 1."""
         return self.bits == MIN_BITS and self.symmetric and self.signed and self.narrow
 
     @property
@@ -193,16 +193,16 @@ def divisors(widths: Iterable[int], least: int, most: int) -> list[int]:
 
 
 def usual_group(widths: Iterable[int], most: int = DEFAULT_GROUP) -> int:
-    """The group size where none is asked for: the largest of 128, 64 and 32, up to `most`, that divides every width,
-    for which kernels are made (ours, and those of other readers); -1 (one scale per output channel), which has kernels,
-    too, where none does: torch multiplies by groups of other sizes many times as slowly as by dense weights."""
+    """The default group size: the largest of 128, 64 and 32, up to `most`, that divides every width. Kernels (ours, and
+    those of other readers) are made for these sizes. -1 (one scale per output channel), which has kernels, too, where
+    none divides: torch multiplies by groups of other sizes many times as slowly as by dense weights."""
     sizes = divisors(widths, min(KERNEL_GROUPS), most)
     return next((size for size in KERNEL_GROUPS if size in sizes), -1)
 
 
 def largest_group(widths: Iterable[int], most: int = DEFAULT_GROUP) -> int | None:
-    """The largest group size up to `most` that divides every width, with a kernel or without; None where none from 16
-    up does."""
+    """The largest group size from 16 to `most` that divides every width, with a kernel or without; None where none
+    does."""
     return max(divisors(widths, SMALLEST_GROUP, most), default=None)
 
 
@@ -214,8 +214,9 @@ def near_group(widths: Iterable[int], usual: int, least: int) -> int | None:
 def suggest_groups(
     widths: Iterable[int], whole: bool = True, cost: Callable[[int], float] = lambda size: SCALE_BITS / size
 ) -> str:
-    """A sentence that names group sizes dividing every width: from 16 up, and of many those around the usual one; below
-    16 the largest, with the bits per weight that it takes for scales. whole: -1 is one, too."""
+    """A sentence that names group sizes which divide every width: those from 16 up, or the ones nearest to the usual
+    size where there are many. Without any, it names the largest below 16, with the bits per weight that its scales
+    take. whole: name -1, too. cost: bits per weight of a size's scales."""
     widths = list(widths)
     sizes = divisors(widths, SMALLEST_GROUP, LARGEST_SUGGESTED)
     near = sorted(sorted(sizes, key=lambda size: abs(math.log(size / DEFAULT_GROUP)))[:SUGGESTED])
@@ -292,18 +293,19 @@ class Quantized:
 
 
 def scales_of(scale: Tensor, shape: Sequence[int], grid: Grid) -> Tensor:
-    """The scales of a matrix [N, K] in a shape that multiplies it: of blocks once per element, others as they are."""
+    """The scales of a matrix [N, K] in a shape that multiplies it: those of blocks repeated for every element, others
+    unchanged."""
     return scale if grid.block is None else spread(scale, shape, grid.block)
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """Arithmetic is float32, or float64 where the data already is."""
+    """The dtype of arithmetic: float32, or float64 for data in float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to the stored dtype and back; magnitudes stay between its smallest normal and its largest number. What is
-    not finite stays so: it must not pass for the largest number."""
+    """Round scales to the stored dtype and back. Magnitudes are clamped between its smallest normal and its largest
+    number. Infinities and NaN stay, so that they do not pass for the largest number."""
     stored, working = torch.finfo(dtype), torch.finfo(scale.dtype)  # either may be the wider one
     smallest, largest = max(stored.tiny, working.tiny), min(stored.max, working.max)
     sign = torch.where(scale < 0, -1.0, 1.0).to(scale.dtype)
@@ -312,7 +314,7 @@ def round_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_scale(scale: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """`round_scale` of the scales of a grid: that of signs may be 0."""
+    """`round_scale` for the scales of a grid; a scale of signs may be 0."""
     rounded = round_scale(scale, dtype)
     return torch.where(scale == 0, scale, rounded) if grid.signs else rounded
 
@@ -330,7 +332,7 @@ def scale_of_range(lo: Tensor, hi: Tensor, grid: Grid, scale_dtype: torch.dtype)
 
 
 def steps_of_range(grid: Grid) -> tuple[Range, float]:
-    """(what of a range makes the scale, how many steps are in it)."""
+    """(The kind of quantity that the scale is computed from, the number of steps by which it is divided)."""
     half = 2 ** (grid.bits - 1)
     if not grid.symmetric:
         return "asymmetric", grid.qmax - grid.qmin
@@ -353,7 +355,7 @@ def encode(x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
 
 
 def encode_unsigned(x: Tensor, step: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes 0 ... 2^bits - 1 of `x` in its dtype, for a zero that is no whole number; 0 where the step is 0."""
+    """Codes 0 ... 2^bits - 1 of `x` in its dtype, for a zero point that is not rounded; 0 where the step is 0."""
     codes = torch.round(x / step + zero).clamp(0, 2**bits - 1)
     return torch.where(step == 0, torch.zeros_like(codes), codes)
 
@@ -362,7 +364,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
     """The value of e4m3 nearest to each of x, |x| <= 448, in the dtype of x; a tie goes to the even significand."""
     if x.dtype != torch.float64:
         return x.to(FLOAT8).to(x.dtype)
-    # torch makes float8 of float64 by way of float32, which rounds twice.
+    # torch converts float64 to float8 through float32, which would round twice.
     exponent = torch.frexp(x).exponent.clamp(min=FLOAT8_LEAST_EXPONENT + 1)  # |x| < 2^exponent
     step = torch.ldexp(torch.ones_like(x), exponent - FLOAT8_SIGNIFICAND)
     return torch.round(x / step) * step
@@ -375,8 +377,8 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, scale_dtype: torch.
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """Rounded values with the gradient of x, as if nothing were rounded. Rounded values of another shape (codes that a
-    cache has kept since earlier) have none: asking for it raises InputError."""
+    """Rounded values with the gradient of x, as if nothing were rounded. Rounded values of another shape (with codes
+    that a cache has kept from earlier tokens) have no gradient: a backward pass raises InputError."""
     return _StraightThrough.apply(x, rounded) if torch.is_grad_enabled() and x.requires_grad else rounded
 
 
@@ -394,7 +396,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def range_factors(grid: Grid) -> list[float]:
-    """What the range search multiplies the full range by."""
+    """The factors by which the range search multiplies the full range."""
     if grid.floating:
         return [2 ** (step / FLOAT_STEPS) for step in range(FLOAT_STEPS)]
     return [1 - step / SEARCH_STEPS for step in range(int(SEARCH_STEPS * SEARCH_SHRINK))]
@@ -403,7 +405,7 @@ def range_factors(grid: Grid) -> list[float]:
 def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(scale, zero_point) of x [..., g], one per leading index, in the working dtype.
 
-    `weight` [g] weighs the squared error of each member in the range search (the diagonal of a Hessian, say).
+    weight: [g], weights of the members' squared errors in the range search (like the diagonal of a Hessian).
     """
     x = x.to(working_dtype(x))
     if grid.signs or (grid.ternary and grid.range_choice == "mse"):
@@ -436,8 +438,8 @@ def fit(x: Tensor, grid: Grid, scale_dtype: torch.dtype, weight: Tensor | None =
 
 
 def grouped(x_NK: Tensor, grid: Grid) -> Tensor:
-    """[N, K] as [N, G, g], or as [1, 1, N * K] per tensor: every last dimension shares one scale. Of blocks of R rows
-    and C columns [ceil(N / R), ceil(K / C), R C], those at the edges filled with zeros, which change no range."""
+    """[N, K] as [N, G, g], or as [1, 1, N * K] per tensor: every last dimension shares one scale. With blocks of R rows
+    and C columns [ceil(N / R), ceil(K / C), R C]; blocks at the edges are padded with zeros, which change no range."""
     if grid.block is not None:
         return blocked(x_NK, grid.block)
     if grid.granularity == "tensor":
@@ -501,5 +503,5 @@ def quantize(
 
 
 def fake_quantize(x_NK: Tensor, grid: Grid, scale_dtype: torch.dtype | None = None) -> Tensor:
-    """Quantize and dequantize: the values the quantized matrix stands for, in the dtype of x."""
+    """Quantize and dequantize: the values of the quantized matrix, in the dtype of x."""
     return quantize(x_NK, grid, scale_dtype).dequantize(x_NK.dtype)

@@ -14,7 +14,7 @@ from compress.weights.terms import Term
 
 @dataclass(frozen=True)
 class Survivors(Term):
-    """values [N, K], in the dtype that is stored; kept: bool [N, K], which of them stay."""
+    """A pruned weight. values [N, K], in the stored dtype; kept: bool [N, K], True for values that stay."""
 
     values: Tensor
     kept: Tensor
@@ -35,7 +35,7 @@ class Survivors(Term):
         return cls(torch.cat([t.values for t in terms]), torch.cat([t.kept for t in terms]))
 
     def decision(self, figures: Figures) -> Decision:
-        """What is decided for the layer."""
+        """The decision for the layer: a dense weight with its mask."""
         return Decision(dense(self.values), figures, kept=self.kept)
 
 

@@ -1,11 +1,11 @@
-"""What a weight is made of: a sum of terms, each stored in a format of its own.
+"""Weights as sums of terms, each stored in a format of its own.
 
     W = sum of terms        Term      one summand, as tensors: its values, the tensors that hold them, some of its rows
-                            Format    what such a term is stored as: numbers and words, JSON both ways
+                            Format    the storage of such a term: numbers and words, JSON both ways
 
-A format announces the tensors (`parts`) of an [N, K] term and makes a term of them again (`read`). Nothing that
-writes, checks, resumes, loads, counts or shows a checkpoint knows more than that. `weights.formats.registry` lists the
-formats.
+A format names the tensors (`parts`) of an [N, K] term and makes the term from them again (`read`). All code that
+writes, checks, resumes, loads, counts or shows checkpoints uses only this interface. `weights.formats.registry` lists
+the formats.
 
 The tensors of the first term have the names that its format gives them, those of a further one are `term1_NAME`,
 `term2_NAME` and so on. N outputs, K inputs.
@@ -39,7 +39,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a term is stored. Subclasses are frozen dataclasses whose fields are JSON: numbers, words, other dataclasses.
+    """The storage of a term. Subclasses are frozen dataclasses whose fields are JSON: numbers, words, other
+    dataclasses.
 
     kind: the format's name in `FORMATS` and on disk. whole: the part, if any, that has the shape [N, K] of the term;
     without one, a layer's shape is stored beside it.
@@ -53,42 +54,42 @@ class Format:
         raise NotImplementedError
 
     def read(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> "Term":
-        """The term that tensors stand for, which are known to be right."""
+        """The term of these tensors, which have been checked."""
         return Tensors(self, parts, rows, columns)
 
     def values(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """[N, K] what the tensors of a term stand for, in the dtype that it is stored in."""
+        """The values [N, K] of a term's tensors, in the stored dtype."""
         raise NotImplementedError
 
     def product(self, x: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-        """x [..., K] times the transposed term, [..., N]. A format that has no kernel is multiplied so."""
+        """x [..., K] times the transposed term, [..., N]. The product of formats without a kernel."""
         return nn.functional.linear(x, self.values(parts).to(x.dtype))
 
     def slack(self, x_MK: Tensor, weight_NK: Tensor, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """[M, N] how far `product` in this dtype may be from that of the values, weight, beyond what rounding its
-        result explains (`runtime.check.twin`); x, weight in float64. By default the last place times |x| |w|: in
-        between, a format may round what is as large as that, where the result is not."""
+        """[M, N]: the allowed error of `product` in this dtype, beyond the rounding of its result
+        (`runtime.check.twin`); x and weight, the values of the term, in float64. By default eps |x| |w|: a format may
+        round intermediate values of that size, even where the result is small."""
         return torch.finfo(dtype).eps * x_MK.norm(dim=-1, keepdim=True) * weight_NK.norm(dim=-1)
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
-        """Look at the values of an [N, K] term's tensors, whose names, shapes and dtypes are right.
+        """Check the values of an [N, K] term's tensors, whose names, shapes and dtypes are right.
 
-        Raises CheckpointError, whose message begins with the name of a part, for what cannot be: by default, floats
+        Raises CheckpointError, whose message begins with the name of a part, for impossible values: by default, floats
         that are not finite.
         """
         check_finite(parts, *(name for name, part in parts.items() if part.dtype in FLOATS))
 
     def problem(self, rows: int, columns: int) -> str | None:
-        """Why there is no such term of this size; None where there is."""
+        """The reason why a term of this size cannot have this format; None where it can."""
         return None
 
     def words(self, inputs: Grid | None) -> str:
-        """What a person reads, of a layer whose input is rounded so, or not at all."""
+        """Words for a person, about a layer with inputs on this grid (None: not rounded)."""
         values = ", ".join(f"{key} {value}" for key, value in asdict(self).items())
         return f"{self.kind} {values}".rstrip()
 
     def entry(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The format as JSON."""
         return {"kind": self.kind, **json_fields(self)}
 
     @classmethod
@@ -99,12 +100,12 @@ class Format:
 
 
 def json_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them: lists where they are tuples."""
+    """The fields of a dataclass as JSON, with lists in the place of tuples."""
     return asdict(value, dict_factory=lambda pairs: {k: list(v) if isinstance(v, tuple) else v for k, v in pairs})
 
 
 def _restored(value: Any, kind: Any) -> Any:
-    """A field from what JSON made of it."""
+    """The value of a field of this type from JSON."""
     if is_dataclass(kind) and isinstance(value, Mapping):
         return kind(**value)  # type: ignore[operator]
     return tuple(value) if get_origin(kind) is tuple else value
@@ -121,26 +122,26 @@ class Term:
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, K] values, in the dtype that the term is stored in unless given."""
+        """The values [N, K], by default in the stored dtype."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that `format.parts` announces."""
+        """The tensors that `format.parts` names."""
         raise NotImplementedError
 
     def rows(self, part: slice) -> Self:
-        """The same term, restricted to some rows."""
+        """The term restricted to some rows."""
         raise NotImplementedError
 
     @classmethod
     def stacked(cls, terms: Sequence[Self]) -> Self:
-        """Terms of one format below each other: inverse of `rows`."""
+        """One term from terms of one format with their rows below each other: inverse of `rows`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Tensors(Term):
-    """A term that is the tensors of its format and no more: what there is to know, the format knows."""
+    """A term that only holds the tensors of its format; the format computes everything from them."""
 
     format: Format
     held: Mapping[str, Tensor]
@@ -226,7 +227,7 @@ def added(*terms: Summand) -> Summand | Weight:
 
 
 def named(index: int, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a layer's term by the names that they have in the layer."""
+    """A term's parts under their names in the layer. index: of the term."""
     return dict(parts) if index == 0 else {f"term{index}_{name}": part for name, part in parts.items()}
 
 
