@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Where each is, imported (with torch) when it is used: a wrong word is said at once.
 EXPORTERS = {
     "dense": "compress.checkpoint.export.dense:Dense",
+    "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
+    "awq": "compress.checkpoint.export.awq:AWQLayout",
     "sparse24": "compress.checkpoint.export.two_of_four:TwoOfFour",
 }
 

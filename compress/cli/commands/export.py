@@ -57,6 +57,9 @@ def export(
     dense     the weights that the codes stand for, as a plain checkpoint of
               transformers, for readers that do not know compression: it takes
               the bytes of the original again
+    gptq      GPTQ's layout, for GPTQModel, ExLlama and vLLM: symmetric codes of
+              2, 3, 4 or 8 bits
+    awq       AWQ's layout (gemm), for vLLM, SGLang and TGI: codes of 4 bits
     sparse24  layers that are pruned to 2:4, numbers or codes, as the two of
               four that are kept and their places, for `compress.load` alone:
               9 bits a weight instead of 16, 3 instead of 4; other layers stay

@@ -1,0 +1,124 @@
+"""Layers that hold nothing but integer codes and scales, for layouts that store just these."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.checkpoint.export.place import Place
+from compress.checkpoint.read.pretrained import embeddings_of, empty_model
+from compress.checkpoint.read.source import Source
+from compress.checkpoint.read.stored import StoredLayer, stored_in, weight_of
+from compress.weights.formats.codes import Codes, CodesFormat, Packed, WholeCodes
+from compress.weights.grid import Grid
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A weight (codes - zero) scale. codes uint8 [N, K]; scale float16 [N, G], and zero uint8 [N, G], of G groups of
+    consecutive inputs."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+def integers_of(source: Source, layer: str) -> Integers:
+    """The codes of a layer against which `why_not_integers` has nothing: all of them, and the scales, exactly."""
+    (term,) = weight_of(source, layer).terms
+    assert isinstance(term, Codes)
+    codes, grid = term.quantized, term.quantized.grid
+    middle = 2 ** (grid.bits - 1)
+    groups = 1 if grid.group_size is None else codes.codes.shape[1] // grid.group_size
+    shape = (len(codes.codes), groups)
+    scale = codes.scale.to(torch.float16).expand(shape)
+    zero = torch.zeros(shape, dtype=torch.int16) if codes.zero_point is None else codes.zero_point.expand(shape)
+    return Integers(
+        (codes.codes.to(torch.int16) + middle).to(torch.uint8), scale, (zero.to(torch.int16) + middle).to(torch.uint8)
+    )
+
+
+def why_not_integers(source: Source, bits: Collection[int], groups: Collection[int]) -> list[str]:
+    """Reasons why a layout of integer codes with one width and one group size cannot hold a checkpoint exactly, each
+    the end of a sentence about it. bits, groups: those that the layout has (-1: one scale per output)."""
+    stored = stored_in(source)
+    if not stored.layers:
+        return ["it holds no codes"]
+    tables = sorted(embeddings_of(source) & stored.layers.keys())
+    found = [f"its embedding {tables[0]} is compressed; quantize without --embeddings"] if tables else []
+    for name, layer in stored.layers.items():
+        if (why := _why_not(layer)) is not None:
+            return [*found, f"{name} {why}"]
+    grids: dict[Grid, str] = {}
+    for name, layer in stored.layers.items():
+        grids.setdefault(grid_of(layer), name)
+    if len({(grid.bits, grid.group_size, grid.symmetric) for grid in grids}) > 1:
+        (one, first), (other, second), *_ = grids.items()
+        return [*found, f"its layers differ ({first}: {_words(one)}, {second}: {_words(other)}); quantize them alike"]
+    (grid, name), *_ = grids.items()
+    size = grid.group_size or -1
+    if grid.bits not in bits:
+        found.append(f"{name} has codes of {grid.bits} bits; allowed: {_listed(bits)}")
+    if size not in groups:
+        found.append(f"{name} has groups of {size}; allowed: {_listed(groups)}; quantize with --group-size")
+    return found or _why_not_float16(source)
+
+
+def grid_of(layer: StoredLayer) -> Grid:
+    """The grid of a layer's codes."""
+    (form,) = layer.scheme.terms
+    assert isinstance(form, CodesFormat)
+    return form.grid
+
+
+def uncompressed(source: Source) -> list[str]:
+    """Names of the linear layers that are stored as numbers, the output head among them."""
+    layers = stored_in(source).layers
+    return [n for n, m in empty_model(source).named_modules() if isinstance(m, nn.Linear) and n not in layers]
+
+
+def copied(source: Source) -> Iterator[str]:
+    """Names of the tensors that are no part of a compressed layer or of a cache."""
+    stored = stored_in(source)
+    parts = {name for layer in stored.layers.values() for name in layer.parts.values()}
+    scales = {} if stored.caches is None else stored.caches.scales
+    parts |= {name for held in scales.values() for name, _ in held.values()}
+    return (name for name in source.weights if name not in parts)
+
+
+def say_what_is_lost(source: Source, place: Place) -> None:
+    """Note a key-value cache, which these layouts do not describe."""
+    caches = stored_in(source).caches
+    if caches is not None:
+        place.note(f"keys and values are kept in 8 bits ({caches.scheme}); the exported model keeps them as they are")
+
+
+def _why_not(layer: StoredLayer) -> str | None:
+    scheme = layer.scheme
+    if len(scheme.terms) > 1:
+        return f"is a sum ({' + '.join(term.kind for term in scheme.terms)}); `--to dense` takes it"
+    (form,) = scheme.terms
+    if not isinstance(form, Packed | WholeCodes) or form.grid.type != "int" or not form.grid.signed:
+        return f"is stored as {scheme}, not as integers; `--to dense` takes it"
+    if scheme.inputs is not None:
+        return f"rounds its input ({scheme}); quantize weights alone, like --scheme w{form.grid.bits}a16"
+    return None
+
+
+def _why_not_float16(source: Source) -> list[str]:
+    for name, layer in stored_in(source).layers.items():
+        scale = source.weights.tensor(layer.parts["weight_scale"])
+        if not torch.equal(scale.to(torch.float16).to(scale.dtype), scale):
+            return [f"scales of {name} are {scale.dtype} values that float16 has not; quantize a float16 model"]
+    return []
+
+
+def _words(grid: Grid) -> str:
+    kind = "symmetric" if grid.symmetric else "asymmetric"
+    return f"{grid.bits} bits in groups of {grid.group_size or -1}, {kind}"
+
+
+def _listed(numbers: Collection[int]) -> str:
+    ordered: Sequence[int] = sorted(numbers, key=lambda number: (number < 0, number))
+    return ", ".join(map(str, ordered))
