@@ -13,7 +13,7 @@ class InputError(CompressError, ValueError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be read as what it says it is."""
+    """A checkpoint that is damaged, or that does not hold what its own files say."""
 
 
 class WriteError(CompressError):

@@ -238,7 +238,7 @@ def own(index: int, parts: Mapping[str, Any], format_: Format, rows: int, column
 
 
 def check_finite(parts: Mapping[str, Tensor], *names: str) -> None:
-    """Raises CheckpointError that names a part whose values are not all finite."""
+    """Raises CheckpointError, which names the part, for a part whose values are not all finite."""
     for name in names:
         if name in parts and not bool(torch.isfinite(parts[name]).all()):
             raise CheckpointError(f"{name} holds values that are not finite numbers")

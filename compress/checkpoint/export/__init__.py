@@ -1,1 +1,1 @@
-"""A checkpoint written another way."""
+"""Exports checkpoints to other layouts."""

@@ -22,13 +22,13 @@ class Dense(Exporter):
     kind = "dense"
 
     def why_not(self, checkpoint: Source) -> list[str]:
-        """A checkpoint has to hold something compressed."""
+        """A reason for a checkpoint that holds nothing compressed."""
         stored = stored_in(checkpoint)
         compressed = stored.layers or stored.caches is not None
         return [] if compressed else ["it is not compressed: its weights are dense as they are"]
 
     def write(self, checkpoint: Source, place: Place) -> Written:
-        """Write the weights, one layer made after the other, and the configuration without its quantization."""
+        """Write the dense weights, made one layer after the other, and the configuration without its quantization."""
         stored = stored_in(checkpoint)
         for line in left_out(stored):
             place.note(line)
@@ -73,6 +73,6 @@ def dense_names(source: Source) -> Iterator[tuple[str, str | None]]:
 
 
 def dense_tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the dense checkpoint, one made after the other."""
+    """(Name, tensor) of the dense checkpoint, made one after the other."""
     for name, layer in dense_names(source):
         yield name, source.weights.tensor(name) if layer is None else weight_of(source, layer).dequantize()

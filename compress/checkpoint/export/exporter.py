@@ -1,4 +1,4 @@
-"""A way to write a checkpoint: what an exporter says about itself, and the two things that it does."""
+"""The interface of exporters, each of which writes a checkpoint in one layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,8 @@ from compress.checkpoint.read.source import Source
 
 @dataclass(frozen=True)
 class Written:
-    """Layers that an exporter has stored another way than before, and entries of the record that it sets itself."""
+    """The result of an exporter: the number of layers stored another way than before, and entries that it sets in the
+    record."""
 
     layers: int
     record: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The files of an export while they are made. None is seen under the output's name before all of them are there.
+"""The files of an export while they are written. The output appears under its name only when all files exist.
 
-DIR.partial/blocks   tensors that are made, in files of bounded size
-DIR.partial/model    the files as they will be, side by side: there are no folders in it
+DIR.partial/blocks   finished tensors, in files of bounded size
+DIR.partial/model    the files of the output, side by side, without folders
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,25 +41,26 @@ class Place:
         self._weights: set[str] = set()
 
     def note(self, line: str) -> None:
-        """Say what the output lacks or keeps as it was: to the person, in the record and in what is returned."""
+        """Report a line about something that the output lacks or keeps unchanged: to the person, in the record and in
+        the result."""
         self.lost.append(line)
         self._reporter.note(line)
 
     def step(self, done: int, total: int, what: str) -> None:
-        """Say that `done` of `total` steps are finished, the last one of which is `what`."""
+        """Report that `done` of `total` steps are finished; `what` names the last one."""
         self._reporter.step(done, total, what)
 
     def file(self, name: str) -> Path:
-        """The path at which to write a file that holds weights, of whatever format."""
+        """The path at which to write a file with weights, in any format."""
         self._weights.add(name)
         return self._take(name)
 
     def text(self, name: str, content: str) -> None:
-        """Write a file that holds no weights."""
+        """Write a text file without weights."""
         write_whole(self._take(name), content)
 
     def json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Write a JSON file, config.json say."""
+        """Write a JSON file, like config.json."""
         write_json(self._take(name), value)
 
     def tensors(self, tensors: Iterable[tuple[str, Tensor]], total: int, *, own: bool = False) -> None:
@@ -77,14 +78,14 @@ class Place:
             self._take(index)
 
     def finish(self, companions: Iterable[str], source: Path, record: Mapping[str, Any]) -> int:
-        """Copy the licence and the companions (patterns) that lie in `source`, but for those that were written already,
-        then seal the files; returns the bytes of those that hold weights."""
+        """Copy the licence and the companions (patterns) from `source`, except files that were written already, then
+        seal all files. Returns the bytes of the files with weights."""
         self._names |= copy_companions(self._folder, source, [*companions, *LEGAL], self._names)
         seal(self._folder, self._names, {**record, **({"tensors": self.sums} if self.sums else {})})
         return sum((self._folder / name).stat().st_size for name in self._weights)
 
     def _take(self, name: str) -> Path:
-        """The path of a file, which a later run knows for one of ours even if this one is killed now."""
+        """The path of a file, recorded as ours, so that a later run recognises it even if this one is killed now."""
         assert Path(name).name == name != RECORD, name
         self._names.add(name)
         if not of_checkpoint(name):
@@ -92,7 +93,7 @@ class Place:
         return self._folder / name
 
     def _join(self, whole: str) -> dict[str, str]:
-        """Copy the parts, each of which goes then, into weight files; returns {tensor: file}."""
+        """Copy the parts into weight files, and remove each part once copied. Returns {tensor: file}."""
         parts = sorted(self._directory.blocks.iterdir())
         plan = planned([piece for part in parts for piece in pieces_of(part)], whole)
         left = {part: len(pieces_of(part)) for part in parts}
@@ -106,7 +107,7 @@ class Place:
 
 
 def batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Tensors of at most PART_BYTES together, one at least."""
+    """Groups of tensors of at most PART_BYTES together, or of a single tensor."""
     batch: dict[str, Tensor] = {}
     room = PART_BYTES
     for name, tensor in tensors:

@@ -1,6 +1,7 @@
 """Ways to write a checkpoint, by the word of `compress export --to`. A new one is a file beside this one and a line.
 
-Somebody else's is a line of its own, `EXPORTERS["mine"] = "my_module:Mine"`, in a module that `--plugin` names.
+An exporter of another project registers itself by a line like `EXPORTERS["mine"] = "my_module:Mine"`, in a module that
+`--plugin` names.
 """
 
 import importlib
@@ -11,7 +12,7 @@ from compress.errors import one_of
 if TYPE_CHECKING:
     from compress.checkpoint.export.exporter import Exporter
 
-# Where each is, imported (with torch) when it is used: a wrong word is said at once.
+# {word: place of the class}, imported (with torch) only when used, so that a wrong word is refused at once.
 EXPORTERS = {
     "dense": "compress.checkpoint.export.dense:Dense",
     "gptq": "compress.checkpoint.export.gptq:GPTQLayout",
@@ -21,7 +22,7 @@ EXPORTERS = {
 
 
 def exporter_named(name: str) -> "Exporter":
-    """An exporter by its word. Raises InputError for another, with the likeliest one."""
+    """The exporter of a word. Raises InputError for an unknown word; the message names the likeliest one."""
     module, _, kind = EXPORTERS[one_of("export", name, EXPORTERS)].partition(":")
     exporter: Exporter = getattr(importlib.import_module(module), kind)()
     return exporter

@@ -1,8 +1,8 @@
-"""A checkpoint whose layers are 2:4 (numbers with zeros, or codes) without those zeros, for `compress.load`.
+"""Exports a checkpoint with its 2:4 layers (numbers or codes) stored without their zeros, for `compress.load`.
 
-Dense zeros, and codes with zeros in the words of compressed-tensors, are what a run writes: every reader takes them.
-What is 2:4 of that is stored as `weights.formats.sparse24` here, whatever pass pruned it. Layers that are not 2:4, or
-take no less space so, stay as they are stored, with the reason.
+A run writes dense weights with zeros, or codes with zeros in the format of compressed-tensors, which every reader
+reads. This export stores the 2:4 layers among them in `weights.formats.sparse24`, whichever pass pruned them. Layers
+that are not 2:4, or that would not take less space, stay as they are, and a note gives the reason.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from compress.weights.scheme import Scheme, parts_of, scheme_of
 
 
 class Layer24(NamedTuple):
-    """A layer that is stored 2:4: its tensors, and the SHA-256 of its values."""
+    """A layer stored as 2:4: its scheme, its tensors, and the SHA-256 of its values."""
 
     scheme: Scheme
     parts: dict[str, Tensor]
@@ -35,8 +35,8 @@ class Layer24(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The layers of a checkpoint that are stored smaller as 2:4 (without their tensors), how many tensors those have,
-    and why others are not, by layer."""
+    """The layers of a checkpoint that take less space as 2:4 (layers, without their tensors), the number of tensors
+    that store them (parts), and {layer: the reason why it stays} for others (refused)."""
 
     layers: dict[str, Layer24]
     parts: int
@@ -44,14 +44,14 @@ class Found(NamedTuple):
 
 
 class TwoOfFour(Exporter):
-    """2:4 layers as such: of every four weights two, and where they are. The values are the same."""
+    """Stores 2:4 layers as two of every four weights and their positions. The values are the same."""
 
     about = "2:4 layers, numbers or codes, without their zeros, for compress.load alone"
     kind = "2:4"
     smaller = True
 
     def why_not(self, checkpoint: Source) -> list[str]:
-        """A run of this tool has to name a layer that is 2:4 and takes less space so."""
+        """Reasons where the record of a run is missing, or names no layer that takes less space as 2:4."""
         if not (checkpoint.path / RECORD).exists():
             return [f"it holds no {RECORD}, which names the layers that are pruned; prune it first"]
         found = found24(checkpoint)
@@ -61,7 +61,8 @@ class TwoOfFour(Exporter):
         return [f"it has no layer that is stored smaller as 2:4{first}"]
 
     def write(self, checkpoint: Source, place: Place) -> Written:
-        """Write the 2:4 layers, one made after the other, the others as they are, and a configuration in our words."""
+        """Write the 2:4 layers, made one after the other, the other layers unchanged, and a configuration of our
+        own."""
         found = found24(checkpoint)
         for name, why in found.refused.items():
             place.note(f"{name} stays as it is stored: {why}")
@@ -73,7 +74,7 @@ class TwoOfFour(Exporter):
 
 
 def found24(source: Source) -> Found:
-    """The 2:4 layers among those that the run has treated, looked for once."""
+    """The 2:4 layers among those that the run treated; searched once for each source."""
     return source.once("2:4 layers", lambda: _found24(source))
 
 
@@ -101,7 +102,8 @@ def configuration(source: Source, found: Mapping[str, Layer24]) -> dict[str, Any
 
 
 def layer24(source: Source, name: str) -> Layer24:
-    """A layer of a checkpoint as it is stored 2:4. Raises InputError that says why there is no such layer."""
+    """A layer of a checkpoint converted to 2:4. Raises InputError, with the reason, where it cannot be, or would not
+    take less space."""
     stored = stored_in(source).layers.get(name)
     if stored is None:
         weight = source.weights.tensor(f"{name}.weight")
@@ -125,7 +127,7 @@ def layer24(source: Source, name: str) -> Layer24:
 
 
 def written(source: Source, found: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """(the name of a tensor that is copied, False) or (a layer that is 2:4, True), in the order of the checkpoint."""
+    """(Name of a tensor to copy, False) or (name of a 2:4 layer, True), in the order of the checkpoint."""
     stored = stored_in(source).layers
     layer_of = {part: name for name in found if name in stored for part in stored[name].parts.values()}
     layer_of |= {f"{name}.weight": name for name in found if name not in stored}
@@ -133,7 +135,7 @@ def written(source: Source, found: Collection[str]) -> Iterator[tuple[str, bool]
 
 
 def tensors(source: Source, found: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to write, one layer made after the other."""
+    """(Name, tensor) of everything to write; layers are made one after the other."""
     for name, sparse in written(source, found):
         if sparse:
             yield from ((f"{name}.{part}", tensor) for part, tensor in layer24(source, name).parts.items())
@@ -142,7 +144,7 @@ def tensors(source: Source, found: Collection[str]) -> Iterator[tuple[str, Tenso
 
 
 def record_of(source: Source, found: Mapping[str, Layer24], lost: Sequence[str]) -> dict[str, Any]:
-    """The record of the run that pruned, with what is said of the layers that are stored otherwise now."""
+    """The record of the run that pruned, with new checksums for the converted layers, and the notes of the export."""
     before = read_record(source.path)
     layers = [
         {**layer, "figures": {**layer["figures"], "sha256": found[layer["name"]].checksum}}

@@ -1,9 +1,9 @@
-"""A checkpoint written another way, by any exporter.
+"""Writes a checkpoint in another layout, by any exporter.
 
     MODEL --why_not--> nothing, or one line    --write--> DIR.partial --record, seal--> DIR
 
-DIR appears when it is complete, as the output of a run does (`checkpoint.write.directory`), with a record of the same
-kind: `--overwrite` knows it again, and a reader of the layout can be held to it.
+DIR appears when it is complete, like the output of a run (`checkpoint.write.directory`), with a record of the same
+kind: `--overwrite` recognises it, and a reader of the layout can be tested against it.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Offer:
-    """An exporter by its word, and the reasons why a checkpoint cannot be written so: none where it can."""
+    """An exporter's word and description, and the reasons why it cannot write a checkpoint; none where it can."""
 
     name: str
     about: str
