@@ -97,8 +97,7 @@ class Writer:
         return [n for entry in self.blocks.values() for n, scheme in entry["layers"].items() if scheme is None]
 
     def finished(self, block: str) -> Finished | None:
-        """The results of a block that an earlier run wrote; None where it wrote none. Raises CheckpointError, which
-        names a tensor that has changed on disk since it was written."""
+        """The results of a block that an earlier run wrote, or None. Raises CheckpointError for a changed tensor."""
         entry = self.blocks.get(block)
         if entry is None:
             return None
@@ -146,11 +145,10 @@ class Writer:
         record: dict[str, Any],
         given: int,
     ) -> Saving:
-        """Write the tensors outside the blocks, join the weight files, and write all other files.
+        """Write the tensors outside the blocks, join the weight files, write all other files. Returns the saving.
 
         `rest` yields (name, tensor) in the same order on every rank (sharded tensors are gathered on the way). given:
-        bytes of the model before the run. The record gets `tensors` (their SHA-256), `files`, and `bytes` before and
-        after, which are returned, too.
+        bytes of the model before the run. The record gets `tensors` (their SHA-256), `files` and `bytes`.
         """
         if self.journal.rest is None:
             self.journal.rest = self._saved("rest", self._share(rest))
@@ -188,8 +186,7 @@ class Writer:
         self.together.first(PROGRESS, lambda: self.journal.write(self.place.progress))
 
     def _plain(self, block: str, opened: Opened, replaced: set[int]) -> dict[str, Tensor]:
-        """{full name: tensor} of a block's tensors that are written unchanged: without those that terms replace, and
-        those with an entry of their own (embeddings, where the whole model is one block)."""
+        """{full name: tensor} of a block, without weights that terms replace and modules with their own entry."""
         prefix = f"{block}." if block else ""
         inside = [entry for name, entry in self.blocks.items() if name.startswith(prefix)]
         without = {key for entry in inside for sums in entry["files"].values() for key in sums}
@@ -227,8 +224,7 @@ class Writer:
         return {path.name: {k: checksum(t) for k, t in clean.items()}}
 
     def _read(self, files: Mapping[str, Mapping[str, str]]) -> dict[str, Tensor]:
-        """The tensors that were written as `files`, read from their present places. Raises CheckpointError for one
-        whose checksum differs."""
+        """Tensors written as `files`, from their present places. Raises CheckpointError for a changed one."""
         where = {name: self.assembly.path(file, name) for file, sums in files.items() for name in sums}
         expected = {name: digest for sums in files.values() for name, digest in sums.items()}
         tensors: dict[str, Tensor] = {}
