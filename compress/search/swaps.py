@@ -58,8 +58,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Made:
-    """A layer after a candidate. values: as the module stores them. loss: squared error of the output over the
-    calibration data; energy: squared norm of the original output. bytes, header_bytes: in the checkpoint."""
+    """A layer after a candidate. values: as the module stores them. loss: squared error of the output, energy: squared
+    norm of the original output, both means over tokens. bytes, header_bytes: in the checkpoint."""
 
     values: Tensor
     loss: float
