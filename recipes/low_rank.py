@@ -50,11 +50,11 @@ class LowRankAndCodes(QuantizeWeights):
     rank: int = 8
 
     def apply(self, site: Site) -> dict[str, Decision]:
-        return {name: self.decide(weight_NK, site.scale_dtypes[name]) for name, weight_NK in site.weights.items()}
+        codes = self.input_codes(site)  # how a scheme like w4a8 rounds inputs
+        return {n: Decision(self.split(w, site.scale_dtypes[n]), inputs=codes.get(n)) for n, w in site.weights.items()}
 
-    def decide(self, weight_NK: Tensor, dtype: torch.dtype) -> Decision:
+    def split(self, weight_NK: Tensor, dtype: torch.dtype) -> Weight:
         u, s, v_transposed = torch.linalg.svd(weight_NK.float(), full_matrices=False)
         parts = {"left": (u * s)[:, : self.rank].to(dtype), "right": v_transposed[: self.rank].to(dtype)}
         product = LowRank(rank=len(parts["right"])).read(parts, *weight_NK.shape)
-        rest = quantize(weight_NK - product.dequantize(weight_NK.dtype), self.weight_grid(), dtype)
-        return Decision(Weight((rest, product)))
+        return Weight((quantize(weight_NK - product.dequantize(weight_NK.dtype), self.weight_grid(), dtype), product))

@@ -1,6 +1,7 @@
 """The pipeline on every family of models: what is compressed, what is left alone, in which order, and what it costs."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,6 +168,16 @@ def test_a_damaged_weight_and_an_overflowing_activation_are_named():
     model.model.layers[0].input_layernorm.weight.data.fill_(3e38)  # finite; not so what it multiplies
     with pytest.raises(CompressError, match=r"layers\.0\.self_attn\.q_proj has non-finite values"):
         compress.quantize(model, compress.GPTQ(group_size=16), calibration=tokens())
+
+
+def test_a_pass_that_forgets_to_round_inputs_is_named():
+    class Forgets(compress.RTN):
+        def apply(self, site):
+            return {name: replace(decision, inputs=None) for name, decision in super().apply(site).items()}
+
+    with pytest.raises(CompressError, match=r"rtn has options that round inputs, and decides about .*q_proj without"):
+        compress.quantize(build("llama"), Forgets(scheme="w8a8"))
+    compress.quantize(build("llama"), Forgets(group_size=16))  # asked for weights alone
 
 
 def test_layers_without_calibration_are_left_alone_and_named():

@@ -51,11 +51,23 @@ def decide(
     assert decides is not None
     parts = [decides.apply(part) for part in in_parts(whole, statistics)]
     made = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    if decides.rounds_inputs:
+        _check_inputs(p, made)
     # A mask stays with the layer, whatever is decided about it afterwards.
     made = {
         name: replace(d, figures={**d.figures, **came[name].figures}) if name in came else d for name, d in made.items()
     }
     return {name: d if d.kept is not None else replace(d, kept=whole.kept(name)) for name, d in made.items()}
+
+
+def _check_inputs(p: Pass, made: Mapping[str, Decision]) -> None:
+    """Raise CompressError for a pass whose options round inputs, and whose decisions do not."""
+    name = next((name for name, decision in made.items() if decision.inputs is None), None)
+    if name is not None:
+        raise CompressError(
+            f"{p.name} has options that round inputs, and decides about {name} without them; return "
+            "Decision(..., inputs=self.input_codes(site).get(name))"
+        )
 
 
 def _came_pruned(p: Pass, weights: Mapping[str, Tensor], earlier: Earlier) -> dict[str, Decision]:
