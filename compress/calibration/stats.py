@@ -36,23 +36,6 @@ class Statistic(Protocol):
 StatisticFactory = Callable[[int, torch.device], Statistic]
 
 
-class ChannelAbsMax:
-    """Largest |x| per channel [K], float32."""
-
-    def __init__(self, channels: int, device: torch.device) -> None:
-        self.value = torch.zeros(channels, device=device)
-
-    def update(self, x_MK: Tensor, reference_MK: Tensor | None) -> None:
-        if len(x_MK):
-            self.value = torch.maximum(self.value, x_MK.abs().amax(0).float())
-
-    def sync(self, comm: Comm) -> None:
-        comm.all_reduce(self.value, "max")
-
-    def result(self) -> Tensor:
-        return self.value
-
-
 class TokenSample:
     """Up to `per_batch` tokens of every micro-batch, evenly spread over it, [tokens, K] in the dtype of x.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compress.calibration.calibrators import OPTIONS, calibrator
 from compress.calibration.hessian import AffineHessian, Hessian
-from compress.calibration.stats import ChannelAbsMax, ChannelMean, ChannelNorm, MinMax, StatisticFactory
+from compress.calibration.stats import ChannelMean, ChannelNorm, MinMax, StatisticFactory
 from compress.errors import CompressError
 from compress.system.comm import Comm
 from compress.weights.grid import Grid
@@ -44,7 +44,6 @@ CALIBRATORS = {
 }
 # How each is made, and how far its values may be from those of one pass, relative to the largest.
 STATISTICS: Mapping[str, tuple[StatisticFactory, float]] = {
-    "largest magnitude": (ChannelAbsMax, 0.0),
     "extremes": (MinMax, 0.0),
     "mean magnitude": (partial(ChannelMean, dtype=torch.float64), SINGLE),
     "norm": (ChannelNorm, DOUBLE),

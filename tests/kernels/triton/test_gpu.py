@@ -11,7 +11,7 @@ from compress.kernels.layouts import words as pack
 from compress.kernels.layouts import words24 as pack24
 from compress.kernels.layouts.scale_blocks import spread
 from compress.kernels.measure import tune
-from compress.kernels.operators import fp8, fp8_blocks, grouped, semi_structured
+from compress.kernels.operators import fp8, fp8_blocks, grouped
 from compress.kernels.operators import words as ops
 from compress.kernels.operators import words24 as sparse24
 from compress.kernels.operators.int8_activation import int8_activation_linear, planar_linear, why_not_int8
@@ -213,17 +213,6 @@ def test_sparse24_in_a_graph():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
-
-
-def test_semi_structured():
-    dense = torch.randn(256, 512, generator=torch.Generator("cuda").manual_seed(0), device="cuda").half()
-    dense.view(256, 128, 4)[:, :, :2] = 0
-    weight, reasons = semi_structured.semi_structured(dense)
-    if reasons:
-        pytest.skip("; ".join(reasons))
-    x = torch.randn(64, 512, generator=torch.Generator("cuda").manual_seed(1), device="cuda").half()
-    out = torch.nn.functional.linear(x, weight)
-    torch.testing.assert_close(out, torch.nn.functional.linear(x, dense), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
