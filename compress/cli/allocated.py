@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from rich.table import Table
-
 from compress.checkpoint.sensitivity import Sensitivity
-from compress.cli import tables
+from compress.cli import results
+from compress.evaluation.report.content import Table
+from compress.evaluation.report.terminal import show
 from compress.search.budget import Allocation
 from compress.search.within import Mixed
 from compress.system.terminal import console
@@ -16,7 +16,7 @@ def all_of(
 ) -> None:
     """The result of a run where there is one, the allocation, and where the recipe lies."""
     if mixed is not None:
-        tables.result(mixed.result, model, str(output))
+        results.result(mixed.result, model, str(output))
     allocation(found, made)
     if mixed is not None:
         achieved(mixed)
@@ -30,24 +30,15 @@ def allocation(found: Sensitivity, made: Allocation) -> None:
     kinds = list(dict.fromkeys(unit.kind for unit in found.units))
     used = [name for name in found.candidates if name in made.chosen.values()]
     counts = Counter((unit.kind, made.chosen[unit.name]) for unit in found.units)
-    table = Table(title="layers by what they got", title_justify="left")
-    table.add_column("")
-    for name in used:
-        table.add_column(name, justify="right")
-    for kind in kinds:
-        table.add_row(kind, *(str(counts[kind, name] or "-") for name in used))
-    out = console()
-    out.print(table)
-    out.print(
-        f"{made.bits_per_weight:.4g} bits per weight, weight files of {made.total_bytes:,} bytes; "
-        + ("KL not measured" if made.predicted_kl is None else f"predicted KL {made.predicted_kl:.4g}")
-    )
-    for name, kl in found.uniform_kl.items():
+    rows = [(kind, *(str(counts[kind, name] or "-") for name in used)) for kind in kinds]
+    kl = "KL not measured" if made.predicted_kl is None else f"predicted KL {made.predicted_kl:.4g}"
+    lines = [f"{made.bits_per_weight:.4g} bits per weight, weight files of {made.total_bytes:,} bytes; {kl}"]
+    for name, uniform in found.uniform_kl.items():
         if all(name in unit.tried for unit in found.units):
             bits = 8 * sum(unit.tried[name].bytes for unit in found.units) / found.weights
-            out.print(f"  all layers {name}: {bits:.4g} bits per weight, KL {kl:.4g}")
-    for layer, why in found.left_out.items():
-        out.print(f"  left as it is: {layer} ({why})")
+            lines.append(f"  all layers {name}: {bits:.4g} bits per weight, KL {uniform:.4g}")
+    lines += [f"  left as it is: {layer} ({why})" for layer, why in found.left_out.items()]
+    show(Table(("", *used), rows, "layers by what they got"), *lines)
 
 
 def achieved(made: Mixed) -> None:
@@ -56,7 +47,7 @@ def achieved(made: Mixed) -> None:
         return
     rows = made.sensitivity.held_out or {}
     where = "the calibration text (give --text for held-out text)" if made.seen else f"{rows.get('source')}"
-    console().print(
+    show(
         f"achieved KL {made.achieved_kl:.4g}, predicted {made.allocation.predicted_kl:.4g}, on {rows.get('samples')} "
         f"windows of {where}"
     )

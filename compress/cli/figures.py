@@ -3,12 +3,11 @@ texts."""
 
 from collections.abc import Iterator, Mapping
 
-from rich.table import Table
-
 from compress.cli.tables import MIB, measured, number
 from compress.evaluation.document import Band, ClassificationResult, EmbeddingResult, Evaluation, Figure, TextResult
 from compress.evaluation.quality.statistics import PERCENTILES
-from compress.system.terminal import console
+from compress.evaluation.report.content import Table
+from compress.evaluation.report.terminal import show
 
 ROWS = {"kl": ("KL, nats", ".5f"), "delta_p": ("delta p", "+.4f")}
 COLUMNS = {"mean": "mean", "max": "max", **{name: name.replace("p999", "p99.9") for name in PERCENTILES}, "min": "min"}
@@ -19,20 +18,16 @@ GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", 
 def details(found: Evaluation, model: str) -> None:
     """Of every text, what differs from token to token; then the gap, and what was not measured though asked for. Of an
     encoder or a classifier, its row."""
-    out = console()
-    for pairs in found.embeddings:
-        out.print(_encoder(found, pairs, model))
-    for inputs in found.classifications:
-        out.print(_classifier(found, inputs, model))
+    blocks: list[Table | str] = [_encoder(found, pairs, model) for pairs in found.embeddings]
+    blocks += [_classifier(found, inputs, model) for inputs in found.classifications]
     for text in found.texts:
         if "kl_mean" in text.figures:
-            out.print(_spread(text))
-            for line in _lines(text):
-                out.print(line)
+            blocks += [_spread(text), *_lines(text)]
     if found.gap:
-        out.print(f"gap, held-out less calibration text: {_listed(found.gap, GAP)}")
+        blocks.append(f"gap, held-out less calibration text: {_listed(found.gap, GAP)}")
     if "noise" in found.missing:
-        out.print(f"no noise floor: {found.missing['noise']}")
+        blocks.append(f"no noise floor: {found.missing['noise']}")
+    show(*blocks)
 
 
 def _encoder(found: Evaluation, pairs: EmbeddingResult, model: str) -> Table:
@@ -65,28 +60,24 @@ def _beside(
 ) -> Table:
     """A row for the original, which has the first figure alone, and one for the model. columns: {heading: (figure, its
     form)}."""
-    table = Table(title=title, title_justify="left")
-    for heading in ("model", *columns, "MiB"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    rows: list[tuple[str, ...]] = []
     if found.reference is not None:
         size = None if found.reference_size is None else found.reference_size.bytes
         (name, form), *others = columns.values()
         score = measured(figures.get(f"reference_{name}"), form)
-        table.add_row(found.reference.name, score, *("-" for _ in others), number(size, ".2f", MIB))
+        rows.append((found.reference.name, score, *("-" for _ in others), number(size, ".2f", MIB)))
     forms = (measured(figures.get(name), form) for name, form in columns.values())
-    table.add_row(model, *forms, number(found.bytes, ".2f", MIB))
-    return table
+    rows.append((model, *forms, number(found.bytes, ".2f", MIB)))
+    return Table(("model", *columns, "MiB"), rows, title)
 
 
 def _spread(text: TextResult) -> Table:
     """Percentiles of KL and delta p per token. delta p: the probability of the text's token less the reference's."""
-    table = Table(title=f"{text.name}, per token", title_justify="left")
-    for heading in ("", *COLUMNS.values()):
-        table.add_column(heading, justify="right" if heading else "left")
+    rows = []
     for name, (title, form) in ROWS.items():
         figures = (text.figures.get(f"{name}_{column}") for column in COLUMNS)
-        table.add_row(title, *("-" if figure is None else f"{figure.value:{form}}" for figure in figures))
-    return table
+        rows.append((title, *("-" if figure is None else f"{figure.value:{form}}" for figure in figures)))
+    return Table(("", *COLUMNS.values()), rows, f"{text.name}, per token")
 
 
 def _lines(text: TextResult) -> Iterator[str]:

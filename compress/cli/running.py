@@ -99,7 +99,7 @@ def run(
         assert result.output is not None
         write_report(json_file, json.loads((result.output / "compress.json").read_text(encoding="utf-8")))
         if not quiet and json_file != "-":
-            from compress.cli import tables as show
+            from compress.cli import results as show
 
             show.result(result, model, output)
     end(result.record, output, promised=promised, allowed=allow_little, first=rank == 0)

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-
 from compress.evaluation.document import Figure, TaskResult
-from compress.system.terminal import console
+from compress.evaluation.report.content import Table
+from compress.evaluation.report.terminal import show
 
 TITLE = (
     "tasks: ± is the standard error over questions, that of a difference paired; 95 % by a bootstrap over questions, "
@@ -21,13 +20,12 @@ def answered(results: Sequence[TaskResult]) -> None:
     """A row for every figure of every task; nothing where there is none."""
     if not results:
         return
-    table = Table(title=TITLE, title_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("task", "") else "right")
+    rows = []
     for result in results:
         for i, row in enumerate(_rows(result)):
-            table.add_row(*(_asked(result) if i == 0 else ("", "")), *row)
-    console().print(table)
+            cells = (*(_asked(result) if i == 0 else ("", "")), *row)
+            rows.append((*cells, *("" for _ in HEADINGS[len(cells) :])))
+    show(Table(HEADINGS, rows, TITLE, left=frozenset({2})))
 
 
 def _asked(result: TaskResult) -> tuple[str, str]:

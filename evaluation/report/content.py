@@ -27,8 +27,8 @@ class Table:
     """rows have as many cells as there are columns; the first `names` columns and those in `left` are words, the others
     figures.
 
-    faint: rows of less interest. folded: hidden until opened. title: one line. links: for each row the anchor of its
-    picture, empty where it has none.
+    faint: rows of less interest. strong: rows of most interest, bold on a terminal. folded: hidden until opened.
+    title: one line. links: for each row the anchor of its picture, empty where it has none.
     """
 
     kind: ClassVar[str] = "table"
@@ -38,6 +38,7 @@ class Table:
     names: int = 1
     left: frozenset[int] = frozenset()
     faint: frozenset[int] = frozenset()
+    strong: frozenset[int] = frozenset()
     folded: bool = False
     links: Sequence[str] = ()
 

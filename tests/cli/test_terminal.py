@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from compress.checkpoint.write.record import RangeRecord
 from compress.cli import tables as show
-from compress.cli import tasks
 from compress.cli.main import main
 from compress.cli.progress import Lines, reporting
 from compress.cli.tasks import answered
@@ -157,8 +156,7 @@ def test_every_table_is_whole_at_any_width(
     def narrow(stderr: bool = False) -> PlainConsole:
         return PlainConsole(force_terminal=True, no_color=True, width=width)
 
-    for module in (show, tasks):
-        monkeypatch.setattr(module, "console", narrow)
+    monkeypatch.setattr("compress.evaluation.report.terminal.console", narrow)
     for act, _ in PRINTED.values():
         act()
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)

@@ -1,0 +1,163 @@
+"""What a person reads of a run: its result, a line for each thing that the record says."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compress.api.job import Result
+from compress.checkpoint.read.source import find_source
+from compress.checkpoint.write.record import LayerRecord, RunRecord
+from compress.cli.saving import headline
+from compress.evaluation.cost.size import measure_size
+from compress.evaluation.report.calibration import clipped
+from compress.evaluation.report.terminal import show
+from compress.system.terminal import console
+from compress.train.loop.metrics import ends
+
+# The baseline of a method's loss, by the figure of the record.
+BASELINES = {"rtn_loss": "plain rounding", "wanda_loss": "wanda, which leaves survivors as they are"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run. model, output: its input, as a person named it, and its directory."""
+
+    record: RunRecord
+    verification: Mapping[str, Any] | None
+    model: str
+    output: str
+
+
+def result(made: Result, model: str, output: str) -> None:
+    """Print the bytes before and after, then what was compressed, and at what loss. model, output: as a person named
+    them."""
+    assert made.output is not None
+    console().print(headline(made.record, model, output), soft_wrap=True)
+    run = Finished(made.record, made.verification, model, str(made.output))
+    show(*(line for maker in LINES for line in maker(run)))
+
+
+def of_structure(run: Finished) -> Iterator[str]:
+    """The structure that is left."""
+    if run.record.structure is not None:
+        yield removed(run.record.structure)
+
+
+def of_coverage(run: Finished) -> Iterator[str]:
+    """The share that was compressed, and bits per weight of it."""
+    if run.record.coverage is None:
+        return
+    yield f"compressed: {run.record.coverage}"
+    before, after = (measure_size(find_source(name)) for name in (run.model, run.output))
+    if after.compressed_weights:
+        yield f"bits per compressed weight: {before.bits_per_parameter:.2f} -> {after.bits_per_weight:.2f}"
+
+
+def of_loss(run: Finished) -> Iterator[str]:
+    """The mean output error of a layer beside that of a baseline."""
+    for key, baseline in BASELINES.items():
+        losses = [(r.figures["loss"], r.figures[key]) for r in run.record.layers if key in r.figures]
+        if losses:
+            own, plain = (sum(float(pair[i]) for pair in losses) / len(losses) for i in (0, 1))
+            yield f"mean relative output error of a layer: {own:.3e}, against {plain:.3e} by {baseline}"
+
+
+def of_training(run: Finished) -> Iterator[str]:
+    """A line for each training."""
+    return trained(run.record.training)
+
+
+def of_masks(run: Finished) -> Iterator[str]:
+    """The share of zeros."""
+    if zeros := pruned(run.record.layers):
+        yield zeros
+
+
+def of_ranges(run: Finished) -> Iterator[str]:
+    """The values that calibrated ranges clip."""
+    if run.record.ranges:
+        yield clipped(run.record.ranges)
+
+
+def of_caches(run: Finished) -> Iterator[str]:
+    """The format of the key-value cache."""
+    if caches := run.record.caches:
+        yield f"keys and values of {len(caches)} attentions: {next(iter(caches.values()))}"
+
+
+def of_layers(run: Finished) -> Iterator[str]:
+    """The number of layers treated and left alone, and the time."""
+    record = run.record
+    layers = len({layer.name for layer in record.layers})  # several passes may have had a part in one
+    if layers or record.coverage is not None:
+        reasons = sorted(Counter(record.left_alone.values()).items())
+        alone = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        done = "trained" if record.coverage is None else "compressed"
+        yield f"{layers} layers {done} in {spent(record)}; left alone: {alone or 'none'}"
+
+
+def of_verification(run: Finished) -> Iterator[str]:
+    """The result of the comparison in a fresh process."""
+    seen = run.verification
+    if seen is None:
+        yield "not verified: run `compress verify` on the output"
+        return
+    text = f"verified in a fresh process: {seen['layers']} layers bit for bit"
+    if seen["transformers"] != "compared":
+        yield f"{text}; transformers {seen['transformers']}"
+    elif seen.get("cache", "compared") != "compared":
+        yield f"{text}, logits in transformers equal; key-value cache {seen['cache']}"
+    else:
+        how = "" if seen["loader"] == "default" else f" (load it with CompressedTensorsConfig({seen['loader']}))"
+        yield f"{text}, logits in transformers equal{how}"
+
+
+# Makers of lines, in the order in which they are printed.
+LINES: tuple[Callable[[Finished], Iterator[str]], ...] = (
+    *(of_structure, of_coverage, of_loss, of_training, of_masks),
+    *(of_ranges, of_caches, of_layers, of_verification),
+)
+
+
+def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each training has changed of its losses on samples that were held out, in a line."""
+    for history in histories:
+        before, after = ends(history) or ({}, {})
+        losses = ", ".join(f"{name} {before[name]:.4g} -> {after[name]:.4g}" for name in before)
+        steps = history["resumed"] + len(history["steps"])
+        kept = "" if history["kept"] == steps else f" (as it was after step {history['kept']}, the best)"
+        told = f"on held-out samples: {losses or 'not measured'}{kept}"
+        yield f"trained {steps} steps in {history['seconds']:.0f} s; {told}"
+
+
+def removed(structure: Mapping[str, Any]) -> str:
+    """What is left of a model's structure, and at what loss, in a line."""
+    before, after = structure["before"], structure["after"]
+    text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
+    if structure["dropped"]:
+        text += f"; without {', '.join(structure['dropped'])}"
+    figures = [cut["figures"] for cut in structure["cut"] if cut["figures"]]
+    if figures:
+        own, zeroed = (sum(each[key] for each in figures) / len(figures) for key in ("loss", "zeroed_loss"))
+        text += f"; mean relative output error of a layer that reads what went: {own:.3e} (zeros instead: {zeroed:.3e})"
+    return text
+
+
+def spent(record: RunRecord) -> str:
+    """How long a run took, and what for."""
+    shares = [f"{activity} {seconds / record.seconds:.0%}" for activity, seconds in record.spent.items()]
+    return f"{record.seconds:.1f} s" + (f" ({', '.join(shares)})" if len(shares) > 1 and record.seconds > 0 else "")
+
+
+def pruned(layers: Sequence[LayerRecord]) -> str | None:
+    """How much of the layers that were pruned is zero, in a line; None where none was."""
+    masks = {layer.name: layer for layer in layers if "sparsity" in layer.figures}  # the last mask of each
+    weights = sum(math.prod(layer.shape) for layer in masks.values())
+    if not weights:
+        return None
+    zero = sum(float(layer.figures["sparsity"]) * math.prod(layer.shape) for layer in masks.values())
+    patterns = {str(layer.figures.get("pattern", "")) for layer in masks.values()}
+    each = f", {', '.join(sorted(patterns))} in every layer" if len(patterns) == 1 and "" not in patterns else ""
+    return f"zero for good: {zero / weights:.1%} of {weights} weights in {len(masks)} layers{each}"

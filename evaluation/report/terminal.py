@@ -1,0 +1,30 @@
+"""A report's content on a terminal: tables drawn by rich, and sentences. Names in it are shown as they are."""
+
+from typing import Literal
+
+import rich.table
+
+from compress.evaluation.report.content import Table
+from compress.system.terminal import console
+
+
+def show(*blocks: Table | str) -> None:
+    """Print tables and sentences on standard output, from top to bottom."""
+    out = console()
+    for block in blocks:
+        out.print(drawn(block) if isinstance(block, Table) else block)
+
+
+def drawn(block: Table) -> rich.table.Table:
+    """A table for rich. Cells too wide for their column are folded. A row whose first cell is empty belongs to the row
+    above; where there are such rows, rules separate the groups."""
+    made = rich.table.Table(title=block.title or None, title_justify="left")
+    for i, heading in enumerate(block.columns):
+        side: Literal["left", "right"] = "left" if block.is_words(i) else "right"
+        made.add_column(heading, justify=side, overflow="fold")
+    grouped = any(row and not row[0] for row in block.rows)
+    for i, row in enumerate(block.rows):
+        if grouped and i and row[0]:
+            made.add_section()
+        made.add_row(*row, style="bold" if i in block.strong else "dim" if i in block.faint else None)
+    return made
