@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.api.prepare import check_group, training_rows
-from compress.api.request import Calibration, Data, Delivery, Extent, Request, Work
+from compress.api.opened import Found, check_group
+from compress.api.request import Calibration, Data
+from compress.api.shown import training_rows
 from compress.api.teachers import Teachers
 from compress.checkpoint.read.pretrained import read_config
 from compress.checkpoint.read.source import find_source
 from compress.data.teacher_file import holds_cached, write_cached
 from compress.errors import InputError
 from compress.model.calls import evaluating
-from compress.passes.train import Train
 from compress.system.comm import Comm
 from compress.system.device import find_device
 from compress.system.progress import Reporter, Silent
@@ -69,24 +69,17 @@ def cache_logits(
         raise InputError(f"{str(output)!r} cannot be written; give a file in a directory that exists")
     if path.exists() and not overwrite and not holds_cached(path):
         raise InputError(f"{str(output)!r} exists and holds no cached logits; give another file, or --overwrite")
-    asked = Train(temperature=temperature)
-    request = Request(
-        teacher,
-        (asked,),
-        Data(training, None, length, batch_size),
-        Extent((), False, None),
-        Delivery(None, False, False, None),
-        Work(device, None, fsdp, False),
-        trust_remote_code,
-    )
-    request.check()
+    if not temperature > 0:
+        raise InputError(f"temperature {temperature}; allowed: above 0")
+    data = Data(None, None, length, batch_size, training)
+    data.check()
     source = find_source(str(teacher), trust_remote_code)
     if fsdp:
         check_group()
-    rows = training_rows(request, read_config(source), source)
-    made = Teachers(request, source, nn.Identity(), find_device(device))
+    rows = training_rows(data, Found(None, source, read_config(source), None))
+    asked = Teachers(source, None, find_device(device), fsdp, trust_remote_code).model(ORIGINAL)
     comm = Comm()
-    said = _said(made.model(ORIGINAL), rows, top_k, asked, batch_size, comm, reporter or Silent())
+    said = _said(asked, rows, top_k, temperature, batch_size, comm, reporter or Silent())
     if comm.rank == 0:
         write_cached(path, said, source.fingerprint(), rows)
     comm.barrier()
@@ -96,7 +89,7 @@ def cache_logits(
 
 @torch.no_grad()
 def _said(
-    teacher: nn.Module, rows: Rows, k: int, options: Train, batch_size: int, comm: Comm, reporter: Reporter
+    teacher: nn.Module, rows: Rows, k: int, temperature: float, batch_size: int, comm: Comm, reporter: Reporter
 ) -> TopKRows:
     """Of all samples, in their order, on every rank."""
     device = next(teacher.parameters()).device
@@ -112,9 +105,9 @@ def _said(
             if logits is None:
                 raise InputError(f"{type(teacher).__name__} returns no logits, of which nothing can be kept")
             vocabulary = logits.shape[-1]
-            kept = top_k(shifted_logits(logits, batch), k, options.temperature)
+            kept = top_k(shifted_logits(logits, batch), k, temperature)
             own = part if counting else []
-            parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], options.temperature))
+            parts.append(TopK(kept.log_probs_Tk[: len(own)], kept.indices_Tk[: len(own)], temperature))
             places += own
         reporter.step(len(batches), len(batches), "the last batch")
     lengths = comm.gather_objects(places)
@@ -125,5 +118,5 @@ def _said(
         return comm.gather_rows(mine, [len(each) for each in lengths]).cpu()[order]
 
     return TopKRows(
-        gathered("log_probs_Tk", torch.float32), gathered("indices_Tk", torch.int32), options.temperature, vocabulary
+        gathered("log_probs_Tk", torch.float32), gathered("indices_Tk", torch.int32), temperature, vocabulary
     )

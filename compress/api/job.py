@@ -10,34 +10,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compress.api.opened import Opened
 from compress.api.request import Request
 from compress.api.verify import verified
-from compress.checkpoint.read.source import Source
 from compress.checkpoint.shown import shown
 from compress.checkpoint.write import coverage
 from compress.checkpoint.write.describe import configuration, quantization_config
 from compress.checkpoint.write.manifest import manifest
-from compress.checkpoint.write.record import Finished, RunRecord
-from compress.checkpoint.write.writer import Discard, Writer
+from compress.checkpoint.write.record import RunRecord
+from compress.checkpoint.write.writer import Writer
 from compress.data.text import Tokens
 from compress.errors import CompressError
 from compress.model.buffers import stored_buffers
-from compress.model.calls import Batch, evaluating
+from compress.model.calls import evaluating
 from compress.passes.protocol.recipe import describe
 from compress.run.learn.training import Collected
-from compress.run.pipeline import decide, run
+from compress.run.pipeline import decide, run, walked
 from compress.run.plan.batches import ChainBrokenError
-from compress.run.plan.matching import shared_weights
-from compress.run.plan.plan import Plan, plan
+from compress.run.plan.plan import plan
 from compress.run.plan.storable import notes_for_readers, notes_on_dense
-from compress.run.residency import Residency
 from compress.run.restore import gradients, hooks_and_buffers, naming, undone, values
-from compress.run.shrink.restructure import Restructured
 from compress.run.walk.remarks import nothing_done
-from compress.run.walk.rewrite import FoldFinder
-from compress.run.walk.state import Lessons, Run, Steps
-from compress.system.comm import Comm
-from compress.system.progress import Reporter
+from compress.run.walk.state import Run
 from compress.train.loop.metrics import summary, training_file
 
 T = TypeVar("T")
@@ -56,153 +50,123 @@ class Result:
 
 @dataclass
 class Job:
-    """Everything that a run needs. source: where the model was read, None for one that was given in memory. plan: of
-    one block instead, once its blocks turn out to be no chain. batches: this rank's. identity: what a resumed run must
-    have in common with it. sink: takes the finished blocks. cache: what the configuration says about key-value caches.
-    lessons: what it trains with, if it does. stores: the dtypes of parameters before they were widened for that.
-    restructured: what was removed of the model, before all this. before: bytes of the model
-    as it was given. earlier: what has been found out about each block.
+    """A run that is ready to begin, and what is made of its result.
+
+    opened: the model as it was found, cut where structure goes before all this.
+    run: what the walk works with. Its plan becomes one of one block, once blocks turn out to be no chain.
+    identity: what a resumed run must have in common with it.
+    cache: what the configuration says about key-value caches.
+    stores: the dtypes of parameters before they were widened to be trained.
     """
 
     request: Request
-    source: Source | None
-    model: nn.Module
-    plan: Plan
-    batches: Sequence[Batch]
+    opened: Opened
+    run: Run
     tokens: Tokens | None
     identity: dict[str, Any]
-    residency: Residency
-    sink: Writer | Discard
     cache: dict[str, Any] | None
-    comm: Comm
-    record: RunRecord
-    reporter: Reporter
-    lessons: Lessons | None = None
     stores: Mapping[str, torch.dtype] = field(default_factory=dict)
-    restructured: Restructured | None = None
-    before: int = 0
-    earlier: Mapping[str, Finished] = field(default_factory=dict)
 
-    def run(self) -> Result:
+    def finish(self) -> Result:
         """Compress, and write what was asked for. Raises CompressError for work that failed or compressed nothing."""
         with self.undoing():
             return self.carry_out()
 
     def carry_out(self) -> Result:
-        """`run`, of which nothing is undone where it fails."""
-        result = Result(self.record)
-        with evaluating(self.model):
+        """`finish`, of which nothing is undone where it fails."""
+        result = Result(self.run.record)
+        with evaluating(self.run.model):
             self.walk(run)
             self.check_done()
-        if self.plan.decides and not self.plan.only_trains:
-            self.record.coverage = self.covered()
-        if isinstance(self.sink, Writer):
-            self.complete(self.sink)
+        if self.run.plan.decides and not self.run.plan.only_trains:
+            self.run.record.coverage = self.covered()
+        if isinstance(self.run.sink, Writer):
+            self.complete(self.run.sink)
             if self.wants_verification():
                 trusted = self.request.trust_remote_code
-                result.verification = verified(self.sink.place, self.comm, self.reporter, trusted)
-            self.sink.take_name()
-            result.output = self.sink.output
-        if self.residency.keep:
-            result.model = self.model
+                result.verification = verified(self.run.sink.place, self.run.comm, self.run.reporter, trusted)
+            self.run.sink.take_name()
+            result.output = self.run.sink.output
+        if self.run.residency.keep:
+            result.model = self.run.model
         return result
 
     def decide(self) -> Collected:
         """What the passes decide about layers, whose values the model then has, for somebody who trains it."""
-        with self.undoing(), evaluating(self.model):
+        with self.undoing(), evaluating(self.run.model):
             return self.walk(decide)
 
     def undoing(self) -> AbstractContextManager[None]:
         """Within: a failure leaves a model in memory as it was, or says what it is. One that was read is nobody's."""
-        if self.source is not None:
+        if self.opened.source is not None:
             return nullcontext()
         if not self.request.work.restore:
-            return naming(self.record.changed)
-        before = [] if self.restructured is None else [self.restructured.undo]
-        return undone(values(self.model), hooks_and_buffers(self.model), *before, gradients(self.model))
+            return naming(self.run.record.changed)
+        before = [] if self.opened.cut is None else [self.opened.cut.undo]
+        return undone(values(self.run.model), hooks_and_buffers(self.run.model), *before, gradients(self.run.model))
 
     def walk(self, how: Callable[[Run], T]) -> T:
         """Through all blocks of the plan; through the model as one block, where they do not hand the hidden state
         on."""
-        try:
-            return how(self.begun())
-        except ChainBrokenError as why:  # with nothing changed
-            if self.plan.stacks[0].container is None:
-                raise
-            broken = why
-        self.join_blocks(broken)
-        return how(self.begun())
+        return walked(self.run, how, self.join_blocks)
 
-    def begun(self) -> Run:
-        """What the walk works with."""
-        return Run(
-            self.model,
-            self.plan,
-            self.batches,
-            self.residency,
-            self.sink,
-            self.comm,
-            self.record,
-            self.reporter,
-            FoldFinder(self.comm, shared_weights(self.model)),
-            Steps.of(self.reporter, self.plan, "before training, " if self.lessons is not None else ""),
-            self.lessons,
-            self.earlier,
-        )
-
-    def join_blocks(self, why: ChainBrokenError) -> None:
+    def join_blocks(self, why: ChainBrokenError) -> Run:
         """Plan the whole model as one block instead."""
         extent = self.request.extent
         self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
-        whole = plan(self.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions)
-        self.plan = replace(whole, earlier=self.plan.earlier)
-        self.identity["recipe"] = describe(self.plan.recipe)  # of more layers: a group size may be another
-        for note in self.plan.notes:
+        whole = plan(
+            self.run.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions
+        )
+        self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier))
+        self.identity["recipe"] = describe(whole.recipe)  # of more layers: a group size may be another
+        for note in whole.notes:
             self.note(note)
+        return self.run
 
     def check_done(self) -> None:
         """Raise CompressError for a run in which a pass found nothing that it could compress."""
-        problem = nothing_done(self.plan, self.record)
+        problem = nothing_done(self.run.plan, self.run.record)
         if problem is None:
             return
-        if isinstance(self.sink, Writer):
-            self.sink.forget()  # what it wrote is the original: nothing to go on with
+        if isinstance(self.run.sink, Writer):
+            self.run.sink.forget()  # what it wrote is the original: nothing to go on with
         raise CompressError(problem)
 
     def covered(self) -> coverage.Coverage:
         """How much of the model is compressed."""
-        dense = self.sink.dense_layers() if isinstance(self.sink, Writer) else ()
-        record = self.record
+        dense = self.run.sink.dense_layers() if isinstance(self.run.sink, Writer) else ()
+        record = self.run.record
         names = [layer.name for layer in record.layers]
-        return coverage.achieved(self.model, names, dense, record.left_alone, record.only_trained)
+        return coverage.achieved(self.run.model, names, dense, record.left_alone, record.only_trained)
 
     def complete(self, sink: Writer) -> None:
         """Put the checkpoint together: what lies outside the blocks, its configuration and the record of the run."""
+        run = self.run
         schemes = sink.schemes()
-        compressed = [name for name in sink.dense_layers() if name not in self.record.only_trained]
-        for note in notes_on_dense(compressed, self.model, self.plan):
+        compressed = [name for name in sink.dense_layers() if name not in run.record.only_trained]
+        for note in notes_on_dense(compressed, run.model, run.plan):
             self.note(note)
-        for note in notes_for_readers(schemes, self.plan):
+        for note in notes_for_readers(schemes, run.plan):
             self.note(note)
-        about_training = training_file(self.record.training)
-        changed = None if self.restructured is None else self.restructured.record["config"]
-        config, companions = configuration(self.model, self.source, changed)
+        about_training = training_file(run.record.training)
+        changed = None if self.opened.cut is None else self.opened.cut.record["config"]
+        config, companions = configuration(run.model, self.opened.source, changed)
         if config is not None and (schemes or self.cache is not None):
-            config["quantization_config"] = quantization_config(schemes, self.model, self.plan.tables, self.cache)
-        blocks = [block for stack in self.plan.stacks for block in stack.blocks]
-        blocks += [(table.name, table.module) for table in self.plan.tables]
+            config["quantization_config"] = quantization_config(schemes, run.model, run.plan.tables, self.cache)
+        blocks = [block for stack in run.plan.stacks for block in stack.blocks]
+        blocks += [(table.name, table.module) for table in run.plan.tables]
         about = manifest(
-            self.record,
-            model=shown(self.source.name) if self.source is not None else type(self.model).__name__,
+            run.record,
+            model=shown(self.opened.source.name) if self.opened.source is not None else type(run.model).__name__,
             identity=self.identity,
             calibration=None if self.tokens is None else self.tokens.described(),
-            ranks=self.comm.world,
-            training=[summary(history) for history in self.record.training],
+            ranks=run.comm.world,
+            training=[summary(history) for history in run.record.training],
         )
-        folder = self.source.path if self.source is not None else None
+        folder = self.opened.source.path if self.opened.source is not None else None
         files = {**companions, **about_training}
-        rest = self.stored(outside(self.model, blocks))
-        self.record.saving = sink.complete(rest, config, folder, files, about, self.before)
+        rest = self.stored(outside(run.model, blocks))
+        run.record.saving = sink.complete(rest, config, folder, files, about, self.opened.bytes)
 
     def stored(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the model in the dtypes that it stores, where it has been widened to be trained."""
@@ -214,12 +178,12 @@ class Job:
         asked = self.request.delivery.verify
         if asked is not None:
             return asked
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return hasattr(self.model, "config") and weights <= VERIFY_LIMIT
+        weights = sum(p.numel() * p.element_size() for p in self.run.model.parameters())
+        return hasattr(self.run.model, "config") and weights <= VERIFY_LIMIT
 
     def note(self, message: str) -> None:
         """Keep a remark and say it."""
-        self.record.note(self.reporter, message)
+        self.run.record.note(self.run.reporter, message)
 
 
 def outside(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:

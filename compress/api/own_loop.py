@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from compress.api.job import Job, Result
-from compress.api.prepare import prepare, sink_of
+from compress.api.planned import sink_of
+from compress.api.prepare import prepare
 from compress.api.request import Calibration, Data, Delivery, Extent, Request, Work, several
 from compress.checkpoint.write.directory import Directory, claimed
 from compress.checkpoint.write.record import RunRecord
@@ -80,7 +81,7 @@ class Prepared:
     @property
     def model(self) -> nn.Module:
         """What is trained: the same module, under the same names, with the quantizers' parameters beside its own."""
-        return self.job.model
+        return self.job.run.model
 
     def groups(
         self, learning_rate: float = 1e-4, scale_rate: float = 1e-3, weight_decay: float = 0.0
@@ -121,7 +122,8 @@ class Prepared:
         self._check_open()
         self._check_whole()
         self._check_scales()
-        request = replace(self.job.request, delivery=Delivery(output, False, overwrite, verify, store))
+        delivery = Delivery(output, overwrite=overwrite, verify=verify, store=store)
+        request = replace(self.job.request, delivery=delivery)
         request.check()
         comm = Comm()
         given = request.model if isinstance(request.model, str | Path) else None
@@ -136,32 +138,29 @@ class Prepared:
 
     def _left(self, request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
         """What is left to do, once the model has been trained."""
-        before, residency = self.job, self._residency()
-        identity = {**before.identity, "training": OWN_LOOP}
+        before, residency = self.job.run, self._residency()
+        identity = {**self.job.identity, "training": OWN_LOOP}
         sink, cache = sink_of(request, place, comm, self.model, before.plan, identity)
         reshard(self.model)
         left = left_of(self.model, before.plan, residency, self.decided.decisions)
         record = copy.deepcopy(before.record)
         record.note(reporter, OWN_LOOP)
         self._note_uncalled(record, reporter)
-        return replace(
-            before,
-            request=request,
+        run = before.again(
             plan=left,
-            identity=identity,
             residency=residency,
             sink=sink,
-            cache=cache,
             comm=comm,
             record=record,
             reporter=reporter,
-            stores=self.stores if isinstance(residency, Sharded) else {},
             earlier=self.decided.blocks,
         )
+        stores = self.stores if isinstance(residency, Sharded) else {}
+        return replace(self.job, request=request, run=run, identity=identity, cache=cache, stores=stores)
 
     def _residency(self) -> Residency:
         """Where the weights live now: they may have been sharded since."""
-        before = self.job.residency
+        before = self.job.run.residency
         if isinstance(before, Local) and isinstance(self.model, FSDPModule):
             return Sharded(self.model, before.device, before.dtype, self.stores)
         return before
@@ -188,7 +187,7 @@ class Prepared:
                 "the model's own weights"
             )
         present = set(self.model.modules())
-        for layer in (*treated(self.job.plan), *self.job.plan.tables):
+        for layer in (*treated(self.job.run.plan), *self.job.run.plan.tables):
             if layer.module not in present:
                 raise InputError(
                     f"{layer.name} is not the module any more that was prepared (modules_to_save of peft puts copies "
@@ -260,17 +259,16 @@ def prepare_qat(
     """
     one_of("scales", scales, get_args(Scales))
     data = Data(calibration, samples, length, batch_size)
-    work = Work(device, dtype, False, True)
     extent = Extent(ignore, one_block, convolutions, drop_zeros)
-    delivery = Delivery(None, False, False, None)
-    request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)
+    work = Work(device, dtype)
+    request = Request(model, several(passes), data, extent, Delivery(), work, trust_remote_code)
     request.check()
     if any(p.stage(Learn) for p in request.passes):
         raise InputError("train is a loop of its own; leave it out of what your loop trains, or call quantize")
     comm = Comm()
     with watching(comm):
         job = prepare(request, None, comm, reporter or Silent())
-        if not job.plan.passes:
+        if not job.run.plan.passes:
             raise InputError("no pass decides about layers, which could be trained; add one, like RTN()")
         return _prepared(job, scales)
 
@@ -278,12 +276,12 @@ def prepare_qat(
 def _prepared(job: Job, scales: Scales) -> Prepared:
     """The model of a job, its passes carried out, with quantizers on its layers."""
     try:
-        check_storable(job.plan)
+        check_storable(job.run.plan)
     except InputError as error:
         job.note(f"convert cannot write this to an output: {error}")
-    model, attached = job.model, list[Layer]()
-    if isinstance(job.residency, Sharded):
-        job.residency.widen(model)  # which refuses what cannot be trained
+    model, attached = job.run.model, list[Layer]()
+    if isinstance(job.run.residency, Sharded):
+        job.run.residency.widen(model)  # which refuses what cannot be trained
 
     def take_off() -> None:
         for layer in attached:
@@ -292,8 +290,8 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
     with undone(take_off, values(model), hooks_and_buffers(model)):
         decided = job.decide()
         wide = {name: p.dtype for name, p in model.named_parameters()}
-        narrow = job.residency.widen(model)
-        for layer in (*treated(job.plan), *job.plan.tables):
+        narrow = job.run.residency.widen(model)
+        for layer in (*treated(job.run.plan), *job.run.plan.tables):
             decision = decided.decisions.get(layer.name)
             if decision is not None and attach(layer, decision, scales):
                 attached += [layer, *tied_to(layer)]
@@ -302,7 +300,7 @@ def _prepared(job: Job, scales: Scales) -> Prepared:
             raise InputError("the passes leave nothing to round: no codes, no masks, no rounded inputs")
         caches = TrainedCaches(model, decided.caches)
         caches.on()
-        begin(model, job.plan, job.residency, decided.decisions, decided.places)
+        begin(model, job.run.plan, job.run.residency, decided.decisions, decided.places)
     whole = list(scales_in(quantizers_of(attached)).values()) if isinstance(model, FSDPModule) else []
     training = frozenset(id(p) for p in model.parameters() if p.requires_grad)
-    return Prepared(job, decided, attached, wide, caches, narrow, average_gradients(whole, job.comm), training)
+    return Prepared(job, decided, attached, wide, caches, narrow, average_gradients(whole, job.run.comm), training)

@@ -76,4 +76,4 @@ def quantize(
     comm = Comm()
     given = Path(model) if isinstance(model, str | Path) else None
     with claimed(output, comm, resume=resume, overwrite=overwrite, model=given) as place, watching(comm):
-        return prepare(request, place, comm, reporter or Silent()).run()
+        return prepare(request, place, comm, reporter or Silent()).finish()

@@ -30,38 +30,65 @@ class Data:
     batch_size: int
     training: Calibration | None = None
 
+    def check(self) -> None:
+        """Refuse numbers that are wrong whatever the model is."""
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise InputError(f"batch size {self.batch_size!r}; allowed: 1 or more")
+        for what, value in (("samples", self.samples), ("length", self.length)):
+            if value is not None and not isinstance(value, int):
+                raise InputError(f"{what} {value!r}; it must be a whole number")
+
 
 @dataclass(frozen=True)
 class Extent:
     """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
     may become other numbers."""
 
-    ignore: Sequence[str]
-    one_block: bool
-    convolutions: bool | None
+    ignore: Sequence[str] = ()
+    one_block: bool = False
+    convolutions: bool | None = None
     drop_zeros: bool = False
+
+    def check(self) -> None:
+        """Refuse a pattern that stands alone, whose letters would be patterns."""
+        if isinstance(self.ignore, str):
+            raise InputError(f"ignore: {self.ignore!r} is one pattern; give a list of them, [{self.ignore!r}]")
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where the result is written, and what becomes of what is there. verify: None where the model's size decides.
-    store: in which form, `STORES`; None for the one that most readers know."""
+    """Where the result is written (nowhere, unless said), and what becomes of what is there. verify: None where the
+    model's size decides. store: in which form, `STORES`; None for the one that most readers know."""
 
-    output: str | Path | None
-    resume: bool
-    overwrite: bool
-    verify: bool | None
+    output: str | Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    verify: bool | None = None
     store: str | None = None
+
+    def check(self) -> None:
+        """Refuse what is about an output where there is none."""
+        if (self.resume or self.overwrite or self.verify) and self.output is None:
+            raise InputError("resume, overwrite and verify need an output")
+        if self.store is not None:
+            one_of("store", self.store, STORES)
+        if self.store is not None and self.output is None:
+            raise InputError("store is how the output is written; give an output or leave it out")
 
 
 @dataclass(frozen=True)
 class Work:
     """Where and in what the work is done, and whether its failure is undone."""
 
-    device: str | torch.device | None
-    dtype: torch.dtype | None
-    fsdp: bool
-    restore: bool
+    device: str | torch.device | None = None
+    dtype: torch.dtype | None = None
+    fsdp: bool = False
+    restore: bool = True
+
+    def check(self) -> None:
+        """Refuse a dtype that nothing is computed in."""
+        if self.dtype is not None and self.dtype not in FLOATS:
+            raise InputError(f"dtype {self.dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
 
 
 @dataclass(frozen=True)
@@ -78,29 +105,20 @@ class Request:
 
     def check(self) -> None:
         """Refuse arguments that are wrong whatever the model is."""
-        ignore, data, dtype = self.extent.ignore, self.data, self.work.dtype
-        if isinstance(ignore, str):
-            raise InputError(f"ignore: {ignore!r} is one pattern; give a list of them, [{ignore!r}]")
-        if not isinstance(data.batch_size, int) or data.batch_size < 1:
-            raise InputError(f"batch size {data.batch_size!r}; allowed: 1 or more")
-        for what, value in (("samples", data.samples), ("length", data.length)):
-            if value is not None and not isinstance(value, int):
-                raise InputError(f"{what} {value!r}; it must be a whole number")
-        if dtype is not None and dtype not in FLOATS:
-            raise InputError(f"dtype {dtype!r}; allowed: {', '.join(map(str, FLOATS))}")
+        self.extent.check()
+        self.data.check()
+        self.work.check()
         try:
             json.dumps(describe(self.passes))
         except TypeError as error:
             raise InputError(
                 f"a pass has an option that cannot be recorded ({error}); use numbers, words and lists"
             ) from None
-        delivery = self.delivery
-        if (delivery.resume or delivery.overwrite or delivery.verify) and delivery.output is None:
-            raise InputError("resume, overwrite and verify need an output")
-        if delivery.store is not None:
-            one_of("store", delivery.store, STORES)
-        if delivery.store is not None and delivery.output is None:
-            raise InputError("store is how the output is written; give an output or leave it out")
+        self.delivery.check()
+        if isinstance(self.model, nn.Module) and self.delivery.verify and not hasattr(self.model, "config"):
+            raise InputError(
+                "verify reloads the output by its configuration, which this model has none of; leave it out"
+            )
 
 
 def several(given: Any) -> tuple[Pass, ...]:

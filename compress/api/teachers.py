@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from compress.api.request import Request
 from compress.checkpoint.read.pretrained import load_dense
 from compress.checkpoint.read.source import Source, find_source
 from compress.errors import InputError
@@ -22,13 +21,20 @@ from compress.train.losses.options import ORIGINAL
 
 @dataclass(frozen=True)
 class Teachers:
-    """Makes teachers. source: where the student was read, None for one in memory, which is `student`; device: where
-    work is done; cached: what files hold of teachers, by their names."""
+    """Makes teachers.
 
-    request: Request
+    source: where the student was read, None for one in memory.
+    student: None where there is none, only a teacher at `source`.
+    device: where work is done.
+    fsdp: teachers are sharded over the ranks, as they are beside a student that is.
+    cached: what files hold of teachers, by their names.
+    """
+
     source: Source | None
-    student: nn.Module
+    student: nn.Module | None
     device: torch.device
+    fsdp: bool
+    trust_remote_code: bool
     cached: Mapping[str, TopKRows] = field(default_factory=dict)
 
     def named(self, name: str) -> nn.Module | TopKRows:
@@ -42,7 +48,7 @@ class Teachers:
         if self.device.type == "cpu" and any(is_narrow(p) for p in model.parameters()):
             model = model.float()  # what products of 16 bits cost on a CPU
         model.requires_grad_(False).eval()
-        if isinstance(self.student, FSDPModule) or self.request.work.fsdp:
+        if isinstance(self.student, FSDPModule) or self.fsdp:
             mesh = init_device_mesh(self.device.type, (torch.distributed.get_world_size(),))
             return shard(model, find_stacks(model), mesh)
         return model.to(self.device)
@@ -53,10 +59,11 @@ class Teachers:
                 raise InputError(
                     "a sharded model in memory cannot be copied to be its own teacher; give teacher a directory"
                 )
+            assert self.student is not None
             return copy.deepcopy(self.student)
         source = self.source
         if name != ORIGINAL or source is None:
-            source = find_source(name, self.request.trust_remote_code)
+            source = find_source(name, self.trust_remote_code)
         if source.quantization is None:
             return load_dense(source)
-        return load_source(source, target=self.device, dequantize=self.request.work.fsdp)
+        return load_source(source, target=self.device, dequantize=self.fsdp)

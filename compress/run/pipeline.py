@@ -8,10 +8,10 @@ The token embedding, if a pass is about it, is rounded before the capture. State
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from compress.errors import CompressError
 from compress.model.calls import Call, without_cache
@@ -26,6 +26,8 @@ from compress.run.walk.remarks import few_tokens, held_back, permuted
 from compress.run.walk.state import Run, Streams
 from compress.run.walk.survey import surveyed
 from compress.run.walk.token_tables import round_tables
+
+T = TypeVar("T")
 
 
 def run(this: Run) -> None:
@@ -53,6 +55,18 @@ def decide(this: Run) -> Collected:
     this.steps.begin()
     with without_cache(this.model):
         return decided(this, _walk, this.plan.passes)
+
+
+def walked(this: Run, how: Callable[[Run], T], joined: Callable[[ChainBrokenError], Run]) -> T:
+    """What a walk gives; of a model whose blocks turn out to hand no hidden state on, a walk through the run that is
+    `joined`: of the model as one block."""
+    try:
+        return how(this)
+    except ChainBrokenError as why:  # with nothing changed
+        if this.plan.stacks[0].container is None:
+            raise
+        broken = why
+    return how(joined(broken))
 
 
 def _walk(this: Run) -> None:

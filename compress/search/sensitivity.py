@@ -15,10 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from compress.api.job import Job
-from compress.api.prepare import prepare
-from compress.api.request import Calibration, Data, Delivery, Request, Work
-from compress.api.request import Extent as Asked
+from compress.api.opened import Opened, found_model, opened_model, residency_of
+from compress.api.planned import remarks_on_data, remarks_on_stacks
+from compress.api.quantize import quantize
+from compress.api.request import Calibration, Data, Extent
+from compress.api.shown import Shown, calibration_data
 from compress.checkpoint.files import fingerprint
 from compress.checkpoint.read.pretrained import tokenizer_of
 from compress.checkpoint.sensitivity import (
@@ -30,23 +31,31 @@ from compress.checkpoint.sensitivity import (
     keep_sensitivity,
     kept_sensitivity,
 )
-from compress.checkpoint.shown import shown
+from compress.checkpoint.shown import shown as said_name
+from compress.checkpoint.write.coverage import achieved, remark
+from compress.checkpoint.write.record import RunRecord
+from compress.checkpoint.write.writer import Discard
 from compress.data.text import Tokens, batches_of, load_tokens
 from compress.errors import InputError, one_of
 from compress.model.buffers import stored_buffers
-from compress.model.calls import evaluating
-from compress.passes.gptq import GPTQ
+from compress.model.calls import Batch, evaluating
+from compress.model.layers import left_alone
 from compress.passes.protocol.where import only
+from compress.run.pipeline import walked
+from compress.run.plan.batches import ChainBrokenError, check_batches
+from compress.run.plan.matching import shared_weights
+from compress.run.plan.plan import Plan
+from compress.run.plan.treatable import treatable
 from compress.run.walk.held_out import divergence_between
+from compress.run.walk.rewrite import FoldFinder
+from compress.run.walk.state import Run, Steps
 from compress.search.candidate import Candidate, described
-from compress.search.swaps import Extent, measured
+from compress.search.swaps import Wanted, measured
 from compress.system.comm import Comm
 from compress.system.progress import Reporter, Silent
 from compress.system.version import VERSION
 
 Score = Literal["kl", "loss"]
-# A pass that suits any layer; it stands in for the candidates while layers are chosen and data are read.
-PROBE = GPTQ(scheme="w8a16", group_size=-1, drift=0.0)
 HELD_OUT = 16  # windows
 LEAST = 4  # windows of calibration data for each held-out window, at least
 # Bytes of a weight file besides its tensors and their header entries: header length, metadata and padding.
@@ -93,76 +102,137 @@ def measure_sensitivity(
     """
     one_of("score", score, get_args(Score))
     described(candidates)  # refuses two of one name
-    reporter = reporter or Silent()
     data = Data(calibration, samples, length, batch_size)
-    delivery = Delivery(None, False, False, None)
-    work = Work(device, None, False, False)
-    job = _job(Request(model, (PROBE,), data, Asked(ignore, False, None), delivery, work, trust_remote_code), reporter)
-    candidates, words = _fitted(candidates, job)
-    rows = _held_out(job, text, length, batch_size)
-    if rows is None and score == "kl":
-        raise InputError(f"{type(job.model).__name__} predicts no next token, so that there is no KL; give score=loss")
-    about = {
-        "model": job.identity["model"],
-        "calibration": job.identity["calibration"] if job.tokens is None else job.tokens.fingerprint(),
-        "held_out": None if rows is None else rows.fingerprint(),
-        "settings": [FORMAT, batch_size, list(ignore), score, fused, job.identity["compute_dtype"], VERSION],
+    data.check()
+    Extent(ignore).check()
+    study = _study(model, data, text, ignore, device, trust_remote_code, reporter or Silent())
+    if study.rows is None and score == "kl":
+        raise InputError(
+            f"{type(study.model).__name__} predicts no next token, so that there is no KL; give score=loss"
+        )
+    candidates, words = _fitted(candidates, study.run.plan)
+    identity = {
+        "model": study.opened.fingerprint(),
+        "calibration": study.shown.fingerprint(),
+        "held_out": None if study.rows is None else study.rows.fingerprint(),
+        "settings": [FORMAT, batch_size, list(ignore), score, fused, str(study.opened.dtype), VERSION],
         "candidates": words,
     }
-    path = folder() / f"{fingerprint(about)}.json"
+    path = folder() / f"{fingerprint(identity)}.json"
     if cached and (found := kept_sensitivity(path)) is not None:
-        reporter.note(f"sensitivities as measured before ({path})")
-        return Measured(found, rows)
-    held_out = [] if rows is None else batches_of(rows.ids, batch_size)
-    found = _measured(job, candidates, words, Extent(held_out, score == "kl", fused), rows)
-    if rows is not None:
-        found = replace(found, run_kl=_run_kl(job, candidates, found, rows))
+        study.run.reporter.note(f"sensitivities as measured before ({path})")
+        return Measured(found, study.rows)
+    found = _measured(study, candidates, words, Wanted(study.held_out, score == "kl", fused))
+    if study.rows is not None:
+        found = replace(found, run_kl=_run_kl(study, candidates, found, study.rows))
     keep_sensitivity(path, found)
-    return Measured(found, rows)
+    return Measured(found, study.rows)
 
 
-def _job(request: Request, reporter: Reporter) -> Job:
-    """Prepares a request: opens the model, reads the calibration data and plans the layers. Raises InputError."""
+@dataclass(frozen=True)
+class Study:
+    """A model to measure and its data. shown: calibration data. rows: held out; None for a model that predicts no next
+    token."""
+
+    opened: Opened
+    shown: Shown
+    rows: Tokens | None
+    run: Run
+    ignore: Sequence[str]
+    batch_size: int
+
+    @property
+    def model(self) -> nn.Module:
+        return self.opened.model
+
+    @property
+    def held_out(self) -> list[Batch]:
+        """The rows that are held out, in micro-batches."""
+        return [] if self.rows is None else batches_of(self.rows.ids, self.batch_size)
+
+    @property
+    def name(self) -> str:
+        """The model's, as a person calls it."""
+        source = self.opened.source
+        return type(self.model).__name__ if source is None else said_name(source.name)
+
+    def joined(self, why: ChainBrokenError) -> Run:
+        """The run through the model as one block."""
+        self.run.record.note(
+            self.run.reporter, f"the blocks are not a simple chain ({why}); the model is treated as one block"
+        )
+        return self.run.again(plan=treatable(self.model, self.ignore, one_block=True))
+
+
+def _study(
+    model: nn.Module | str | Path,
+    data: Data,
+    text: str | Tensor | None,
+    ignore: Sequence[str],
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+    reporter: Reporter,
+) -> Study:
+    """Open the model, read the calibration data and find the layers. Raises InputError."""
     comm = Comm()
     if comm.active:
         raise InputError("sensitivities are measured by one process; start it without torchrun")
-    request.check()
-    job = prepare(request, None, comm, Silent())
-    job.reporter = reporter
-    return job
+    found = found_model(model, device, trust_remote_code)
+    whole = calibration_data(data, found, "measuring")
+    opened = opened_model(found, None, comm)
+    plan = treatable(opened.model, ignore)
+    check_batches(opened.model, whole.batches)
+    shown, rows = _held_out(opened, whole, text, data)
+    record = RunRecord(notes=[*opened.notes, *remarks_on_data(whole), *_remarks_on(opened.model, plan)])
+    run = Run(
+        opened.model,
+        plan,
+        shown.batches,
+        residency_of(opened, [*plan.stacks], fsdp=False, keep=True, stores={}),
+        Discard(),
+        comm,
+        record,
+        reporter,
+        FoldFinder(comm, shared_weights(opened.model)),
+        Steps.of(reporter, plan),
+    )
+    return Study(opened, shown, rows, run, ignore, data.batch_size)
+
+
+def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
+    """What a person should know about the layers of a plan."""
+    names = [layer.name for layers in plan.layers.values() for layer in layers]
+    reasons = {**left_alone(model, set(names), plan.convolutions), **plan.ignored}
+    little = remark(achieved(model, names, (), reasons))
+    return [*remarks_on_stacks(model, plan, one_block=False), *([] if little is None else [little])]
 
 
 def _measured(
-    job: Job,
-    candidates: Sequence[Candidate],
-    words: dict[str, list[dict[str, Any]]],
-    extent: Extent,
-    rows: Tokens | None,
+    study: Study, candidates: Sequence[Candidate], words: dict[str, list[dict[str, Any]]], wanted: Wanted
 ) -> Sensitivity:
     """Measure all candidates in one walk over the model. words: the candidates as recipes hold them."""
-    with evaluating(job.model):
-        made = job.walk(partial(measured, candidates=candidates, extent=extent))
+    with evaluating(study.model):
+        made = walked(study.run, partial(measured, candidates=candidates, wanted=wanted), study.joined)
     if not made.units:
         why = next(iter(made.left_out.values()), "there are none")
         raise InputError(f"no candidate suits any layer ({why}); give others")
     return Sensitivity(
-        model={"name": _name(job), "fingerprint": job.identity["model"]},
-        calibration={} if job.tokens is None else job.tokens.described(),
-        held_out=None if rows is None else rows.described(),
+        model={"name": study.name, "fingerprint": study.opened.fingerprint()},
+        calibration={} if study.shown.tokens is None else study.shown.tokens.described(),
+        held_out=None if study.rows is None else study.rows.described(),
         candidates=words,
         units=made.units,
         uniform_kl=made.uniform_kl,
-        other_bytes=_other_bytes(job.model, made.units),
+        other_bytes=_other_bytes(study.model, made.units),
         left_out=made.left_out,
-        notes=job.record.notes,
+        notes=study.run.record.notes,
     )
 
 
-def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate], dict[str, list[dict[str, Any]]]]:
-    """(Candidates with options settled for all treated layers together, the same as recipes hold them). Raises
-    InputError where none suits any layer."""
-    treated = job.plan.treated
-    layers = [layer for of_block in job.plan.layers.values() for layer in of_block if layer.name in treated]
+def _fitted(candidates: Sequence[Candidate], plan: Plan) -> tuple[list[Candidate], dict[str, list[dict[str, Any]]]]:
+    """(Candidates with options settled for all layers together, the same as recipes hold them). Raises InputError where
+    none suits any layer."""
+    layers = [layer for of_block in plan.layers.values() for layer in of_block]
     widths = {layer.shape[1] for layer in layers}
     found = [Candidate(c.name, tuple(p.fitted(widths) for p in c.passes)) for c in candidates]
     whys = [c.suits(layer.name, layer.shape, layer.has_format) for c in found for layer in layers]
@@ -172,7 +242,7 @@ def _fitted(candidates: Sequence[Candidate], job: Job) -> tuple[list[Candidate],
     return found, described(found)
 
 
-def _run_kl(job: Job, candidates: Sequence[Candidate], found: Sensitivity, rows: Tokens) -> dict[str, float]:
+def _run_kl(study: Study, candidates: Sequence[Candidate], found: Sensitivity, rows: Tokens) -> dict[str, float]:
     """{candidate: KL} of one uniform model as `quantize` makes it, with compensation for earlier layers. The candidate
     is the one of median KL among those that use calibration data and suit every unit. Empty where there is none."""
     known = [c for c in candidates if found.uniform_kl.get(c.name) and any(p.needs() for p in c.passes)]
@@ -180,50 +250,43 @@ def _run_kl(job: Job, candidates: Sequence[Candidate], found: Sensitivity, rows:
     if not known:
         return {}
     middle = sorted(known, key=lambda c: -found.uniform_kl[c.name])[(len(known) - 1) // 2]
-    whole = deepcopy(job.model)
-    data = Data(_shown(job), None, None, job.request.data.batch_size)
-    work = replace(job.request.work, device=job.residency.device)
     layers = [escape(layer) for unit in found.units for layer in unit.layers]
-    passes = tuple(only(p, *layers) for p in middle.passes)
-    request = replace(job.request, model=whole, passes=passes, data=data, work=work)
-    made = prepare(request, None, job.comm, Silent()).run().model
+    made = quantize(
+        deepcopy(study.model),
+        tuple(only(p, *layers) for p in middle.passes),
+        calibration=list(study.shown.batches) if study.shown.tokens is None else study.shown.tokens.ids,
+        ignore=study.ignore,
+        batch_size=study.batch_size,
+        device=study.opened.device,
+        restore=False,
+    ).model
     assert made is not None
-    with evaluating(made), evaluating(job.model):
-        return {middle.name: divergence_between(job.model, made, batches_of(rows.ids, data.batch_size))}
+    with evaluating(made), evaluating(study.model):
+        return {middle.name: divergence_between(study.model, made, batches_of(rows.ids, study.batch_size))}
 
 
-def _shown(job: Job) -> Calibration:
-    """The calibration data of a job, as `quantize` takes them."""
-    return list(job.batches) if job.tokens is None else job.tokens.ids
-
-
-def _name(job: Job) -> str:
-    return type(job.model).__name__ if job.source is None else shown(job.source.name)
-
-
-def _held_out(job: Job, text: str | Tensor | None, length: int | None, batch_size: int) -> Tokens | None:
-    """Rows that no candidate sees: windows of `text`, or without it the last calibration windows, which are removed
-    from the job. None for a model that predicts no next token. Raises InputError."""
-    config = getattr(job.model, "config", None)
-    if not hasattr(job.model, "generate") or getattr(config, "is_encoder_decoder", False):
+def _held_out(opened: Opened, whole: Shown, text: str | Tensor | None, data: Data) -> tuple[Shown, Tokens | None]:
+    """(Calibration data of the candidates, rows that none of them sees). The rows are windows of `text`, or without it
+    the last calibration windows. None for a model that predicts no next token. Raises InputError."""
+    config = getattr(opened.model, "config", None)
+    if not hasattr(opened.model, "generate") or getattr(config, "is_encoder_decoder", False):
         if text is not None:
-            raise InputError(f"{type(job.model).__name__} predicts no next token; leave the held-out text out")
-        return None
+            raise InputError(f"{type(opened.model).__name__} predicts no next token; leave the held-out text out")
+        return whole, None
     if text is not None:
-        tokenizer = partial(tokenizer_of, job.source)
-        return load_tokens(text, tokenizer, config, what="held-out", length=length, samples=_most(text))
-    if job.tokens is None:
+        tokenizer, samples = partial(tokenizer_of, opened.source), _most(text)
+        return whole, load_tokens(text, tokenizer, config, what="held-out", length=data.length, samples=samples)
+    if whole.tokens is None:
         raise InputError("calibration is ready-made batches; give held-out text, too: text or token ids")
-    ids = job.tokens.ids
+    ids = whole.tokens.ids
     count = min(HELD_OUT, len(ids) // (LEAST + 1))
     if not count:
         raise InputError(
             f"calibration has {len(ids)} samples, of which none can be held out; give {LEAST + 1} or more, or "
             "held-out text"
         )
-    job.batches = batches_of(ids[:-count], batch_size)
-    job.tokens = Tokens(ids[:-count], job.tokens.source)
-    return Tokens(ids[-count:], job.tokens.source)
+    shown = Shown(Tokens(ids[:-count], whole.tokens.source), batches_of(ids[:-count], data.batch_size))
+    return shown, Tokens(ids[-count:], whole.tokens.source)
 
 
 def _most(text: str | Tensor) -> int:

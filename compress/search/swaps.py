@@ -38,9 +38,9 @@ from compress.weights.decision import Decision
 
 
 @dataclass(frozen=True)
-class Extent:
-    """The extent of a measurement. held_out: rows for KL; empty where losses are enough. each: measure the KL of every
-    unit and candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
+class Wanted:
+    """What of the measurement is wanted. held_out: rows for KL, none where losses are enough. each: KL of every unit by
+    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
 
     held_out: Sequence[Batch]
     each: bool
@@ -72,8 +72,8 @@ class Made:
 OfBlock = dict[str, dict[str, Made]]
 
 
-def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found:
-    """Measure all candidates. The run must have one process and a plan that treats every layer to measure."""
+def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> Found:
+    """Walk. The run is of one process, and of a plan of every layer in question (`run.plan.treatable`)."""
     found = Found()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
@@ -81,16 +81,16 @@ def measured(run: Run, candidates: Sequence[Candidate], extent: Extent) -> Found
         calls = captured(run, stack)
         streams = Streams(calls[0], [])
         held = None
-        whole = entered.enter_context(run.residency.open(run.model, keep=False)) if extent.held_out else None
-        if extent.held_out:
-            own = captured(replace(run, batches=extent.held_out), stack)
+        whole = entered.enter_context(run.residency.open(run.model, keep=False)) if wanted.held_out else None
+        if wanted.held_out:
+            own = captured(replace(run, batches=wanted.held_out), stack)
             device = run.residency.device
-            batches = [{k: t.to(device) for k, t in batch.items()} for batch in extent.held_out]
+            batches = [{k: t.to(device) for k, t in batch.items()} for batch in wanted.held_out]
             held = HeldOut(run.model, stack, batches, own, [c.name for c in candidates])
         for index, (name, block) in enumerate(stack.blocks):
             streams = streams.called_as(calls[index])
             with _open(run, block, whole) as opened:
-                look = _Block(run, name, opened, candidates, extent, found)
+                look = _Block(run, name, opened, candidates, wanted, found)
                 streams = look.walk(streams)
                 look.enter(index, held)
             run.steps.finish(name, usual=True)
@@ -113,11 +113,11 @@ class _Block:
     """One block of the walk."""
 
     def __init__(
-        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], extent: Extent, found: Found
+        self, run: Run, name: str, opened: Opened, candidates: Sequence[Candidate], wanted: Wanted, found: Found
     ) -> None:
-        self.run, self.name, self.opened, self.extent, self.found = run, name, opened, extent, found
+        self.run, self.name, self.opened, self.wanted, self.found = run, name, opened, wanted, found
         self.block = run.model.get_submodule(name)
-        self.layers = {la.name: la for la in run.plan.layers[name] if any(p.wants(la.name) for p in run.plan.passes)}
+        self.layers = {la.name: la for la in run.plan.layers[name]}
         self.candidates = [Candidate(c.name, tuple(_without_reference(p) for p in c.passes)) for c in candidates]
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
@@ -188,8 +188,8 @@ class _Block:
         return sum(part.numel() * part.element_size() for part in parts.values()), headers
 
     def enter(self, index: int, held: HeldOut | None) -> None:
-        """Add the units of the block to `found`, and advance the held-out rows to the next block."""
-        groups = [g for site in self.sites for g in ([site] if self.extent.fused else [[layer] for layer in site])]
+        """Enter the units of the block into what was found, and take held-out rows to the next one."""
+        groups = [g for site in self.sites for g in ([site] if self.wanted.fused else [[layer] for layer in site])]
         of_units: dict[tuple[Layer, ...], dict[str, list[Made]]] = {}
         for group in map(tuple, groups):
             tried = {name: [m[la.name] for la in group] for name, m in self.made.items() if _all_in(group, m)}
@@ -200,7 +200,7 @@ class _Block:
                 self.found.left_out |= {la.name: self.found.left_out.get(la.name, why) for la in group}
         kls: dict[tuple[Any, str], float] = {}
         if held is not None:
-            if self.extent.each:
+            if self.wanted.each:
                 ways = {
                     (group, name): {la: m.values for la, m in zip(group, made, strict=True)}
                     for group, tried in of_units.items()

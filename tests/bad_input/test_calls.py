@@ -157,7 +157,7 @@ def test_what_is_wrong_with_an_argument_is_said_before_the_model_is_loaded(llama
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("compress.api.prepare.load_dense", loaded)
+    monkeypatch.setattr("compress.api.opened.load_dense", loaded)
     ids = torch.full((2, 8), 5000)
     cases = [
         ({"passes": GPTQ}, "gptq needs calibration data"),

@@ -1,6 +1,6 @@
 """Which layers of a model a run may treat, and why it leaves the others alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -9,7 +9,6 @@ from torch import nn
 
 from compress.errors import InputError
 from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head
-from compress.passes.protocol.base import Pass
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.layers import Quantizing
@@ -41,10 +40,12 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Matching:
-    """Which layers of a model may be treated by `passes`. tied: names of tables, which are treated elsewhere."""
+    """Which layers of a model may be treated. asked, observed: whether a pass asks for the layer of a name, and whether
+    one looks at its input or rounds that. tied: names of tables, which are treated elsewhere."""
 
     model: nn.Module
-    passes: Sequence[Pass]
+    asked: Callable[[str], bool]
+    observed: Callable[[str], bool]
     convolutions: bool
     tied: set[str]
     ignored: Ignored
@@ -73,11 +74,10 @@ class Matching:
         return tuple(kept)
 
     def _may_be_treated(self, layer: Layer) -> bool:
-        wanting = [p for p in self.passes if p.wants(layer.name)]
-        if is_read_uncalled(layer.module) and any(p.calibrated or p.rounds_inputs for p in wanting):
+        if is_read_uncalled(layer.module) and self.observed(layer.name):
             self.ignored.reasons[layer.name] = "its MultiheadAttention reads the weight and never calls the layer"
             return False
-        if not any(p.treats == "layers" for p in wanting):
+        if not self.asked(layer.name):
             self.ignored.reasons[layer.name] = "no pass asks for it"
         elif problem := obstacle(layer.module):
             raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")

@@ -126,7 +126,14 @@ def plan(
     ignored = Ignored(ignore)
     tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
     tied = {name for table in tables for name in (table.name, *table.shared)}
-    matching = Matching(model, passes, convolutions, tied, ignored)
+
+    def asked(name: str) -> bool:
+        return any(p.treats == "layers" and p.wants(name) for p in passes)
+
+    def observed(name: str) -> bool:
+        return any((p.calibrated or p.rounds_inputs) and p.wants(name) for p in passes)
+
+    matching = Matching(model, asked, observed, convolutions, tied, ignored)
     layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
     everything = [layer for of_block in layers.values() for layer in of_block]
     ignored.check_matched(example=everything[0].name if everything else "")

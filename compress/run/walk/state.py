@@ -1,7 +1,7 @@
 """What a run works with, and what flows through it: the calls of the next block."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from compress.checkpoint.write.record import Finished, RunRecord, Sink
 from compress.model.calls import Batch, Call, hidden_of
 from compress.passes.protocol.stages import Decide, Reconstruction
+from compress.run.plan.matching import shared_weights
 from compress.run.plan.plan import Plan
 from compress.run.residency import Residency
 from compress.run.walk.rewrite import FoldFinder
@@ -32,6 +33,11 @@ class Lessons:
     teacher: Callable[[str], nn.Module | TopKRows]
     place: Path | None
     resume: bool
+
+
+def phase_of(lessons: Lessons | None) -> str:
+    """How a walk is called, from whose blocks the model is trained; "" for the only one."""
+    return "" if lessons is None else "before training, "
 
 
 class Steps:
@@ -77,6 +83,12 @@ class Run:
     lessons: Lessons | None = None
     earlier: Mapping[str, Finished] = field(default_factory=dict)
     places: dict[str, Tensor] | None = None
+
+    def again(self, **changes: Any) -> "Run":
+        """This run with other values of some fields, from its beginning: with nothing found or counted yet."""
+        new = replace(self, **changes)
+        folds = FoldFinder(new.comm, shared_weights(new.model))
+        return replace(new, folds=folds, steps=Steps.of(new.reporter, new.plan, phase_of(new.lessons)))
 
     @cached_property
     def spending(self) -> Spending:

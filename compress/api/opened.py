@@ -1,0 +1,142 @@
+"""The model of a run: found first, which costs nothing, and opened once all else that was asked for makes sense."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from compress.checkpoint.read.pretrained import load_dense, model_fingerprint, read_config
+from compress.checkpoint.read.source import Source, check_dense, find_source
+from compress.checkpoint.saving import bytes_before
+from compress.errors import InputError
+from compress.model.finite import check_finite
+from compress.model.layers import Stack
+from compress.run.plan.matching import check_untouched
+from compress.run.plan.zeros import recorded
+from compress.run.residency import Local, Residency, Sharded, is_narrow, shard
+from compress.run.shrink.restructure import Restructured
+from compress.runtime.layers.embedding import QuantEmbedding
+from compress.runtime.layers.linear import QuantLinear
+from compress.system.comm import Comm
+from compress.system.device import find_device
+from compress.weights.masks import Earlier
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model of which no weight has been read.
+
+    given: the model in memory, None for one that lies at `source`.
+    config: its configuration, None for a model in memory that has none.
+    device: where blocks are worked on; None: where the model in memory is.
+    """
+
+    given: nn.Module | None
+    source: Source | None
+    config: Any
+    device: torch.device | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in memory, whole.
+
+    device, dtype: where and in what its blocks are worked on; dtype None for that of each parameter.
+    bytes: of its tensors as they were given.
+    notes: what a person should know about how it was read.
+    cut: what has been removed of it since.
+    """
+
+    source: Source | None
+    model: nn.Module
+    device: torch.device
+    dtype: torch.dtype | None
+    bytes: int
+    notes: Sequence[str] = ()
+    cut: Restructured | None = None
+
+    def fingerprint(self) -> str:
+        """Of the weights as they were given."""
+        return self.source.fingerprint() if self.source is not None else model_fingerprint(self.model)
+
+    def earlier(self, drop_zeros: bool) -> Earlier:
+        """The pruning that the model comes with."""
+        return Earlier(not drop_zeros, {} if drop_zeros else recorded(self.source))
+
+
+def found_model(model: object, device: str | torch.device | None, trust_remote_code: bool) -> Found:
+    """Find a model by its name, or take the one that is given. Raises InputError for what cannot be compressed."""
+    if isinstance(model, nn.Module):
+        check_untouched(model)
+        wanted = None if device is None else find_device(device)
+        return Found(model, None, getattr(model, "config", None), wanted)
+    if not isinstance(model, str | Path):
+        raise InputError(f"model: {model!r} is no model; give a directory, a hub id, 'demo' or a torch.nn.Module")
+    source = find_source(str(model), trust_remote_code)
+    check_dense(source)
+    return Found(None, source, read_config(source), find_device(device))
+
+
+def opened_model(found: Found, dtype: torch.dtype | None, comm: Comm) -> Opened:
+    """Read the model, where it is not in memory. dtype: to work in, None for the usual one. Raises InputError for a
+    damaged model, and for one that is compressed already."""
+    notes: list[str] = []
+    if found.source is not None:
+        model = load_dense(found.source, notes=notes)
+    else:
+        assert found.given is not None
+        model = found.given
+    _check_no_codes(model)
+    check_finite(model, comm)
+    before = bytes_before(found.source, model)
+    device = found.device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    return Opened(found.source, model, device, _compute_dtype(model, device, dtype), before, notes)
+
+
+def residency_of(
+    opened: Opened, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
+) -> Residency:
+    """Where the weights live meanwhile; shards the model where that is asked for. keep: whether the model itself is
+    changed. stores: of parameters that have been widened, the dtype before."""
+    model, device, dtype = opened.model, opened.device, opened.dtype
+    if isinstance(model, FSDPModule):
+        return Sharded(model, device, dtype)
+    if not fsdp:
+        return Local(device, dtype, keep)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    return Sharded(shard(model, stacks, mesh), device, dtype, stores)
+
+
+def widened(model: nn.Module) -> dict[str, torch.dtype]:
+    """Give parameters of 16 bits 32, to be trained once they are sharded; {name: the dtype before}."""
+    stores = {name: p.dtype for name, p in model.named_parameters() if is_narrow(p)}
+    for name, p in model.named_parameters():
+        if name in stores:
+            p.data = p.data.float()
+    return stores
+
+
+def check_group() -> None:
+    """Refuse a sharded run where there is no process group, or a torch that has none of this kind."""
+    if not torch.distributed.is_initialized():
+        raise InputError("a sharded run needs a process group; start it with torchrun")
+    Sharded.require()
+
+
+def _check_no_codes(model: nn.Module) -> None:
+    """Refuse a model that runs compressed already."""
+    coded = next((n for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)), None)
+    if coded is not None:
+        raise InputError(f"{coded} computes on codes already; give the original model, or load it with dequantize=True")
+
+
+def _compute_dtype(model: nn.Module, device: torch.device, wanted: torch.dtype | None) -> torch.dtype | None:
+    """The dtype in which blocks are worked on; None for the dtype of each parameter."""
+    if wanted is not None or device.type != "cpu":
+        return wanted
+    return None if any(p.dtype == torch.float64 for p in model.parameters()) else torch.float32

@@ -1,0 +1,158 @@
+"""The plan of a run, its identity, and what takes its blocks: all that is checked before work."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from compress.api.opened import Opened
+from compress.api.request import Request
+from compress.api.shown import Shown
+from compress.checkpoint.files import fingerprint
+from compress.checkpoint.write import coverage
+from compress.checkpoint.write.directory import Directory
+from compress.checkpoint.write.writer import Discard, Writer
+from compress.data.teacher_file import checksum_of
+from compress.model.buffers import stored_buffers
+from compress.model.layers import find_stacks
+from compress.passes.protocol.recipe import describe
+from compress.passes.protocol.stages import Decide, Gradients, Learn
+from compress.run.plan.batches import check_batches
+from compress.run.plan.loss import check_loss
+from compress.run.plan.plan import Plan, plan, planned
+from compress.run.plan.storable import cache_entry_of, check_halved, check_storable
+from compress.run.plan.zeros import check_plan
+from compress.system.comm import Comm
+from compress.system.version import VERSION
+from compress.train.inputs.rows import LABELS
+from compress.weights.formats.sparse24 import TWO_OF_FOUR
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run, checked, of which nothing is done yet.
+
+    identity: what a run that resumes it must have in common with it.
+    sink: takes the finished blocks.
+    cache: what the configuration will say about key-value caches.
+    notes: what a person should know before the work begins.
+    """
+
+    plan: Plan
+    identity: dict[str, Any]
+    sink: Writer | Discard
+    cache: dict[str, Any] | None
+    notes: list[str]
+
+
+def planned_work(request: Request, opened: Opened, shown: Shown, place: Directory | None, comm: Comm) -> Planned:
+    """Match passes with layers, and look whether all of it can work. Raises InputError where it cannot."""
+    model, extent = opened.model, request.extent
+    plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+    plan_ = replace(plan_, earlier=opened.earlier(extent.drop_zeros))
+    check_plan(plan_, plan_.earlier)
+    check_batches(model, shown.batches)
+    for p in plan_.passes:
+        if p.stage(Gradients):
+            check_loss(model, shown.batches, p.name)
+    if shown.rows is not None:
+        check_batches(model, [{name: each for name, each in shown.rows.take([0]).items() if name != LABELS}])
+    identity = _identity(request, opened, shown, plan_)
+    sink, cache = sink_of(request, place, comm, model, plan_, identity)
+    return Planned(plan_, identity, sink, cache, remarks(request, model, plan_, shown, sink))
+
+
+def _identity(request: Request, opened: Opened, shown: Shown, plan_: Plan) -> dict[str, Any]:
+    """What a run must have in common with the one that it resumes."""
+    found = {
+        "version": VERSION,
+        "model": opened.fingerprint(),
+        "recipe": describe(plan_.recipe),
+        "ignore": list(request.extent.ignore),
+        "calibration": shown.fingerprint(),
+        "batch_size": request.data.batch_size,
+        "compute_dtype": str(opened.dtype),
+        "one_block": request.extent.one_block,
+        "convolutions": plan_.convolutions,
+        **({"drop_zeros": True} if request.extent.drop_zeros else {}),
+        **({} if request.delivery.store is None else {"store": request.delivery.store}),
+    }
+    if opened.cut is not None:
+        found["structure"] = opened.cut.fingerprint
+    if shown.rows is not None:
+        found["training"] = checksum_of(shown.rows)
+    if shown.cached:
+        found["teachers"] = {name: checksum for name, (_, checksum) in shown.cached.items()}
+    return found
+
+
+def sink_of(
+    request: Request,
+    place: Directory | None,
+    comm: Comm,
+    model: nn.Module,
+    plan_: Plan,
+    identity: Mapping[str, Any],
+) -> tuple[Writer | Discard, dict[str, Any] | None]:
+    """What takes the finished blocks, and what the configuration will say about key-value caches."""
+    if place is None:
+        return Discard(), None
+    check_storable(plan_)
+    cache = cache_entry_of(plan_, model)
+    delivery = request.delivery
+    halved = plan_.treated if delivery.store == TWO_OF_FOUR else plan_.halved
+    check_halved(plan_, halved)
+    how = {"resume": delivery.resume, "overwrite": delivery.overwrite}
+    buffers = [name for name, _ in stored_buffers(model)]
+    return Writer(place, fingerprint(identity), comm, **how, halved=halved, buffers=buffers), cache
+
+
+def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink: Writer | Discard) -> list[str]:
+    """What a person should know before the work begins."""
+    data, notes = request.data, []
+    trains = any(p.stage(Learn) for p in plan_.passes)
+    read = any(p.calibrated for p in request.passes) or (trains and data.training is None)
+    if data.training is not None and not trains:
+        notes.append("no pass trains: what is given to train on stays unread")
+    needing = next((p.name for p in request.passes if p.calibrated), None)
+    if trains and data.calibration is None and needing is not None:
+        notes.append(f"no calibration data is given: {needing} is shown samples of the training data instead")
+    if data.calibration is not None and not read:
+        notes.append("no pass uses calibration data: what is given stays unread")
+    notes += [*plan_.notes, *remarks_on_data(shown), *remarks_on_stacks(model, plan_, request.extent.one_block)]
+    if request.delivery.resume and isinstance(sink, Writer):
+        notes.append(_found(sink, sum(len(stack.blocks) for stack in plan_.stacks) + len(plan_.tables)))
+    if plan_.passes and not any(p.stage(Decide) for p in plan_.passes):
+        notes.append(
+            "no pass rounds the layers: they are prepared, not compressed; add one, or leave out rounding=none"
+        )
+    elif (plan_.passes and not plan_.only_trains) and (
+        little := coverage.remark(
+            planned(model, plan_, isinstance(sink, Writer), sink.halved if isinstance(sink, Writer) else ())
+        )
+    ):
+        notes.append(little)
+    return notes
+
+
+def remarks_on_data(shown: Shown) -> list[str]:
+    """What a person should know about how calibration data was read."""
+    return [] if shown.tokens is None else [*shown.tokens.notes]
+
+
+def remarks_on_stacks(model: nn.Module, plan_: Plan, one_block: bool) -> list[str]:
+    """A remark on a model that runs as one block without having been asked to."""
+    joined = plan_.stacks[0].container is None and not one_block
+    if joined and len(find_stacks(model, plan_.convolutions)) > 1:
+        return ["the model has several stacks of blocks (an encoder and a decoder, say); it is run as one block"]
+    return []
+
+
+def _found(sink: Writer, total: int) -> str:
+    """A remark on what an earlier run has left to go on with."""
+    if sink.blocks:
+        return f"going on with an earlier run of {sink.output.name}: {len(sink.blocks)} of {total} steps are done"
+    if sink.place.trained():
+        return f"going on with the training of an earlier run of {sink.output.name}"
+    return f"no finished block of an earlier run for {sink.output.name}: started from the beginning"

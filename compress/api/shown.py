@@ -1,0 +1,144 @@
+"""The data of a run: what its model is calibrated on, what it is trained on, and what files hold of its teachers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from compress.api.opened import Found
+from compress.api.request import Calibration, Data
+from compress.checkpoint.files import checksum, fingerprint
+from compress.checkpoint.read.pretrained import main_input, tokenizer_of
+from compress.data.teacher_file import read_cached
+from compress.data.text import TOKEN_FORMATS, Tokens, batches_of, load_tokens
+from compress.errors import InputError
+from compress.model.calls import Batch
+from compress.passes.protocol.base import Pass
+from compress.passes.protocol.stages import Learn
+from compress.train.inputs.offline import TopKRows
+from compress.train.inputs.rows import Rows, rows_of
+from compress.train.options import TrainingOptions
+
+WINDOWS = 128  # of calibration text, where nobody says how many
+TOKENS = "input_ids"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a model is shown.
+
+    tokens: calibration data, where it is text or token ids.
+    batches: calibration data, in micro-batches, of all ranks.
+    rows: all samples that the model is trained on, if it is.
+    cached: what files hold of teachers, and the checksums of these files, by their names.
+    """
+
+    tokens: Tokens | None
+    batches: list[Batch]
+    rows: Rows | None = None
+    cached: Mapping[str, tuple[TopKRows, str]] = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        """Of the calibration data."""
+        if self.tokens is not None:
+            return self.tokens.fingerprint()
+        named = enumerate(self.batches)
+        return fingerprint({str(i): {k: checksum(v) for k, v in b.items() if isinstance(v, Tensor)} for i, b in named})
+
+
+def shown_data(data: Data, passes: Sequence[Pass], found: Found, ranks: int) -> Shown:
+    """What the passes show a model. Raises InputError for data that is missing, unread, or of another kind than the
+    model takes."""
+    calibrated = _calibration(data, passes, found)
+    learning = learning_of(passes)
+    rows = training_rows(data, found) if learning else None
+    cached = {} if rows is None else {o.teacher: read_cached(o.teacher, rows, o) for o in learning if o.offline}
+    if len(calibrated.batches) < ranks and any(p.calibrated for p in passes):
+        raise InputError(
+            f"{len(calibrated.batches)} micro-batches for {ranks} ranks; give more samples or a smaller batch size"
+        )
+    return Shown(calibrated.tokens, calibrated.batches, rows, cached)
+
+
+def learning_of(passes: Sequence[Pass]) -> list[TrainingOptions]:
+    """The options of passes that train."""
+    return [stage.options for p in passes if (stage := p.stage(Learn)) is not None]
+
+
+def calibration_data(data: Data, found: Found, who: str) -> Shown:
+    """Calibration data alone; of text as many windows as is usual, unless told. who: needs it."""
+    calibration = data.calibration
+    if calibration is None:
+        raise InputError(f"{who} needs calibration data; {_what_to_show(found)}")
+    rows = isinstance(calibration, Tensor) or str(calibration).endswith(TOKEN_FORMATS)  # all of them, unless told
+    samples = WINDOWS if data.samples is None and not rows else data.samples
+    return _shown(data, found, calibration, samples)
+
+
+def training_rows(data: Data, found: Found) -> Rows:
+    """What the model is trained on: all of what was given for that, or else of the calibration data."""
+    given = data.calibration if data.training is None else data.training
+    if given is None:
+        raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(found)}")
+    return rows_of(_shown(data, found, given, None).batches)
+
+
+def _calibration(data: Data, passes: Sequence[Pass], found: Found) -> Shown:
+    """What the passes are calibrated on; nothing where none is."""
+    needing = next((p for p in passes if p.calibrated), None)
+    trains = bool(learning_of(passes))
+    if needing is None:
+        if trains and data.samples is not None:
+            raise InputError("samples are of calibration data, which no pass uses; all that is given is trained on")
+        if (data.samples is not None or data.length is not None) and not trains and data.calibration is None:
+            raise InputError("samples and length are of calibration data, which no pass uses; leave them out")
+        return Shown(None, [])
+    if data.calibration is None and data.training is not None and trains:
+        return _first_of_training(data, found, data.training)  # `planned.remarks` says so
+    return calibration_data(data, found, needing.name)
+
+
+def _first_of_training(data: Data, found: Found, training: Calibration) -> Shown:
+    """As many samples of the training data as calibration takes by default, or is told to."""
+    samples = WINDOWS if data.samples is None else data.samples
+    if isinstance(training, str | Path | Tensor):
+        return _shown(data, found, training, samples)
+    whole = _shown(data, found, training, None)
+    return Shown(whole.tokens, whole.batches[: -(-samples // data.batch_size)])
+
+
+def _shown(data: Data, found: Found, given: Calibration, samples: int | None) -> Shown:
+    """What is given, in micro-batches."""
+    if not isinstance(given, str | Path | Tensor):
+        if data.samples is not None or data.length is not None:
+            raise InputError("samples and length do not apply to ready-made batches; leave them out")
+        return Shown(None, batches_of(given, data.batch_size, getattr(found.config, "vocab_size", None)))
+    if _taken(found) != TOKENS:
+        said = "a tensor" if isinstance(given, Tensor) else repr(str(given))
+        raise InputError(f"{said} holds no inputs of this model; {_what_to_show(found)}")
+    if getattr(found.config, "is_encoder_decoder", False):
+        raise InputError(
+            "an encoder-decoder is calibrated on pairs; give batches with input_ids and decoder_input_ids (Python)"
+        )
+    tokenizer = partial(tokenizer_of, found.source)
+    text = given if isinstance(given, Tensor) else str(given)
+    tokens = load_tokens(text, tokenizer, found.config, what="calibration", length=data.length, samples=samples)
+    return Shown(tokens, batches_of(tokens.ids, data.batch_size))
+
+
+def _taken(found: Found) -> str:
+    """The name of what the model is given: token ids, unless transformers says otherwise."""
+    return main_input(found.source, found.given) or TOKENS
+
+
+def _what_to_show(found: Found) -> str:
+    """Advice where data is missing, or of another kind than the model takes."""
+    taken = _taken(found)
+    if taken == TOKENS:
+        return "give text, token ids or 'demo'"
+    return (
+        f"the model takes {taken}: give batches in Python (compress.quantize(..., calibration=[{{'{taken}': tensor}}, "
+        "...])), or use a method that needs no data, like rtn"
+    )

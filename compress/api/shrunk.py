@@ -1,0 +1,103 @@
+"""Structure that goes before anything else is decided: the model of the rest of a run is smaller."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from compress.api.opened import Opened
+from compress.api.request import Request
+from compress.api.shown import Shown, learning_of
+from compress.api.verify import probe_of
+from compress.errors import InputError
+from compress.model.calls import Batch
+from compress.model.layers import check_tensors
+from compress.passes.protocol.base import Pass
+from compress.passes.structure import Structure
+from compress.run.plan.batches import check_batches
+from compress.run.plan.matching import Ignored, check_untouched
+from compress.run.plan.plan import plan, structural_of
+from compress.run.plan.zeros import check_structure
+from compress.run.residency import Local
+from compress.run.restore import naming, undone
+from compress.run.shrink.restructure import Restructuring
+from compress.system.comm import Comm
+from compress.system.progress import Reporter
+from compress.train.losses.options import ORIGINAL
+
+CHANGED = ["its structure"]  # what a failure names as changed
+
+
+def check_structural(request: Request) -> None:
+    """Refuse, before the model is read, a recipe that removes structure and something that does not go with that."""
+    structural, rest = structural_of(request.passes)
+    if not rest and request.delivery.store is not None:
+        raise InputError(f"store {request.delivery.store} is of layers that a pass prunes, and none does; leave it out")
+    in_memory = isinstance(request.model, nn.Module)
+    if structural and in_memory and any(options.teacher == ORIGINAL for options in learning_of(request.passes)):
+        raise InputError(
+            "train learns from the original, which a model in memory is no longer once structure has cut it; give the "
+            "model by name, or train with teacher=none, or the directory of another model"
+        )
+
+
+def shrunk(request: Request, opened: Opened, shown: Shown, comm: Comm, reporter: Reporter) -> Opened:
+    """Remove what a pass says from the model, which every rank holds as a whole until then."""
+    structural, _ = structural_of(request.passes)
+    for p in structural:
+        work = _work(request, p, opened, shown, comm, reporter)
+        opened = replace(opened, cut=work.run(request.extent.one_block))
+    return opened
+
+
+def undoing(opened: Opened, restore: bool) -> AbstractContextManager[None]:
+    """Within: a failure brings back what was removed of a model, or says that its structure is another one."""
+    if opened.cut is None:
+        return nullcontext()
+    return undone(opened.cut.undo) if restore else naming(CHANGED)
+
+
+def _work(request: Request, p: Pass, opened: Opened, shown: Shown, comm: Comm, reporter: Reporter) -> Restructuring:
+    """What is to be removed. Raises InputError for a model that nothing can be removed from."""
+    assert isinstance(p, Structure)
+    model, extent, batches = opened.model, request.extent, shown.batches
+    if isinstance(model, FSDPModule):
+        raise InputError(
+            "structure changes the shapes of parameters, which shards cannot; give the model before fully_shard, or by "
+            "name with fsdp=True"
+        )
+    check_tensors(model)
+    check_untouched(model)
+    check_structure(model, p, opened.earlier(extent.drop_zeros))
+    check_batches(model, batches)
+
+    def check(foreseen: nn.Module) -> None:
+        plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, valued=False)
+
+    return Restructuring(
+        model,
+        p,
+        batches=batches[comm.rank :: comm.world],
+        probe=batches[0] if batches else _probe(model),
+        residency=Local(opened.device, opened.dtype),
+        ignored=Ignored(extent.ignore),
+        check=check,
+        comm=comm,
+        reporter=reporter,
+    )
+
+
+def _probe(model: nn.Module) -> Batch:
+    """A micro-batch that shows what hangs together in a model, where there is no calibration data."""
+    config = getattr(model, "config", None)
+    shown = None if config is None else probe_of(config.to_dict())
+    if shown is None:
+        raise InputError(
+            f"{type(model).__name__} does not say what it takes (vocab_size or num_channels), to see what hangs "
+            "together in it; give calibration data and an importance that uses it"
+        )
+    if shown.is_floating_point():
+        return {"pixel_values": shown.to(next(model.parameters()).dtype)}
+    decoder = {"decoder_input_ids": shown} if getattr(config, "is_encoder_decoder", False) else {}
+    return {"input_ids": shown, **decoder}
