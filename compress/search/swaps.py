@@ -73,7 +73,7 @@ OfBlock = dict[str, dict[str, Made]]
 
 
 def measured(run: Run, candidates: Sequence[Candidate], wanted: Wanted) -> Found:
-    """Walk. The run is of one process, and of a plan of every layer in question (`run.plan.treatable`)."""
+    """Measure all candidates. The run must have one process and a plan of all layers (`run.plan.treatable`)."""
     found = Found()
     run.steps.begin()
     (stack,) = run.plan.stacks  # a calibrated model with several stacks is treated as one block
