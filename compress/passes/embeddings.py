@@ -41,5 +41,9 @@ class Embeddings(WeightFormat):
                 f"scheme {self.scheme} rounds inputs, and an embedding is given token ids; allowed: {allowed}"
             )
 
+    @property
+    def treats_heads(self) -> bool:
+        return self.head
+
     def apply(self, site: Site) -> dict[str, Decision]:
         return round_to_nearest(site, self.weight_grid(), {})

@@ -72,6 +72,10 @@ class KVCache(FixedRanges, CacheFormat):
         return {"range": self.fixed_range(self.scheme.grid)}
 
     @property
+    def cache_scheme(self) -> CacheScheme:
+        return self.scheme
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         return (Fix(self.needs(), self.codes),)
 

@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 from compress.errors import InputError
-from compress.passes.options.prune import Prune
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.recipe import describe, make_pass, options_of, pass_class
 from compress.passes.protocol.stages import Decide
@@ -34,7 +33,7 @@ class Candidate:
     @property
     def halved(self) -> bool:
         """True where layers are stored without the zeros that a pass makes (2:4)."""
-        return any(isinstance(p, Prune) and p.store for p in self.passes)
+        return any(p.halves for p in self.passes)
 
     def suits(self, layer: str, shape: tuple[int, int], has_format: bool = True) -> str | None:
         """The reason why it cannot treat a layer of this shape (N, K); None where it can. has_format: the layer can be

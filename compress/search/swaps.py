@@ -23,8 +23,6 @@ from compress.checkpoint.write.writer import halved
 from compress.model.calls import Arrival, Batch, without_cache
 from compress.model.layers import Layer
 from compress.model.opened import Opened
-from compress.passes.options.second_order import SecondOrder
-from compress.passes.protocol.base import Pass
 from compress.run.installed import Versions
 from compress.run.pipeline import captured
 from compress.run.walk.decide import Decided, decide
@@ -118,7 +116,7 @@ class _Block:
         self.run, self.name, self.opened, self.wanted, self.found = run, name, opened, wanted, found
         self.block = run.model.get_submodule(name)
         self.layers = {la.name: la for la in run.plan.layers[name]}
-        self.candidates = [Candidate(c.name, tuple(_without_reference(p) for p in c.passes)) for c in candidates]
+        self.candidates = [Candidate(c.name, tuple(p.without_reference() for p in c.passes)) for c in candidates]
         self.made: OfBlock = {c.name: {} for c in candidates}
         self.sites: list[list[Layer]] = []
 
@@ -238,11 +236,6 @@ def _unit(block: str, group: Sequence[Layer], tried: dict[str, Tried]) -> Unit:
 def _values(layer: Layer, decision: Decision) -> Tensor:
     """The decided weight of a layer, in the layout and dtype of its module."""
     return layer.stored(decision.weight.dequantize().to(layer.parameter.device, layer.parameter.dtype))
-
-
-def _without_reference(p: Pass) -> Pass:
-    """The pass without drift correction: inputs are those of the original model, so that there is no drift."""
-    return replace(p, drift=0.0) if isinstance(p, SecondOrder) else p
 
 
 def _needs(candidates: Sequence[Candidate]) -> tuple[dict[str, StatisticFactory], dict[str, list[dict[str, str]]]]:

@@ -32,7 +32,12 @@ class CacheScheme:
     granularity: CacheGranularity = "token"
 
     def __str__(self) -> str:
-        return f"{'int8' if self.type == 'int' else 'fp8'} cache, per {self.granularity}"
+        return f"{self.number} cache, per {self.granularity}"
+
+    @property
+    def number(self) -> str:
+        """The type of a stored number, as options have it."""
+        return "int8" if self.type == "int" else "fp8"
 
     @property
     def dynamic(self) -> bool:

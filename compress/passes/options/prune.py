@@ -119,6 +119,14 @@ class Prune(Pass):
         """[N, K] what each weight of a layer is worth, given the norms of its inputs."""
         return wanda(site.weights[name], site.stats["norm"])
 
+    @property
+    def halves(self) -> bool:
+        return bool(self.store)
+
+    @property
+    def scattered(self) -> bool:
+        return not self.pattern
+
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         super().check(shapes)
         if strange := next((name for name, _ in self.sparsities if name not in shapes), None):

@@ -112,6 +112,9 @@ class SecondOrder(Pass):
         made = partial(Hessian, dtype=precision(self.statistics), reference=self.drift > 0)
         return {**super().needs(), "hessian": made}
 
+    def without_reference(self) -> Pass:
+        return replace(self, drift=0.0)
+
     @property
     def decide_stage(self) -> Decide:
         return replace(super().decide_stage, reference=self.drift > 0)

@@ -14,6 +14,7 @@ from compress.weights.grid import (
     Grid,
     NumberType,
     RangeChoice,
+    largest_group,
     suggest_groups,
     usual_group,
 )
@@ -145,6 +146,14 @@ class WeightFormat(Pass):
             )
 
     @property
+    def shares_scale(self) -> bool:
+        return self.per_tensor
+
+    @property
+    def code_grid(self) -> Grid | None:
+        return self.weight_grid()
+
+    @property
     def usual_size(self) -> int | None:
         return None if self.group_size else self.group_up_to
 
@@ -155,6 +164,28 @@ class WeightFormat(Pass):
         """One size for all layers, because not every reader takes several. Where none that has a kernel divides the
         inputs of them all (a CNN whose first layer has 27), it is one scale per output channel."""
         return self if self.group_size else self._of_groups(usual_group(widths, self.group_up_to))
+
+    def sized(self, widths: Collection[int], example: str) -> tuple[Pass, str | None]:
+        """One size for all layers and what that costs; where only one scale per output channel suits them all and some
+        have a usual size of their own, it stays open."""
+        found, usual = self.fitted(widths), self.group_up_to
+        assert isinstance(found, WeightFormat)
+        slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
+        size = found.group_size
+        if size == -1 and any(usual_group([width], usual) != -1 for width in widths):
+            sizes = ", ".join(str(size) for size in KERNEL_GROUPS if size <= usual)
+            return self, (
+                f"no group size of {sizes} divides the inputs of all layers ({example}): each has the largest of these "
+                f"for its own, or one scale per output channel; {slow}; --group-size gives one for all"
+            )
+        other = largest_group(widths, usual) if size == -1 else None
+        if other is None:
+            what = "one scale per output channel" if size == -1 else f"groups of {size}"
+            return found, f"{what} instead of groups of {usual}: {example}; --group-size gives another"
+        return found, (
+            f"one scale per output channel instead of groups of {usual}: {example}; {slow}: --group-size {other} is "
+            "nearer to the original at that price"
+        )
 
     def _of_groups(self, size: int) -> Pass:
         return replace(self, group_size=size, group_up_to=DEFAULT_GROUP)

@@ -22,7 +22,9 @@ from compress.passes.protocol.stages import (
     Stage,
     Survey,
 )
+from compress.weights.caches import CacheScheme
 from compress.weights.decision import Decision
+from compress.weights.grid import Grid
 
 S = TypeVar("S", Survey, Gradients, Learn, Reorder, Reconstruction, Rewrite, Decide, Fix)
 # A weight with a mask is dense, and some of it is zero for good.
@@ -104,6 +106,45 @@ class Pass:
         decide = self.stage(Decide)
         return decide is not None and decide.rounds_inputs
 
+    @property
+    def halves(self) -> bool:
+        """Whether layers are stored without the zeros that the pass makes (2:4)."""
+        return False
+
+    @property
+    def scattered(self) -> bool:
+        """Whether zeros that the pass makes may lie anywhere, bound by no pattern."""
+        return False
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether a layer has one scale as a whole, so that its parts cannot have their own."""
+        return False
+
+    @property
+    def code_grid(self) -> Grid | None:
+        """The grid of codes that the pass rounds weights to; None where its options describe none."""
+        return None
+
+    @property
+    def cache_scheme(self) -> CacheScheme | None:
+        """How key-value caches are kept; None for a pass that is not about them."""
+        return None
+
+    @property
+    def treats_heads(self) -> bool:
+        """Whether a pass about embeddings rounds an output head with a weight of its own, too."""
+        return True
+
+    @property
+    def wording(self) -> tuple[str, str]:
+        """(scheme, grid) as the record of a run has them; empty where the options have no such words."""
+        return "", ""
+
+    def without_reference(self) -> "Pass":
+        """This pass for inputs of the original model, with nothing to make up for in them."""
+        return self
+
     def check(self, shapes: Mapping[str, tuple[int, int]]) -> None:
         """Refuse, before any work, layers ({name: (N, K)}) that this configuration cannot treat."""
 
@@ -111,6 +152,11 @@ class Pass:
     def usual_size(self) -> int | None:
         """The group size that this pass prefers, where its options leave that open; None where they do not."""
         return None
+
+    def sized(self, widths: Collection[int], example: str) -> "tuple[Pass, str | None]":
+        """(This pass for layers of so many inputs together, a note for the person), where the usual group size suits
+        not all of them. example: a layer that it does not suit, in words."""
+        return self.fitted(widths), None
 
     def regrouped(self, size: int) -> "Pass | None":
         """This pass with groups of another size; None where it has no groups."""

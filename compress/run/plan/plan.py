@@ -20,15 +20,10 @@ from compress.model.layers import (
     treats_convolutions,
     whole_model,
 )
-from compress.passes.embeddings import Embeddings
-from compress.passes.kv_cache import KVCache
-from compress.passes.options.prune import Prune
-from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reorder
-from compress.passes.spqr import SpQR
 from compress.run.plan.matching import Ignored, Matching, check_untouched
-from compress.weights.grid import KERNEL_GROUPS, largest_group, usual_group
+from compress.weights.caches import CacheScheme
 from compress.weights.masks import Earlier
 
 
@@ -49,7 +44,7 @@ class Plan:
     convolutions: bool = False
     embeddings: Pass | None = None
     tables: tuple[Table, ...] = ()
-    kv: KVCache | None = None
+    kv: Pass | None = None
     recipe: tuple[Pass, ...] = ()
     notes: tuple[str, ...] = ()
     earlier: Earlier = field(default_factory=Earlier)
@@ -67,6 +62,11 @@ class Plan:
     def only_trains(self) -> bool:
         """True where nothing is to be rounded or pruned."""
         return self.decides and all(trains_dense(p) for p in self.passes) and not self.tables and self.kv is None
+
+    @property
+    def cache_scheme(self) -> CacheScheme | None:
+        """How key-value caches are kept; None where they stay as they are."""
+        return None if self.kv is None else self.kv.cache_scheme
 
     @property
     def needing(self) -> Pass | None:
@@ -91,7 +91,7 @@ class Plan:
     @property
     def halved(self) -> frozenset[str]:
         """Layers that a pass prunes, to be stored without their zeros."""
-        storing = [p for p in self.passes if isinstance(p, Prune) and p.store]
+        storing = [p for p in self.passes if p.halves]
         names = [layer.name for layers in self.layers.values() for layer in layers]
         return frozenset(name for name in names if any(p.wants(name) for p in storing))
 
@@ -184,46 +184,12 @@ def _fitted(p: Pass, layers: Sequence[Layer], notes: list[str]) -> Pass:
     if usual is None or odd is None:
         return found
     example = f"{odd.name} has {odd.shape[1]} inputs"
-    if isinstance(p, SpQR):
-        notes.append(_tiles_note(found, usual, example))
-        return found
-    if not isinstance(found, WeightFormat):
-        return found
-    size = found.group_size
-    slow = "groups of other sizes have no kernel, torch multiplies by them many times slower for few tokens"
-    if size == -1 and any(usual_group([width], usual) != -1 for width in widths):
-        sizes = ", ".join(str(size) for size in KERNEL_GROUPS if size <= usual)
-        notes.append(
-            f"no group size of {sizes} divides the inputs of all layers ({example}): each has the largest of these for "
-            f"its own, or one scale per output channel; {slow}; --group-size gives one for all"
-        )
-        return p
-    other = largest_group(widths, usual) if size == -1 else None
-    if other is None:
-        what = "one scale per output channel" if size == -1 else f"groups of {size}"
-        notes.append(f"{what} instead of groups of {usual}: {example}; --group-size gives another")
-    else:
-        notes.append(
-            f"one scale per output channel instead of groups of {usual}: {example}; {slow}: --group-size {other} is "
-            "nearer to the original at that price"
-        )
-    return found
+    sized, note = p.sized(widths, example)
+    notes += [] if note is None else [note]
+    return sized
 
 
-def _tiles_note(found: Pass, usual: int, example: str) -> str:
-    """A note about groups of SpQR of another size than the usual, `found` or left open for each layer."""
-    assert isinstance(found, SpQR)
-    slow = "torch multiplies by them many times slower for few tokens, kernels have multiples of 16"
-    if found.group_size == 0:
-        each = (
-            f"no group size near {usual} divides the inputs of all layers ({example}): each has the nearest of its own"
-        )
-        return f"{each}; {slow}; --group-size gives one for all"
-    price = "" if found.group_size % usual == 0 else f"; {slow}"
-    return f"groups of {found.group_size} instead of groups of {usual}: {example}{price}; --group-size gives another"
-
-
-def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
+def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
     """The pass for key-value caches. Raises InputError where there is none to round, or it is not the last pass."""
     found = [p for p in passes if p.treats == "caches"]
     if not found:
@@ -239,7 +205,6 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> KVCache | None:
         )
     if not attentions(model):
         raise InputError(f"no attention of {type(model).__name__} takes a cache; kv-cache has nothing to round")
-    assert isinstance(found[0], KVCache)
     return found[0]
 
 
@@ -260,7 +225,7 @@ def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple
     for table in found:
         if ignored.asked_for(table.name, *table.shared):
             continue
-        if (table is found[0] or not isinstance(p, Embeddings) or p.head) and p.wants(table.name):
+        if (table is found[0] or p.treats_heads) and p.wants(table.name):
             kept.append(table)
     if not kept:
         raise InputError(f"pass {p.name!r} is left without a table; the embedding is called {found[0].name!r}")
@@ -334,7 +299,7 @@ def _check_order_of_gradients(plan: Plan) -> None:
 
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
     """Refuse a grouped convolution, whose groups are decided about one by one, where they would have to share."""
-    per_tensor = isinstance(p, WeightFormat) and p.per_tensor and set(p.needs()) - {"range"}
+    per_tensor = p.shares_scale and set(p.needs()) - {"range"}
     for layer in layers:
         groups = 1 if layer.geometry is None else layer.geometry.groups
         if groups > 1 and not p.by_rows:

@@ -11,8 +11,6 @@ from compress.errors import InputError
 from compress.model.attention import attentions, has_cache_format, head_sizes
 from compress.model.layers import Layer
 from compress.passes.options.activation_format import ActivationFormat
-from compress.passes.options.prune import Prune
-from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Learn
 from compress.run.plan.plan import Plan
@@ -52,11 +50,11 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
     if not layer.has_format:
         return f"a {type(layer.module).__name__} has no such form"
     for p in (p.fitted({layer.shape[1]}) for p in passes):
-        if isinstance(p, WeightFormat) and p.writes == "quantized weight":
+        if p.writes == "quantized weight" and (grid := p.code_grid) is not None:
             if getattr(p, "outliers", 0):
                 return f"{p.name} keeps outliers beside its codes"
             try:
-                problem = PackedSparse24(grid=p.weight_grid()).problem(*layer.shape)
+                problem = PackedSparse24(grid=grid).problem(*layer.shape)
             except InputError as error:
                 return f"{p.name}: {error}"
             if problem is not None:
@@ -64,7 +62,7 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
     pruning = [p for p in passes if p.writes == "mask" or ((learn := p.stage(Learn)) and learn.sparsity.prunes)]
     if not pruning and not is_halved(layer.weight):
         return "no step prunes it"
-    if pruning and all(isinstance(p, Prune) and not p.pattern for p in pruning):
+    if pruning and all(p.scattered for p in pruning):
         return f"{pruning[-1].name} prunes a share of its weights, wherever they are"
     return None
 
@@ -72,7 +70,8 @@ def _why_not_halved(layer: Layer, passes: Sequence[Pass]) -> str | None:
 def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
     """The `kv_cache_scheme` of a run; None where caches stay as they are. Raises InputError for caches that readers do
     not round, or not so."""
-    if plan.kv is None:
+    scheme = plan.cache_scheme
+    if scheme is None:
         return None
     strange = next((n for n, attention in attentions(model).items() if not has_cache_format(attention)), None)
     if strange is not None:
@@ -87,14 +86,14 @@ def cache_entry_of(plan: Plan, model: nn.Module) -> dict[str, Any] | None:
             f"the configuration of {type(model).__name__} has no num_key_value_heads, without which the readers of "
             "compressed-tensors do not round a cache; leave kv-cache or the output out"
         )
-    sizes = head_sizes(model) if plan.kv.scheme.dynamic else set()
+    sizes = head_sizes(model) if scheme.dynamic else set()
     if len(sizes) > 1:
         raise InputError(
             f"{type(model).__name__} has keys and values of {' and '.join(map(str, sorted(sizes)))} elements per head; "
             "a checkpoint holds one size: give granularity=head or tensor, or leave the output out"
         )
     size = min(sizes, default=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return cache_entry(plan.kv.scheme, size)
+    return cache_entry(scheme, size)
 
 
 def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iterator[str]:
@@ -142,8 +141,9 @@ def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str
             f"{odd} beside layers of another scheme: transformers loads no such checkpoint (its default load fails, "
             "dequantize=True reads all layers by one scheme); run it with compress.load"
         )
-    if plan.kv is not None and (plan.kv.type == "int8" or plan.kv.granularity == "token"):
+    cache = plan.cache_scheme
+    if cache is not None and (cache.type == "int" or cache.granularity == "token"):
         yield (
-            f"key-value cache {plan.kv.type} per {plan.kv.granularity}: compress and transformers round it so; vLLM "
+            f"key-value cache {cache.number} per {cache.granularity}: compress and transformers round it so; vLLM "
             "reads fp8 per tensor (or head) from checkpoints"
         )

@@ -22,7 +22,6 @@ from compress.model.known_edits import Edit
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.model.structure.orders import find_orders
-from compress.passes.kv_cache import KVCache
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Needs, Reconstruction, Reorder, Rewrite
 from compress.run.installed import Versions
@@ -277,7 +276,7 @@ def _finished(here: BlockRun) -> Finished:
     return Finished(here.decided.decisions, here.records, alone, *made)
 
 
-def _round_caches(here: BlockRun, kv: KVCache) -> None:
+def _round_caches(here: BlockRun, kv: Pass) -> None:
     """Let the attentions keep codes: those that training has seen, or after one more forward where their ranges are
     calibrated."""
     earlier = here.run.earlier.get(here.name)
@@ -287,9 +286,12 @@ def _round_caches(here: BlockRun, kv: KVCache) -> None:
             here.versions.keep_codes(here.attentions[name], codes)
         return
     ranges: dict[str, tuple[Range, Range]] = {}
-    needs, calls = kv.needs(), here.streams.calls
+    scheme, fix, calls = kv.cache_scheme, kv.stage(Fix), here.streams.calls
+    assert scheme is not None
+    assert fix is not None
+    needs = fix.needs
     if needs:
-        per_head = kv.granularity == "head"
+        per_head = scheme.granularity == "head"
         ranges = cache_ranges(here.opened.block, calls, here.attentions, needs["range"], per_head, here.run.comm)
         here.run.record.block_forwards += len(calls)
     for name, attention in here.attentions.items():
@@ -297,7 +299,7 @@ def _round_caches(here: BlockRun, kv: KVCache) -> None:
             here.run.record.left_alone[name] = "keeps no keys and values of its own"
             continue
         dtype = here.opened.dtype_of(next(attention.parameters()))
-        here.caches[name] = kv.codes(ranges.get(name), dtype)
+        here.caches[name] = fix.codes(ranges.get(name), dtype)
         if name in ranges:
             here.ranges.of_cache(name, *ranges[name])
         here.versions.keep_codes(attention, here.caches[name])

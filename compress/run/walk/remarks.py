@@ -10,7 +10,6 @@ from torch import nn
 from compress.calibration.calibrators import Range
 from compress.checkpoint.write.record import LayerRecord, RangeRecord, RunRecord, range_figures, range_record
 from compress.model.layers import Layer
-from compress.passes.options.weight_format import WeightFormat
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Reconstruction
 from compress.run.plan.plan import Plan
@@ -83,7 +82,7 @@ def permuted(layers: Sequence[LayerRecord]) -> str | None:
 
 
 def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
-    words = p.wording if isinstance(p, WeightFormat) else ("", "")
+    words = p.wording
     first = decision.sum.terms[0]
     grid = first.grid if isinstance(first, Quantized) else None
     figures = dict(decision.figures)
