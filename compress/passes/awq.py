@@ -65,7 +65,7 @@ class AWQ(FoldThenRound):
     @property
     def rewrite_stage(self) -> Rewrite:
         mean = partial(ChannelMean, dtype=precision(self.statistics))
-        return Rewrite({"hessian": self._hessian(), "mean": mean}, self.scaling)
+        return Rewrite.by_scales({"hessian": self._hessian(), "mean": mean}, self.scaling)
 
     def scaling(self, site: FoldSite) -> Scaling:
         """By how much to divide each channel of the producer."""

@@ -60,7 +60,7 @@ class SmoothQuant(FoldThenRound):
 
     @property
     def rewrite_stage(self) -> Rewrite:
-        return Rewrite({"extremes": MinMax, "sample": partial(TokenSample, per_batch=SAMPLED)}, self.scaling)
+        return Rewrite.by_scales({"extremes": MinMax, "sample": partial(TokenSample, per_batch=SAMPLED)}, self.scaling)
 
     def scaling(self, site: FoldSite) -> Scaling:
         """By how much to divide each channel of the producer."""

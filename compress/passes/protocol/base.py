@@ -98,7 +98,10 @@ class Pass:
     @property
     def calibrated(self) -> bool:
         """Whether the pass needs calibration data."""
-        return any(isinstance(s, Reconstruction) or (not isinstance(s, Learn) and s.needs) for s in self.stages)
+        return any(
+            isinstance(s, Reconstruction | Rewrite | Reorder) or (not isinstance(s, Learn) and s.needs)
+            for s in self.stages
+        )
 
     @property
     def rounds_inputs(self) -> bool:

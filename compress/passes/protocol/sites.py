@@ -4,14 +4,16 @@ A pass sees plain tensors; whether the block lives in RAM, on disk or in FSDP sh
 cannot tell.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compress.model.edits.folds import Merge, reduce_scales
+from compress.model.edits.folds import Fold, Merge, Scale, reduce_scales, usable_scales
+from compress.model.known_edits import Edit
+from compress.model.structure.orders import Places
 from compress.system.comm import Comm
 from compress.weights.decision import Decision
 
@@ -81,8 +83,36 @@ class FoldSite:
 
 
 @dataclass(frozen=True)
+class Between:
+    """A producer and the layers of a block that read it, and the changes there that the block does not see.
+
+    fold: names them, and the producer's channel behind each of their inputs; scales pass in any case.
+    site: those of the layers that the pass is about.
+    widest: the size of the largest orthogonal matrices that pass; None where none do. Tried out as it is asked for.
+    places: channels that may change places with each other, that the producer makes. Found as it is asked for.
+    """
+
+    fold: Fold
+    site: FoldSite
+    widest: Callable[[], int | None]
+    places: Callable[[], Sequence[Places]]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """Edits around one producer, in the order in which they are made, and figures for the report."""
+
+    edits: Sequence[Edit]
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Scaling:
     """By how much each channel of a producer is divided, [C], positive and finite, and figures for the report."""
 
     scale_C: Tensor
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    def of(self, fold: Fold) -> Rewritten:
+        """The edit that scales a fold so."""
+        return Rewritten((Scale(fold, usable_scales(self.scale_C.float())),), self.figures)

@@ -4,7 +4,7 @@
     Gradients how the loss of the model changes with each weight, before the first layer is decided
     Reorder   in which order the channels between layers come, where that is free: groups of N:M that keep more
     Learn     training of the whole model as the passes before have left it
-    Rewrite   edits of a block before anything in it is rounded      the scales of SmoothQuant and AWQ
+    Rewrite   edits of a block before anything in it is rounded: scales (SmoothQuant, AWQ), rotations, permutations
     Decide    what becomes of the layers of a site                   every method that rounds or prunes
     Reconstruction  training of a block, towards what the original block returns
     Fix       how what a layer returns, or a cache keeps, is rounded: ranges that are found once the layer is decided
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from compress.calibration.stats import StatisticFactory
-from compress.passes.protocol.sites import FoldSite, Scaling, Site
+from compress.passes.protocol.sites import Between, FoldSite, Rewritten, Scaling, Site
 from compress.system.comm import RowShard
 from compress.train.options import TrainingOptions
 from compress.train.rounding.sparsity_options import SparsityOptions
@@ -100,11 +100,16 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """needs: statistics of layers' inputs, by name. scaling: by how much to divide what the layers of a fold read, the
-    same on every rank."""
+    """needs: statistics of layers' inputs, by name. edits: made around a producer of a block, the same on every rank;
+    they leave what the block computes and all shapes as they are (`Scale`, `Rotate`, `Permute`)."""
 
     needs: Needs
-    scaling: Callable[[FoldSite], Scaling]
+    edits: Callable[[Between], Rewritten]
+
+    @classmethod
+    def by_scales(cls, needs: Needs, scaling: Callable[[FoldSite], Scaling]) -> "Rewrite":
+        """The stage of a pass that only scales. scaling: by how much to divide what the layers of a fold read."""
+        return cls(needs, lambda between: scaling(between.site).of(between.fold))
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from compress.run.walk.decide import Decided, decide
 from compress.run.walk.forward import suspended_forward
 from compress.run.walk.reconstruct import reconstructed
 from compress.run.walk.remarks import RangeNotes, layer_record
-from compress.run.walk.reorder import reorder, same_orders
-from compress.run.walk.rewrite import Observed, repeat
+from compress.run.walk.reorder import reorder
+from compress.run.walk.rewrite import Observed, repeat, same_orders
 from compress.run.walk.sites import Structure, same_on_all_ranks, structure_of
 from compress.run.walk.state import Run, Streams
 from compress.system.memory import give_back
@@ -158,7 +158,7 @@ class BlockRun:
         return [site for site in sites if site]
 
     def fold(self, p: Pass, rewrite: Rewrite, structure: Structure, wanted: Sequence[str]) -> None:
-        """One suspended forward that only collects, then the folds of the block with the scales of the pass."""
+        """One suspended forward that only collects, then the edits of the pass around each producer of the block."""
         folds = self.run.folds.find(self.opened, self.name, self.streams.calls[0])
         self.not_folded += [reason for reason in folds.rejected if reason not in self.not_folded]
         # Nothing is collected for layers that no fold serves.
@@ -166,7 +166,8 @@ class BlockRun:
         if not sites:
             return
         observed = _only_seen(self, rewrite.needs, sites)
-        edits, records = folds.rescale(p, observed, set(self.decided.decisions))
+        call, shared = self.streams.calls[0], self.run.folds.shared
+        edits, records = folds.rewrite(p, call, shared, observed, set(self.decided.decisions))
         self.edits += edits
         self.fold_records += records
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.model.known_edits import Edit
 from compress.model.layers import Layer
 from compress.model.opened import Opened
-from compress.model.structure.orders import Orders, Places
+from compress.model.structure.orders import Orders
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.stages import Reorder
 from compress.run.walk.rewrite import Observed
@@ -31,17 +31,6 @@ class Reordered:
     edits: list[Edit]
     figures: Mapping[str, Figures]
     stayed: Mapping[str, str]
-
-
-def same_orders(orders: Orders, comm: Comm) -> Orders:
-    """What every rank's tokens have shown: what may change places on all of them."""
-    offers = comm.gather_objects([_signature(places) for places in orders.found])
-    found = [p for p in orders.found if all(_signature(p) in others for others in offers)]
-    return Orders(tuple(found), orders.rejected)
-
-
-def _signature(places: Places) -> tuple[tuple[str, str, str], ...]:
-    return tuple((role, name, str(each.tolist())) for (role, name), each in places.of.items())
 
 
 def reorder(

@@ -1,23 +1,39 @@
-"""Folding scales in a block before anything in it is rounded: what SmoothQuant and AWQ do first.
+"""Edits of a block before anything in it is rounded: the scales of SmoothQuant and AWQ, rotations, permutations.
 
-One suspended forward collects a pass's statistics without changing a weight; then each fold of the block gets the scale
-that the pass finds for it, and is applied. The function of the block stays what it was.
+One suspended forward collects a pass's statistics without changing a weight; then the pass is asked about each fold of
+the block, and its edits are made. The function of the block stays what it was, and so do all shapes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from compress.errors import CompressError
 from compress.model.calls import Call
-from compress.model.edits.folds import Fold, FoldRecord, Scale, usable_scales
-from compress.model.known_edits import Edit
+from compress.model.edits.changes import undo
+from compress.model.edits.folds import Fold, FoldRecord
+from compress.model.known_edits import Edit, read_edit
 from compress.model.layers import Layer
 from compress.model.opened import Opened
 from compress.model.structure.discovery import Discovery, Finder
+from compress.model.structure.orders import Orders, Places, find_orders
+from compress.model.structure.rotate import widest
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.sites import FoldSite, Reader
+from compress.passes.protocol.sites import Between, FoldSite, Reader
 from compress.passes.protocol.stages import Rewrite
 from compress.system.comm import Comm
+
+
+def same_orders(orders: Orders, comm: Comm) -> Orders:
+    """What every rank's tokens have shown: what may change places on all of them."""
+    offers = comm.gather_objects([_signature(places) for places in orders.found])
+    found = [p for p in orders.found if all(_signature(p) in others for others in offers)]
+    return Orders(tuple(found), orders.rejected)
+
+
+def _signature(places: Places) -> tuple[tuple[str, str, str], ...]:
+    return tuple((role, name, str(each.tolist())) for (role, name), each in places.of.items())
 
 
 def agreed(comm: Comm, discovery: Discovery) -> Discovery:
@@ -51,12 +67,13 @@ class BlockFolds:
         """The layers whose inputs some fold scales."""
         return {name for fold in self.folds for name in self._consumers(fold)}
 
-    def rescale(
-        self, p: Pass, observed: Mapping[str, Observed], decided: Collection[str]
+    def rewrite(
+        self, p: Pass, call: Call, shared: set[int], observed: Mapping[str, Observed], decided: Collection[str]
     ) -> tuple[list[Edit], list[FoldRecord]]:
-        """Ask the pass for the scale of each fold that serves its layers (`observed`), and apply it.
+        """Ask the pass for the edits of each fold that serves its layers (`observed`), and make them.
 
-        decided: layers whose codes are fixed, which no fold may touch.
+        call: of the block. shared: identities of parameters that several modules use. decided: layers whose codes are
+        fixed, which no edit may touch. Raises CompressError for an edit that changes a shape.
         """
         done: list[Edit] = []
         records: list[FoldRecord] = []
@@ -67,13 +84,38 @@ class BlockFolds:
                 continue
             rewrite = p.fitted({reader.weight.shape[1] for reader in readers.values()}).stage(Rewrite)
             assert rewrite is not None
-            scaling = rewrite.scaling(FoldSite(readers, fold.channels, self.comm))
-            scale_C = usable_scales(scaling.scale_C.float())
-            scale = Scale(fold, scale_C)
-            scale.apply(self.opened.block, self.opened.dtypes)
-            done.append(Scale(fold, scale_C.cpu()))
-            records.append(FoldRecord(producer, consumers, p.name, dict(scaling.figures)))
+            made = rewrite.edits(
+                Between(
+                    fold,
+                    FoldSite(readers, fold.channels, self.comm),
+                    partial(widest, self.opened.block, call, fold),
+                    partial(self._places, call, shared, fold, decided),
+                )
+            )
+            for edit in made.edits:
+                self._apply(p, edit)
+                done.append(read_edit(edit.entry(), edit.parts()))  # as a resumed run reads it, on the CPU
+            if made.edits:
+                records.append(FoldRecord(producer, consumers, p.name, dict(made.figures)))
         return done, records
+
+    def _apply(self, p: Pass, edit: Edit) -> None:
+        """Make an edit of the block. Raises CompressError for one that changes a shape; it is undone."""
+        before = {name: each.shape for name, each in self.opened.block.named_parameters()}
+        applied = edit.apply(self.opened.block, self.opened.dtypes)
+        other = next((n for n, each in self.opened.block.named_parameters() if each.shape != before[n]), None)
+        if other is not None:
+            undo(applied)
+            raise CompressError(
+                f"{p.name} changes the shape of {self.prefix}{other}, which blocks may not have one by one; remove "
+                "structure before the loop (the stage Restructure)"
+            )
+
+    def _places(self, call: Call, shared: set[int], fold: Fold, decided: Collection[str]) -> list[Places]:
+        """Channels of a fold's producer that may change places, about none of whose layers anything is decided."""
+        found = same_orders(find_orders(self.opened.block, call, self.folds, shared), self.comm).found
+        made = [places for places in found if ("producers", fold.producer) in places.of]
+        return [places for places in made if {self.prefix + n for _, n in places.of}.isdisjoint(decided)]
 
     def _readers(self, fold: Fold, observed: Mapping[str, Observed]) -> dict[str, Reader]:
         readers = {}
