@@ -1,8 +1,15 @@
-"""What the passes share that look for the least error of what a layer returns: statistics, how far they can be relied
-on, what is aimed at, and what very few tokens bear out. `passes.gptq` says why, with the equations."""
+"""The options and the course of the passes that solve for the least error of what a layer returns.
+
+    relied      statistics, as far as the tokens carry them              Hessian, damping, drift correction
+    _solve      a target for each layer, then `solver`, a function of tensors from `compress.solvers`
+    borne_out   with very few tokens: which of its solutions a layer gets
+    figures     what the record says
+
+`passes.gptq` says why, with the equations.
+"""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
@@ -14,7 +21,6 @@ from compress.calibration.hessian import Hessian, HessianResult, Precision, prec
 from compress.calibration.stats import StatisticFactory
 from compress.errors import InputError, one_of
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.halves import borne_out
 from compress.passes.protocol.sites import Site
 from compress.passes.protocol.solve import Solve, solve_stacked
 from compress.passes.protocol.stages import Decide
@@ -23,12 +29,15 @@ from compress.solvers.loss import quadratic
 from compress.solvers.outliers import has_outliers, share_of_outliers
 from compress.solvers.sweep import ActOrder, Ordered, ordered
 from compress.solvers.targets import Correction, aimed, check_drift, drift_correction
+from compress.system.comm import Comm
 from compress.weights.decision import Figures
 from compress.weights.terms import Summand, Weight
 
 # What a layer may get, the careful ones first: plain rounding, everything but the drift correction, everything.
 Solution = Literal["rounding", "gptq without drift", "gptq"]
 SOLUTIONS: tuple[Solution, ...] = get_args(Solution)
+# Rows of a layer by which its solutions are judged: what one row gains resembles what the others do.
+JUDGED_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -194,3 +203,44 @@ class SecondOrder(Pass):
             "drift": solved.drift,
             **({"outliers": share_of_outliers(solved.weight)} if has_outliers(solved.weight) else {}),
         }
+
+
+def borne_out(
+    site: Site,
+    halves: Sequence[HessianResult],
+    solve: Callable[[Site, HessianResult], Iterable[tuple[Solution, Mapping[str, Summand | Weight]]]],
+) -> dict[str, Solution]:
+    """For every layer the boldest solution that, found by either half of the tokens, is better on the other.
+
+    The loss on the tokens that codes were fitted to says nothing here: it falls with everything that is fitted, noise
+    included. Half the tokens serve a solution worse than all of them, so what passes is safe.
+
+    `solve(site, statistics)` gives (solution, codes of all layers), the most careful solution first.
+    """
+    part = site.rows({n: slice(None, None, -(-len(w) // JUDGED_ROWS)) for n, w in site.weights.items()})
+    losses: dict[str, dict[Solution, list[float]]] = {n: {} for n in site.weights}
+    for fitted, judge in zip(halves, reversed(halves), strict=True):
+        for solution, solved in solve(part, fitted):
+            for name, weight in solved.items():
+                loss = loss_on(site.comm, part.wanted(name).to(judge.hessian.dtype), weight, judge)
+                losses[name].setdefault(solution, []).append(loss)
+    return {name: boldest(found) for name, found in losses.items()}
+
+
+def loss_on(comm: Comm, weight_NK: Tensor, weight: Summand | Weight, judge: HessianResult) -> float:
+    """Mean over tokens of |X_ref W^T - X Q^T|^2, less the part of it that does not depend on Q."""
+    error = weight_NK - weight.dequantize(weight_NK.dtype)
+    loss = quadratic(comm, error, judge.hessian)
+    if judge.drift is None:
+        return loss
+    mine = comm.rows_of(len(error))
+    return loss + 2 * float(comm.all_reduce(((weight_NK[mine] @ judge.drift) * error[mine]).sum()))
+
+
+def boldest(losses: Mapping[Solution, Sequence[float]]) -> Solution:
+    """Of solutions, the careful ones first, the last that has a lower loss on every half than the one it replaces."""
+    chosen, *bolder = losses
+    for other in bolder:
+        if all(new < old for new, old in zip(losses[other], losses[chosen], strict=True)):
+            chosen = other
+    return chosen
