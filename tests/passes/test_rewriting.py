@@ -92,6 +92,6 @@ def test_what_rotates_can_be_rounded_afterwards():
 
 def test_an_edit_that_changes_shapes_is_refused_inside_the_loop():
     model, original = build("llama"), build("llama")
-    with pytest.raises(CompressError, match=r"cutting changes the shape of model\.layers\.0.*the stage Restructure"):
+    with pytest.raises(CompressError, match=r"cutting changes the shape of model\.layers\.0.*leaves all shapes"):
         compress.quantize(model, Cutting(), calibration=tokens())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), original.parameters(), strict=True))

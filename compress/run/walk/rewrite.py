@@ -107,8 +107,8 @@ class BlockFolds:
         if other is not None:
             undo(applied)
             raise CompressError(
-                f"{p.name} changes the shape of {self.prefix}{other}, which blocks may not have one by one; remove "
-                "structure before the loop (the stage Restructure)"
+                f"{p.name} changes the shape of {self.prefix}{other}; an edit of a block inside the loop leaves all "
+                "shapes as they are, since a configuration has one width for all blocks"
             )
 
     def _places(self, call: Call, shared: set[int], fold: Fold, decided: Collection[str]) -> list[Places]:
