@@ -31,7 +31,7 @@ TOP_K = 64  # what is left out of a distribution is then a percent or two of a l
 
 @dataclass(frozen=True)
 class Cached:
-    """What came of it. mass: of the k tokens, the mean over all."""
+    """Figures of a cache that was written. mass: probability of the top k tokens together, the mean over all tokens."""
 
     output: Path
     samples: int
@@ -91,7 +91,7 @@ def cache_logits(
 def _said(
     teacher: nn.Module, rows: Rows, k: int, temperature: float, batch_size: int, comm: Comm, reporter: Reporter
 ) -> TopKRows:
-    """Of all samples, in their order, on every rank."""
+    """The teacher's top k of all samples, in their order, on every rank."""
     device = next(teacher.parameters()).device
     parts: list[TopK] = []
     places: list[int] = []

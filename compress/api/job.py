@@ -40,7 +40,7 @@ VERIFY_LIMIT = 2 * 2**30  # bytes of the original up to which a result is verifi
 
 @dataclass
 class Result:
-    """What `quantize` did. model: the compressed model, where one is in memory. output: where it was written."""
+    """The result of `quantize`. model: the compressed model, where one is in memory. output: its directory."""
 
     record: RunRecord
     model: nn.Module | None = None
@@ -92,12 +92,12 @@ class Job:
         return result
 
     def decide(self) -> Collected:
-        """What the passes decide about layers, whose values the model then has, for somebody who trains it."""
+        """The passes' decisions about layers, for a caller who trains the model, which then has the decided values."""
         with self.undoing(), evaluating(self.run.model):
             return self.walk(decide)
 
     def undoing(self) -> AbstractContextManager[None]:
-        """Within: a failure leaves a model in memory as it was, or says what it is. One that was read is nobody's."""
+        """Restores a caller's model after a failure, or names its changed parts; no-op for a model read from disk."""
         if self.opened.source is not None:
             return nullcontext()
         if not self.request.work.restore:
@@ -133,7 +133,7 @@ class Job:
         raise CompressError(problem)
 
     def covered(self) -> coverage.Coverage:
-        """How much of the model is compressed."""
+        """The share of the model that is compressed."""
         dense = self.run.sink.dense_layers() if isinstance(self.run.sink, Writer) else ()
         record = self.run.record
         names = [layer.name for layer in record.layers]
@@ -174,7 +174,7 @@ class Job:
             yield name, tensor.to(self.stores.get(name, tensor.dtype))
 
     def wants_verification(self) -> bool:
-        """Whether the output is reloaded and compared: as asked, and otherwise where that takes no long time."""
+        """True if the output is to be compared: as asked, otherwise for models of at most `VERIFY_LIMIT` bytes."""
         asked = self.request.delivery.verify
         if asked is not None:
             return asked

@@ -61,7 +61,7 @@ class Opened:
     cut: Restructured | None = None
 
     def fingerprint(self) -> str:
-        """Of the weights as they were given."""
+        """The fingerprint of the weights as they were given."""
         return self.source.fingerprint() if self.source is not None else model_fingerprint(self.model)
 
     def earlier(self, drop_zeros: bool) -> Earlier:
@@ -101,7 +101,7 @@ def opened_model(found: Found, dtype: torch.dtype | None, comm: Comm) -> Opened:
 def residency_of(
     opened: Opened, stacks: list[Stack], fsdp: bool, keep: bool, stores: Mapping[str, torch.dtype]
 ) -> Residency:
-    """Where the weights live meanwhile; shards the model where that is asked for. keep: whether the model itself is
+    """The residency of the weights during the run; shards the model if `fsdp` is set. keep: whether the model itself is
     changed. stores: of parameters that have been widened, the dtype before."""
     model, device, dtype = opened.model, opened.device, opened.dtype
     if isinstance(model, FSDPModule):

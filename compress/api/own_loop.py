@@ -80,7 +80,7 @@ class Prepared:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained: the same module, under the same names, with the quantizers' parameters beside its own."""
+        """The model to train: the same module, under the same names, with the quantizers' parameters beside its own."""
         return self.job.run.model
 
     def groups(
@@ -137,7 +137,7 @@ class Prepared:
         return result
 
     def _left(self, request: Request, place: Directory | None, comm: Comm, reporter: Reporter) -> Job:
-        """What is left to do, once the model has been trained."""
+        """The job that is left once the model has been trained."""
         before, residency = self.job.run, self._residency()
         identity = {**self.job.identity, "training": OWN_LOOP}
         sink, cache = sink_of(request, place, comm, self.model, before.plan, identity)
@@ -159,7 +159,7 @@ class Prepared:
         return replace(self.job, request=request, run=run, identity=identity, cache=cache, stores=stores)
 
     def _residency(self) -> Residency:
-        """Where the weights live now: they may have been sharded since."""
+        """The weights' residency now: the caller may have sharded them since."""
         before = self.job.run.residency
         if isinstance(before, Local) and isinstance(self.model, FSDPModule):
             return Sharded(self.model, before.device, before.dtype, self.stores)
@@ -167,8 +167,8 @@ class Prepared:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Within, and from then on if nothing is raised: layers are of their own classes, parameters of the dtypes that
-        the model stores."""
+        """Gives layers their own classes back and parameters the dtypes that the model stores; undoes that only if the
+        body raises."""
         with ExitStack() as back:
             back.callback(self.caches.on)
             self.caches.off()

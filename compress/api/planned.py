@@ -64,7 +64,7 @@ def planned_work(request: Request, opened: Opened, shown: Shown, place: Director
 
 
 def _identity(request: Request, opened: Opened, shown: Shown, plan_: Plan) -> dict[str, Any]:
-    """What a run must have in common with the one that it resumes."""
+    """The facts that a run must share with the one that it resumes."""
     found = {
         "version": VERSION,
         "model": opened.fingerprint(),
@@ -95,7 +95,7 @@ def sink_of(
     plan_: Plan,
     identity: Mapping[str, Any],
 ) -> tuple[Writer | Discard, dict[str, Any] | None]:
-    """What takes the finished blocks, and what the configuration will say about key-value caches."""
+    """The sink for finished blocks, and the configuration's entry about key-value caches, if any."""
     if place is None:
         return Discard(), None
     check_storable(plan_)
@@ -109,7 +109,7 @@ def sink_of(
 
 
 def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink: Writer | Discard) -> list[str]:
-    """What a person should know before the work begins."""
+    """Remarks for the user before the work begins."""
     data, notes = request.data, []
     trains = any(p.stage(Learn) for p in plan_.passes)
     read = any(p.calibrated for p in request.passes) or (trains and data.training is None)
@@ -137,7 +137,7 @@ def remarks(request: Request, model: nn.Module, plan_: Plan, shown: Shown, sink:
 
 
 def remarks_on_data(shown: Shown) -> list[str]:
-    """What a person should know about how calibration data was read."""
+    """Remarks for the user on how calibration data was read."""
     return [] if shown.tokens is None else [*shown.tokens.notes]
 
 

@@ -60,7 +60,7 @@ def _job(request: Request, opened: Opened, shown: Shown, planned: Planned, comm:
 
 
 def _record(opened: Opened, planned: Planned, reporter: Reporter) -> RunRecord:
-    """What is known before work; remarks that have not been said yet are said."""
+    """The run's record before any work; reports the remarks that have not been reported yet."""
     record = RunRecord(notes=[*opened.notes, *planned.notes])
     for note in record.notes:
         reporter.note(note)
@@ -71,7 +71,7 @@ def _record(opened: Opened, planned: Planned, reporter: Reporter) -> RunRecord:
 
 
 def _lessons(request: Request, opened: Opened, shown: Shown, planned: Planned) -> Lessons | None:
-    """What the model is trained on, and by whom; None where it is not trained."""
+    """The model's training data and teachers; None where it is not trained."""
     if shown.rows is None:
         return None
     cached = {name: said for name, (said, _) in shown.cached.items()}

@@ -1,4 +1,4 @@
-"""What `quantize` is asked for, sorted by what it is about, and what is refused whatever the model is."""
+"""A request to `quantize`, sorted by subject, and the checks that need no model."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +21,8 @@ Calibration = str | Tensor | Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Data:
-    """What the model is shown: text, token ids or batches, and how much of it at once. training: what it is trained on,
-    None for the same."""
+    """Data shown to the model: text, token ids or batches, and how much of it at once. training: data to train on, None
+    for the same."""
 
     calibration: Calibration | None
     samples: int | None
@@ -57,8 +57,8 @@ class Extent:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Where the result is written (nowhere, unless said), and what becomes of what is there. verify: None where the
-    model's size decides. store: in which form, `STORES`; None for the one that most readers know."""
+    """The output's directory (None: nothing is written), and the treatment of files found there. verify: None where the
+    model's size decides. store: the form of the weights, of `STORES`; None for the one that most readers know."""
 
     output: str | Path | None = None
     resume: bool = False
@@ -78,7 +78,7 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Work:
-    """Where and in what the work is done, and whether its failure is undone."""
+    """Device, dtype and sharding of the work. restore: whether a failure is undone."""
 
     device: str | torch.device | None = None
     dtype: torch.dtype | None = None

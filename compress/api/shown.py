@@ -27,7 +27,7 @@ TOKENS = "input_ids"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a model is shown.
+    """Data that a model is shown.
 
     tokens: calibration data, where it is text or token ids.
     batches: calibration data, in micro-batches, of all ranks.
@@ -41,7 +41,7 @@ class Shown:
     cached: Mapping[str, tuple[TopKRows, str]] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
-        """Of the calibration data."""
+        """The fingerprint of the calibration data."""
         if self.tokens is not None:
             return self.tokens.fingerprint()
         named = enumerate(self.batches)
@@ -49,8 +49,8 @@ class Shown:
 
 
 def shown_data(data: Data, passes: Sequence[Pass], found: Found, ranks: int) -> Shown:
-    """What the passes show a model. Raises InputError for data that is missing, unread, or of another kind than the
-    model takes."""
+    """Data that the passes show a model. Raises InputError for data that is missing, unread, or of another kind than
+    the model takes."""
     calibrated = _calibration(data, passes, found)
     learning = learning_of(passes)
     rows = training_rows(data, found) if learning else None
@@ -78,7 +78,7 @@ def calibration_data(data: Data, found: Found, who: str) -> Shown:
 
 
 def training_rows(data: Data, found: Found) -> Rows:
-    """What the model is trained on: all of what was given for that, or else of the calibration data."""
+    """Samples to train the model on: all training data that was given, or else all calibration data."""
     given = data.calibration if data.training is None else data.training
     if given is None:
         raise InputError(f"train needs data to train on (training, or calibration); {_what_to_show(found)}")
@@ -86,7 +86,7 @@ def training_rows(data: Data, found: Found) -> Rows:
 
 
 def _calibration(data: Data, passes: Sequence[Pass], found: Found) -> Shown:
-    """What the passes are calibrated on; nothing where none is."""
+    """Data to calibrate the passes on; empty where no pass is calibrated."""
     needing = next((p for p in passes if p.calibrated), None)
     trains = bool(learning_of(passes))
     if needing is None:
@@ -110,7 +110,7 @@ def _first_of_training(data: Data, found: Found, training: Calibration) -> Shown
 
 
 def _shown(data: Data, found: Found, given: Calibration, samples: int | None) -> Shown:
-    """What is given, in micro-batches."""
+    """The given data, in micro-batches."""
     if not isinstance(given, str | Path | Tensor):
         if data.samples is not None or data.length is not None:
             raise InputError("samples and length do not apply to ready-made batches; leave them out")

@@ -52,14 +52,14 @@ def shrunk(request: Request, opened: Opened, shown: Shown, comm: Comm, reporter:
 
 
 def undoing(opened: Opened, restore: bool) -> AbstractContextManager[None]:
-    """Within: a failure brings back what was removed of a model, or says that its structure is another one."""
+    """Brings back what was removed of a model after a failure, or names its structure as changed."""
     if opened.cut is None:
         return nullcontext()
     return undone(opened.cut.undo) if restore else naming(CHANGED)
 
 
 def _work(request: Request, p: Pass, opened: Opened, shown: Shown, comm: Comm, reporter: Reporter) -> Restructuring:
-    """What is to be removed. Raises InputError for a model that nothing can be removed from."""
+    """The restructuring that the pass asks for. Raises InputError for a model that nothing can be removed from."""
     assert isinstance(p, Structure)
     model, extent, batches = opened.model, request.extent, shown.batches
     if isinstance(model, FSDPModule):

@@ -45,7 +45,7 @@ ACTIVE_TOLERANCE = 0.05
 
 
 class NotComparedError(Exception):
-    """Why transformers is not asked about a checkpoint."""
+    """The reason why a checkpoint is not compared in transformers."""
 
 
 def check_record(source: Source) -> int:
@@ -126,7 +126,7 @@ def outputs(model: nn.Module, ids: Tensor) -> Tensor:
 
 @contextmanager
 def exact_caches(model: nn.Module) -> Iterator[None]:
-    """Within: attentions keep keys and values as they are."""
+    """Makes attentions keep keys and values unrounded inside the context."""
     hooks = [hook for module in model.modules() if (hook := rounded_cache(module)) is not None]
     for hook in hooks:
         hook.active = False
@@ -138,7 +138,7 @@ def exact_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _unknown_mix(source: Source, model: nn.Module) -> bool:
-    """Whether transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
+    """True if transformers cannot load a checkpoint in any way: its default load knows neither packed zero points nor
     packed embeddings, and `dequantize=True` reads all layers by the scheme of the first group."""
     if len((source.quantization or {}).get("config_groups") or ()) < 2:
         return False
@@ -152,7 +152,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Sight:
-    """What our own model makes of the probe. uncached: with keys and values as they are. unknown_mix: whether
+    """Our own model's outputs for the probe. uncached: with keys and values as they are. unknown_mix: whether
     transformers cannot load its schemes together."""
 
     outputs: Tensor
@@ -212,8 +212,8 @@ def verify(path: str | Path, trust_remote_code: bool = False) -> dict[str, Any]:
 
 
 def comparable_probe(source: Source) -> Tensor:
-    """What both models are shown. Raises NotComparedError where transformers cannot read the checkpoint, or where there
-    is nothing to show."""
+    """The probe for both models. Raises NotComparedError where transformers cannot read the checkpoint, or where the
+    configuration tells no inputs."""
     if source.quantization is not None and not is_own(source.quantization):
         try:
             import compressed_tensors  # noqa: F401
@@ -226,8 +226,8 @@ def comparable_probe(source: Source) -> Tensor:
 
 
 def seen(source: Source, dtype: torch.dtype | None, ids: Tensor, active: bool, dense: bool) -> Sight:
-    """What our model makes of the probe, one block at a time; by torch's own products where it is `active` (rounds
-    inputs or caches). dense: with weights that are what codes stand for, and not with codes.
+    """Our model's outputs for the probe, computed one block at a time. active: the model rounds inputs or caches; it
+    then computes torch's own products, and its kernels are compared with them. dense: with dequantized weights.
 
     Raises CompressError for a layer whose kernel computes something else and for outputs that are not finite,
     NotComparedError for a model that takes something else."""
