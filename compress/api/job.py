@@ -114,9 +114,8 @@ class Job:
         """Plan the whole model as one block instead."""
         extent = self.request.extent
         self.note(f"the blocks are not a simple chain ({why}); the model is treated as one block")
-        whole = plan(
-            self.run.model, self.request.passes, extent.ignore, one_block=True, convolutions=extent.convolutions
-        )
+        asked = self.request.passes, extent.ignore
+        whole = plan(self.run.model, *asked, one_block=True, convolutions=extent.convolutions, experts=extent.experts)
         self.run = self.run.again(plan=replace(whole, earlier=self.run.plan.earlier))
         self.identity["recipe"] = describe(whole.recipe)  # of more layers: a group size may be another
         for note in whole.notes:

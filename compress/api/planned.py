@@ -49,7 +49,9 @@ class Planned:
 def planned_work(request: Request, opened: Opened, shown: Shown, place: Directory | None, comm: Comm) -> Planned:
     """Match passes with layers, and look whether all of it can work. Raises InputError where it cannot."""
     model, extent = opened.model, request.extent
-    plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions)
+    plan_ = plan(
+        model, request.passes, extent.ignore, extent.one_block, extent.convolutions, experts=extent.experts
+    )
     plan_ = replace(plan_, earlier=opened.earlier(extent.drop_zeros))
     check_plan(plan_, plan_.earlier)
     check_batches(model, shown.batches)
@@ -76,6 +78,7 @@ def _identity(request: Request, opened: Opened, shown: Shown, plan_: Plan) -> di
         "one_block": request.extent.one_block,
         "convolutions": plan_.convolutions,
         **({"drop_zeros": True} if request.extent.drop_zeros else {}),
+        **({"experts": True} if request.extent.experts else {}),
         **({} if request.delivery.store is None else {"store": request.delivery.store}),
     }
     if opened.cut is not None:

@@ -37,6 +37,7 @@ def quantize(
     fsdp: bool = False,
     one_block: bool = False,
     convolutions: bool | None = None,
+    experts: bool = False,
     drop_zeros: bool = False,
     restore: bool = True,
     trust_remote_code: bool = False,
@@ -56,10 +57,11 @@ def quantize(
     pruned so without their zeros, for `load` alone, and fails at the first that is not; by default zeros are stored as
     other numbers are, which every reader takes. fsdp: shard the model over the ranks of the initialised process group.
     one_block: run the model as a whole; found by itself where its blocks are no chain. convolutions: whether they are
-    layers, too (by default where no stack of blocks holds linear layers: in CNNs). drop_zeros: let go of the zeros of a
-    model that comes pruned (a layer is, of which more than 5 % are exactly zero, or as many as its compress.json says);
-    by default they stay zero, and passes that keep no zeros are refused. trust_remote_code: run Python code
-    that comes with a model given by name, if any does.
+    layers, too (by default where no stack of blocks holds linear layers: in CNNs). experts: each expert of a parameter
+    that holds several is a layer, too; not for an output, since checkpoints have no such format yet. drop_zeros: let go
+    of the zeros of a model that comes pruned (a layer is, of which more than 5 % are exactly zero, or as many as its
+    compress.json says); by default they stay zero, and passes that keep no zeros are refused. trust_remote_code: run
+    Python code that comes with a model given by name, if any does.
     restore: after any exception a model in memory is what it was, bit for bit (one that `fsdp` sharded stays sharded).
     Until the run has succeeded that takes as much memory as the weights of the blocks and the buffers (sharded: as this
     rank's part of the model). False does without; the exception then says which blocks are changed.
@@ -68,7 +70,7 @@ def quantize(
     nothing.
     """
     data = Data(calibration, samples, length, batch_size, training)
-    extent = Extent(ignore, one_block, convolutions, drop_zeros)
+    extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
     delivery = Delivery(output, resume, overwrite, verify, store)
     work = Work(device, dtype, fsdp, restore)
     request = Request(model, several(passes), data, extent, delivery, work, trust_remote_code)

@@ -42,12 +42,13 @@ class Data:
 @dataclass(frozen=True)
 class Extent:
     """The part of the model that is compressed, and in which steps. drop_zeros: zeros that the model comes with
-    may become other numbers."""
+    may become other numbers. experts: each of fused ones is a layer."""
 
     ignore: Sequence[str] = ()
     one_block: bool = False
     convolutions: bool | None = None
     drop_zeros: bool = False
+    experts: bool = False
 
     def check(self) -> None:
         """Refuse a pattern that stands alone, whose letters would be patterns."""

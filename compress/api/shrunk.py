@@ -73,7 +73,7 @@ def _work(request: Request, p: Pass, opened: Opened, shown: Shown, comm: Comm, r
     check_batches(model, batches)
 
     def check(foreseen: nn.Module) -> None:
-        plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, valued=False)
+        plan(foreseen, request.passes, extent.ignore, extent.one_block, extent.convolutions, False, extent.experts)
 
     return Restructuring(
         model,

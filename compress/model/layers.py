@@ -8,7 +8,7 @@ Convolutions are layers like others in a model that has no stack of linear layer
 small, at its edge or between its linear layers, and are treated only where that is asked for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +27,32 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Layer:
     """A linear map of a model, with its weight seen as [N, K] whatever way it is stored.
 
+    key: the module's parameter that holds the weight. index: the slice of it that is the weight, of a parameter
+    [E, N, K] that holds those of E experts; None: all of it. inputs_first: the weight is stored as [K, N].
     Of a convolution, K counts the inputs of one output: those of a group, times the kernel.
     """
 
     name: str
     module: nn.Module
+    key: str = "weight"
+    index: int | None = None
+    inputs_first: bool = False
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of the module is the layer's product. Other products are made inside the module's forward
+        (`run.walk.products`)."""
+        return self.key == "weight" and self.index is None
 
     @property
     def transposed(self) -> bool:
-        """GPT-2's Conv1D stores [K, N]."""
-        return isinstance(self.module, Conv1D)
+        """True for a weight stored as [K, N], as GPT-2's Conv1D has it."""
+        return self.inputs_first or (self.is_called and isinstance(self.module, Conv1D))
 
     @property
     def geometry(self) -> Geometry | None:
         """The geometry of a convolution; None for a plain linear layer."""
-        return geometry_of(self.module) if is_convolution(self.module) else None
+        return geometry_of(self.module) if self.is_called and is_convolution(self.module) else None
 
     @property
     def channels(self) -> int:
@@ -52,11 +63,12 @@ class Layer:
     @property
     def has_format(self) -> bool:
         """True for a layer that compressed-tensors can hold as codes; others are stored dense."""
-        return not self.transposed and self.geometry is None
+        return self.is_called and not self.transposed and self.geometry is None
 
     @property
     def parameter(self) -> nn.Parameter:
-        weight = self.module._parameters["weight"]  # not the attribute, which may be what is made of it
+        """The whole parameter, of which the weight may be a slice."""
+        weight = self.module._parameters[self.key]  # not the attribute, which may be what is made of it
         assert isinstance(weight, nn.Parameter)
         return weight
 
@@ -65,20 +77,41 @@ class Layer:
         """[N, K], a view (of a convolution in channels-last format a copy: not to be written to)."""
         return self.matrix(self.parameter.data)
 
-    def matrix(self, stored: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as [N, K]."""
+    def part(self, whole: Tensor) -> Tensor:
+        """The layer's part of a tensor of the parameter's shape, a view: the slice of an expert, or all of it."""
+        return whole if self.index is None else whole[self.index]
+
+    def matrix(self, whole: Tensor) -> Tensor:
+        """The layer's part of a tensor of the parameter's shape as [N, K]."""
+        stored = self.part(whole)
         return stored.t() if self.transposed else stored.flatten(1)
+
+    @property
+    def stored_shape(self) -> torch.Size:
+        """The weight's shape as it is stored; also right while the parameter is sharded."""
+        shape = self.parameter.shape
+        return shape if self.index is None else shape[1:]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K); also right while the parameter is sharded."""
-        first, second = self.parameter.shape[0], self.parameter.shape[1:].numel()
+        first, second = self.stored_shape[0], self.stored_shape[1:].numel()
         return (second, first) if self.transposed else (first, second)
 
     def stored(self, weight_NK: Tensor) -> Tensor:
         """An [N, K] tensor in the orientation in which the module stores its weight, and laid out as a file has it:
         a product with another layout may differ in its last place, between ranks or before and after a file."""
-        return (weight_NK.t() if self.transposed else weight_NK.reshape(self.parameter.shape)).contiguous()
+        return (weight_NK.t() if self.transposed else weight_NK.reshape(self.stored_shape)).contiguous()
+
+    def put(self, stored: Tensor) -> Tensor:
+        """Gives the layer other values (`stored`); returns those that it had. A slice is overwritten in place."""
+        parameter = self.parameter
+        if self.index is None:
+            before, parameter.data = parameter.data, stored
+            return before
+        before = self.part(parameter.data).clone()
+        self.part(parameter.data).copy_(stored)
+        return before
 
 
 @dataclass(frozen=True)
@@ -116,9 +149,10 @@ def is_read_uncalled(module: nn.Module) -> bool:
     return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
-def obstacle(module: nn.Module) -> str | None:
-    """The reason why the weight of a layer cannot be compressed, and what to do about it; None where it can."""
-    weight = module._parameters.get("weight")
+def obstacle(module: nn.Module, key: str = "weight") -> str | None:
+    """The reason why a layer's weight, the parameter of this name, cannot be compressed, and what to do about it; None
+    where it can."""
+    weight = module._parameters.get(key)
     if weight is None:
         return (
             "computes its weight from other tensors (weight_norm, spectral_norm, pruning); make it permanent: "
@@ -148,11 +182,38 @@ def check_tensors(model: nn.Module) -> None:
             raise InputError(f"{name} {problem}")
 
 
-def layers_of(block: nn.Module, block_name: str, convolutions: bool = False) -> list[Layer]:
-    """The linear layers of a block (and its convolutions), under their full names, in registration order."""
+def layers_of(block: nn.Module, block_name: str, convolutions: bool = False, experts: bool = False) -> list[Layer]:
+    """The linear layers of a block (its convolutions, each expert of fused ones), under their full names, in
+    registration order."""
     prefix = f"{block_name}." if block_name else ""
     wanted = is_layer if convolutions else is_linear
-    return [Layer(prefix + name, module) for name, module in block.named_modules() if wanted(module)]
+    found: list[Layer] = []
+    for name, module in block.named_modules():
+        if wanted(module):
+            found.append(Layer(prefix + name, module))
+        elif experts:
+            found += experts_of(module, prefix + name)
+    return found
+
+
+def experts_of(module: nn.Module, name: str) -> list[Layer]:
+    """Each expert of a module's fused ones as a layer `NAME.PARAMETER.INDEX`. The weights are [E, N, K], or [E, K, N]
+    where the module says `is_transposed`, as those of transformers do."""
+    prefix, inputs_first = f"{name}." if name else "", bool(getattr(module, "is_transposed", False))
+    return [
+        Layer(f"{prefix}{key}.{i}", module, key, i, inputs_first)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and is_fused(module, parameter)
+        for i in range(len(parameter))
+    ]
+
+
+def is_fused(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a module holds the weights of several experts. [1, T, C] are embeddings of positions; a
+    transposed convolution is not a stack of matrices."""
+    if isinstance(parameter, UninitializedParameter):
+        return False
+    return parameter.ndim == 3 and len(parameter) > 1 and not _is_torchs(module)
 
 
 def treats_convolutions(model: nn.Module) -> bool:
@@ -241,15 +302,18 @@ def token_tables(model: nn.Module) -> list[Table]:
             )
         if module is embedding and embedding.max_norm is not None:
             raise InputError(f"{names[module]} renormalizes its rows (max_norm); leave the embeddings pass out")
-        tables.append(Table(names[module], module, tuple(n for n, _ in others), tuple(m for _, m in others)))
+        shared, tied = tuple(n for n, _ in others), tuple(m for _, m in others)
+        tables.append(Table(names[module], module, shared=shared, tied=tied))
     return tables
 
 
 UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
+UNASKED_EXPERTS = "fused experts: no format on disk; experts=True includes them, in memory (Python)"
 
 
-def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[str, str]:
-    """{name: reason} of every weight matrix that no pass treats. convolutions: whether they are layers of this run."""
+def left_alone(model: nn.Module, treated: Collection[str], convolutions: bool, experts: bool = False) -> dict[str, str]:
+    """{name: reason} of every weight matrix that no pass treats. convolutions, experts: whether they are layers of this
+    run."""
     reasons: dict[str, str] = {}
     head = output_head(model)
     for name, module in model.named_modules():
@@ -262,12 +326,13 @@ def left_alone(model: nn.Module, treated: set[str], convolutions: bool) -> dict[
             reasons[name] = "embedding"
         elif not is_linear(module):
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.ndim >= 2:
-                    full = f"{name}.{parameter_name}" if name else parameter_name
-                    # [1, T, C] are embeddings of positions; a transposed convolution is not a stack of matrices.
-                    fused = parameter.ndim == 3 and len(parameter) > 1 and not _is_torchs(module)
-                    kind = "fused experts" if fused else type(module).__name__
-                    reasons[full] = f"{kind}: not a linear layer"
+                full = f"{name}.{parameter_name}" if name else parameter_name
+                if is_fused(module, parameter):
+                    slices = {f"{full}.{i}" for i in range(len(parameter))}
+                    unasked = "outside the blocks" if experts else UNASKED_EXPERTS
+                    reasons |= {} if not slices.isdisjoint(treated) else {full: unasked}
+                elif parameter.ndim >= 2:
+                    reasons[full] = f"{type(module).__name__}: not a linear layer"
     return reasons
 
 

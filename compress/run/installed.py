@@ -76,6 +76,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.weights: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # what it was, what it is
+        self._unchanged: set[nn.Parameter] = set()  # of these, copies in which no slice is new
         self.inputs: dict[nn.Module, RoundInput] = {}
         self.outputs: dict[nn.Module, RoundOutput] = {}
         self.caches: list[RoundCache] = []
@@ -88,7 +89,12 @@ class Versions:
         values = decided.weight.dequantize() if isinstance(decided, Decision) else decided
         check_decided(layer.name, values, decided)
         values = values.to(parameter.device, parameter.dtype)
-        self.replace(parameter, layer.stored(values) if isinstance(decided, Decision) else values)
+        new = layer.stored(values) if isinstance(decided, Decision) else values
+        if layer.index is None:
+            self.replace(parameter, new)
+        else:
+            layer.part(self._copy_of(parameter)).copy_(new)
+            self._unchanged.discard(parameter)
         if isinstance(decided, Decision) and decided.inputs is not None:
             self._input_of(layer).codes = decided.inputs
         if isinstance(decided, Decision) and decided.outputs is not None:
@@ -99,6 +105,14 @@ class Versions:
         before = self.weights[parameter][0] if parameter in self.weights else parameter.data
         self.weights[parameter] = before, new
         parameter.data = new
+
+    def _copy_of(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor of a parameter that gets new values slice by slice, in place: products that wait have views of
+        it. What was there before stays as it is."""
+        if parameter not in self.weights:
+            self.replace(parameter, parameter.data.clone())
+            self._unchanged.add(parameter)
+        return self.weights[parameter][1]
 
     def round_output(self, layer: Layer, codes: ActivationCodes) -> None:
         """From now on a layer rounds what it returns."""
@@ -139,10 +153,14 @@ class Versions:
 
     @contextmanager
     def ready(self, layers: Iterable[Layer]) -> Iterator[None]:
-        """Within: layers have hooks that act as soon as `install` gives them codes. Those without are gone after it."""
+        """Within: layers have hooks that act as soon as `install` gives them codes, and slices lie in a tensor that may
+        be changed in place. Hooks without codes and unchanged copies are gone after it."""
         for layer in layers:
-            self._input_of(layer)
-            self._output_of(layer)
+            if layer.index is not None:
+                self._copy_of(layer.parameter)
+            if layer.is_called:
+                self._input_of(layer)
+                self._output_of(layer)
         try:
             yield
         finally:
@@ -167,3 +185,6 @@ class Versions:
             self._handles.pop(hook).remove()
         self.inputs = {module: hook for module, hook in self.inputs.items() if hook.codes is not None}
         self.outputs = {module: hook for module, hook in self.outputs.items() if hook.codes is not None}
+        for parameter in self._unchanged:
+            parameter.data = self.weights.pop(parameter)[0]
+        self._unchanged.clear()

@@ -83,7 +83,7 @@ def _name_left_alone(run: Run) -> None:
     """Enter into the record what the plan leaves alone, and why."""
     if not run.plan.decides:
         return
-    run.record.left_alone.update(left_alone(run.model, run.plan.treated, run.plan.convolutions))
+    run.record.left_alone.update(left_alone(run.model, run.plan.treated, run.plan.convolutions, run.plan.experts))
     run.record.left_alone.update(run.plan.ignored)
 
 

@@ -122,7 +122,7 @@ class _Block:
 
     def walk(self, streams: Streams) -> Streams:
         """Run one forward, in which every candidate decides about every site. Returns the calls of the next block."""
-        structure = structure_of(self.block, streams.calls[0], list(self.layers.values()))
+        structure = structure_of(self.block, streams.calls, list(self.layers.values()))
         self.found.left_out |= dict.fromkeys(structure.unreached, "never called during calibration")
         self.found.left_out |= dict.fromkeys(structure.repeated, "called several times in one forward pass")
         self.sites = [[self.layers[n] for n in names] for names in structure.sites]

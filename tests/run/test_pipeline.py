@@ -13,7 +13,7 @@ from torch import nn
 import compress
 from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CompressError, InputError
-from compress.model.layers import find_stacks, layers_of
+from compress.model.layers import UNASKED_EXPERTS, find_stacks, layers_of
 from compress.run.walk.remarks import few_tokens, held_back
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
@@ -234,7 +234,7 @@ def test_reasons_name_what_torchs_own_modules_are():
         "attention.out_proj": "its MultiheadAttention reads the weight and never calls the layer",
         "up.weight": "ConvTranspose1d: not a linear layer",
         "both.weight": "Bilinear: not a linear layer",
-        "experts.gate": "fused experts: not a linear layer",
+        "experts.gate": UNASKED_EXPERTS,
     }
     batch = [{"x": torch.randn(2, 32, 16)}]
     result = compress.quantize(Torchs(), compress.GPTQ(group_size=16), calibration=batch)

@@ -48,7 +48,7 @@ def _replay(model: nn.Module, p: Pass, batches: Sequence[Batch]) -> tuple[dict[s
             layers = {layer.name: layer for layer in plan_.layers[name]}
             with residency.open(block) as opened:
                 originals: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-                for site in structure_of(block, calls[0], list(layers.values())).sites:
+                for site in structure_of(block, calls, list(layers.values())).sites:
                     leader = layers[site[0]]
                     seen: list[Tensor] = []
                     hook = leader.module.register_forward_pre_hook(lambda _, a, seen=seen: seen.append(a[0]))

@@ -71,7 +71,14 @@ def achieved(
     """The coverage that a run has reached. model: the original, or one of the same size. compressed: layers; dense:
     those of them that are stored dense, with compressed values, for lack of a format. reasons: {layer: the reason why
     it was left alone}. trained: dense layers that only training has changed."""
-    sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, p in model.named_parameters():
+        experts = [f"{name}.{i}" for i in range(len(p))] if p.ndim == 3 else []
+        if any(expert in compressed or expert in reasons for expert in experts):  # each is a layer
+            each = p.shape[1:].numel()
+            sizes |= {f"{expert}.weight": (each, each * p.element_size()) for expert in experts}
+        else:
+            sizes[name] = p.numel(), p.numel() * p.element_size()
     kinds = {name: TRAINED if name in trained else _dense_kind(model.get_submodule(name)) for name in dense}
     return count(sizes, set(compressed) - set(dense), {**reasons, **kinds})
 

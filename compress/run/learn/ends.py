@@ -26,7 +26,7 @@ def begin(
 
     def closest(layer: Layer) -> None:
         latent_NK = begun(decided[layer.name], places.pop(layer.name), layer.parameter.dtype)
-        layer.parameter.data.copy_(layer.stored(latent_NK))
+        layer.part(layer.parameter.data).copy_(layer.stored(latent_NK))
 
     wide = _exact(residency)
     wide.stores = {}

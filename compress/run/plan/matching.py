@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from compress.errors import InputError
-from compress.model.layers import Layer, is_read_uncalled, layers_of, obstacle, output_head
+from compress.model.layers import Layer, is_fused, is_read_uncalled, layers_of, obstacle, output_head
 from compress.run.installed import RoundInput, RoundOutput
 from compress.runtime.load.caches import rounded_cache
 from compress.train.rounding.layers import Quantizing
@@ -49,6 +49,7 @@ class Matching:
     convolutions: bool
     tied: set[str]
     ignored: Ignored
+    experts: bool = False
 
     @cached_property
     def _shared(self) -> set[int]:
@@ -64,10 +65,10 @@ class Matching:
         Raises InputError for a layer that a pass wants and cannot treat.
         """
         kept = []
-        for layer in layers_of(block, block_name, self.convolutions):
+        for layer in layers_of(block, block_name, self.convolutions, self.experts):
             if layer.name in self.tied or self.ignored.asked_for(layer.name):
                 continue
-            if id(layer.module._parameters.get("weight")) in self._shared:
+            if id(layer.module._parameters.get(layer.key)) in self._shared:
                 self.ignored.reasons[layer.name] = "shares its weight with another module"
             elif layer.module is not self._head and self._may_be_treated(layer):
                 kept.append(layer)
@@ -79,7 +80,7 @@ class Matching:
             return False
         if not self.asked(layer.name):
             self.ignored.reasons[layer.name] = "no pass asks for it"
-        elif problem := obstacle(layer.module):
+        elif problem := obstacle(layer.module, layer.key):
             raise InputError(f"{layer.name} {problem}; or leave it out, ignore={[layer.name]}")
         return True
 
@@ -119,7 +120,7 @@ def shared_weights(model: nn.Module) -> set[int]:
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            (shared if id(weight) in seen else seen).add(id(weight))
+        for key, weight in module._parameters.items():
+            if weight is not None and (key == "weight" or is_fused(module, weight)):
+                (shared if id(weight) in seen else seen).add(id(weight))
     return shared

@@ -21,7 +21,7 @@ from compress.model.layers import (
     whole_model,
 )
 from compress.passes.protocol.base import Pass
-from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reorder
+from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder
 from compress.run.plan.matching import Ignored, Matching, check_untouched
 from compress.weights.caches import CacheScheme
 from compress.weights.masks import Earlier
@@ -33,8 +33,9 @@ class Plan:
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
     the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
-    notes: what the person should know about that. earlier: the pruning that the model comes with. A plan without
-    anything to decide is of a recipe that removes structure and does no more: the model is written as it is.
+    notes: what the person should know about that. convolutions, experts: whether they are layers. earlier: the pruning
+    that the model comes with. A plan without anything to decide is of a recipe that removes structure and does no more:
+    the model is written as it is.
     """
 
     stacks: tuple[Stack, ...]
@@ -42,6 +43,7 @@ class Plan:
     passes: tuple[Pass, ...]
     ignored: Mapping[str, str]
     convolutions: bool = False
+    experts: bool = False
     embeddings: Pass | None = None
     tables: tuple[Table, ...] = ()
     kv: Pass | None = None
@@ -103,12 +105,14 @@ def plan(
     one_block: bool = False,
     convolutions: bool | None = None,
     valued: bool = True,
+    experts: bool = False,
 ) -> Plan:
     """Match passes with layers. Raises InputError for an impossible order, shape, or a pattern that matches nothing.
 
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
-    whether tensors have values, which are then checked; a plan needs no more than their shapes.
+    whether tensors have values, which are then checked; a plan needs no more than their shapes. experts: whether each
+    of fused ones is a layer.
     """
     if valued:
         check_tensors(model)
@@ -122,7 +126,7 @@ def plan(
         stacks = [whole_model(model)]
     if not passes:
         nothing: dict[str, tuple[Layer, ...]] = {name: () for stack in stacks for name, _ in stack.blocks}
-        return Plan(tuple(stacks), nothing, (), {}, convolutions, recipe=structural)
+        return Plan(tuple(stacks), nothing, (), {}, convolutions, experts, recipe=structural)
     ignored = Ignored(ignore)
     tables = _tables(model, [p for p in passes if p.treats == "embeddings"], ignored)
     tied = {name for table in tables for name in (table.name, *table.shared)}
@@ -133,7 +137,7 @@ def plan(
     def observed(name: str) -> bool:
         return any((p.calibrated or p.rounds_inputs) and p.wants(name) for p in passes)
 
-    matching = Matching(model, asked, observed, convolutions, tied, ignored)
+    matching = Matching(model, asked, observed, convolutions, tied, ignored, experts)
     layers = {name: matching.layers_of(block, name) for stack in stacks for name, block in stack.blocks}
     everything = [layer for of_block in layers.values() for layer in of_block]
     ignored.check_matched(example=everything[0].name if everything else "")
@@ -146,6 +150,7 @@ def plan(
         tuple(p for p in recipe if p.treats == "layers"),
         ignored.reasons,
         convolutions,
+        experts,
         next((p for p in recipe if p.treats == "embeddings"), None),
         tables,
         kv,
@@ -253,6 +258,7 @@ def _check(plan: Plan) -> None:
             raise InputError(f"{named} matches no layer; a layer is called {everything[0].name!r}")
         p.check({layer.name: layer.shape for layer in wanted})
         _check_grouped(p, wanted)
+        _check_called(p, wanted)
         for layer in wanted:
             earlier = quantized_by.get(layer.name)
             if earlier is not None and p.reads == "dense weight":
@@ -297,6 +303,18 @@ def _check_order_of_gradients(plan: Plan) -> None:
         moving = p if p.stage(Reorder) else moving
 
 
+def _check_called(p: Pass, layers: Sequence[Layer]) -> None:
+    """Refuse layers that no module is, for a pass that makes of them what only a module can become."""
+    needs_module = p.rounds_inputs or any(isinstance(stage, Fix | Learn | Reconstruction) for stage in p.stages)
+    layer = next((layer for layer in layers if not layer.is_called), None)
+    if needs_module and layer is not None:
+        raise InputError(
+            f"{p.name} rounds inputs or outputs, or trains, which it can where a module's call is the product; "
+            f"{layer.name} is multiplied inside a {type(layer.module).__name__}: give it weights only (`but`, "
+            "ignore), or leave experts out"
+        )
+
+
 def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
     """Refuse a grouped convolution, whose groups are decided about one by one, where they would have to share."""
     per_tensor = p.shares_scale and set(p.needs()) - {"range"}
@@ -321,7 +339,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str])
     quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
     formed = quantized.union(halved)
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
-    reasons = {**left_alone(model, treated, plan.convolutions), **plan.ignored}
+    reasons = {**left_alone(model, treated, plan.convolutions, plan.experts), **plan.ignored}
     trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
     return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained)
 

@@ -20,8 +20,14 @@ from compress.weights.scheme import Scheme
 
 
 def check_storable(plan: Plan) -> None:
-    """Refuse what compressed-tensors has no format for: inputs with a scale per channel, and rounded inputs of layers
-    that are stored dense, where the checkpoint would not say so."""
+    """Refuse what compressed-tensors has no format for: experts in one parameter, inputs with a scale per channel, and
+    rounded inputs of layers that are stored dense, where the checkpoint would not say so."""
+    for layer in (layer for layers in plan.layers.values() for layer in layers if not layer.is_called):
+        if layer.name in plan.treated:
+            raise InputError(
+                f"{layer.name} is one of several experts in a parameter, which checkpoints have no format for yet; "
+                "leave the output out and keep the model in memory, or leave experts out"
+            )
     for p in plan.passes:
         if isinstance(p, ActivationFormat) and p.rounds_inputs and p.per_channel_inputs:
             raise InputError(

@@ -102,7 +102,7 @@ def _counted(layer: Layer, rows: int) -> tuple[int, int]:
     """(Zeros, weights) in rows that hold anything else, of so many rows. A collective of a sharded layer."""
     parameter: Tensor = layer.parameter.data
     sharded = isinstance(parameter, DTensor)
-    weight_NK = parameter.to_local().flatten(1) if isinstance(parameter, DTensor) else layer.matrix(parameter)
+    weight_NK = _local(layer, parameter) if isinstance(parameter, DTensor) else layer.matrix(parameter)
     wanted = min(rows, len(weight_NK))
     first = torch.arange(wanted) * len(weight_NK) // max(wanted, 1)
     counts = torch.tensor(zeros_in(weight_NK[first.to(weight_NK.device)]))
@@ -110,3 +110,14 @@ def _counted(layer: Layer, rows: int) -> tuple[int, int]:
         counts = Comm().all_reduce(counts.to(parameter.device)).cpu()
     zeros, weights = counts.tolist()
     return zeros, weights
+
+
+def _local(layer: Layer, parameter: DTensor) -> Tensor:
+    """Rows of a sharded layer's weight that this rank has, as they are stored: shards are parts of the first dimension,
+    which for an expert is that of experts."""
+    local = parameter.to_local()
+    if layer.index is None:
+        return local.flatten(1)
+    each = -(-len(parameter) // parameter.device_mesh.size())
+    place = layer.index - each * parameter.device_mesh.get_local_rank()
+    return local[place] if 0 <= place < len(local) else local.new_empty(0, local.shape[-1])

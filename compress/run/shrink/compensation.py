@@ -68,7 +68,7 @@ class Compensation:
         layers = [each for each in layers_of(opened.block, name) if obstacle(each.module) is None] if solves else []
         layers = [each for each in layers if id(each.parameter) not in shared and not self.ignored.asked_for(each.name)]
         by_name = {layer.name: layer for layer in layers}
-        structure = structure_of(opened.block, streams.calls[0], layers)
+        structure = structure_of(opened.block, streams.calls, layers)
 
         def visit(site: Sequence[Layer], arrivals: Iterable[Arrival | None]) -> None:
             biased = {layer.name: getattr(layer.module, "bias", None) for layer in site}

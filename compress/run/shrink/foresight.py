@@ -112,7 +112,7 @@ class Foresight:
             self.couplings[block] = couplings
             usable = [c for c in couplings if self.usable(name, c)]
             layers = [Layer(m.name, block.get_submodule(m.name)) for c in usable for m in c.consumers]
-            order = [n for site in structure_of(block, call, layers).sites for n in site] if layers else []
+            order = [n for site in structure_of(block, [call], layers).sites for n in site] if layers else []
         places = {consumer: i for i, consumer in enumerate(order)}
         for coupling in usable:
             if lost := [m.name for m in coupling.consumers if m.name not in places]:

@@ -258,7 +258,7 @@ class Restructuring:
         self, opened: Opened, layers: Mapping[str, Layer], streams: Streams, versions: Versions
     ) -> Mapping[str, Mapping[str, Any]]:
         """{name inside the block: finished statistics of its input} of layers that read what goes. A collective."""
-        structure = structure_of(opened.block, streams.calls[0], list(layers.values()))
+        structure = structure_of(opened.block, streams.calls, list(layers.values()))
         inside = {layer.name: name for name, layer in layers.items()}
         by_name = {layer.name: layer for layer in layers.values()}
         found: dict[str, Mapping[str, Any]] = {}

@@ -94,7 +94,7 @@ class BlockRun:
         """Let every pass decide, go on to the next block's calls, write. started: when, of `time.monotonic`."""
         plan = self.run.plan
         if plan.calibrated:
-            structure = structure_of(self.opened.block, self.streams.calls[0], list(self.layers.values()))
+            structure = structure_of(self.opened.block, self.streams.calls, list(self.layers.values()))
             self.structure = same_on_all_ranks(structure, self.run.comm)
         groups = together([p for p in plan.passes if any(map(p.wants, self.layers))], self.layers)
         for i, group in enumerate(groups):
@@ -149,7 +149,9 @@ class BlockRun:
     def install(self, name: str, decision: Decision) -> None:
         """Give a layer the values that were decided."""
         if decision.kept is not None:
-            self.decided.before.setdefault(name, self.layers[name].weight)
+            layer = self.layers[name]
+            # A slice is overwritten in place.
+            self.decided.before.setdefault(name, layer.weight if layer.index is None else layer.weight.clone())
         self.versions.install(self.layers[name], decision)
 
     def sites(self, structure: Structure, names: Collection[str]) -> list[list[Layer]]:

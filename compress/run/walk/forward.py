@@ -1,11 +1,14 @@
 """Forwards that pause where a site begins.
 
-Each micro-batch's forward of a block runs in its own greenlet and parks in a pre-hook of the first layer of each site.
+Each micro-batch's forward of a block runs in its own greenlet and parks in a pre-hook of the first layer of each site,
+or, of a layer that no module is, before the product with its weight (`run.walk.products`).
 When all are parked, the site's statistics are complete; it is solved, its new weights are installed and the forwards
 resume. One forward per block and micro-batch, and every later site sees the compressed prefix of its own block.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -19,13 +22,14 @@ from compress.model.calls import Arrival, Arrivals, Call, arrived
 from compress.model.layers import Layer
 from compress.run.installed import Versions
 from compress.run.plan.batches import running
+from compress.run.walk.products import Products
 
 
 class _Runner:
     """One micro-batch's forward of the block, in a greenlet that parks at the sites."""
 
     def __init__(
-        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module, int], done: set[int], index: int
+        self, block: nn.Module, call: Call, site_of: Mapping[nn.Module | Layer, int], done: set[int], index: int
     ) -> None:
         self.call, self.index = call, index
         self.inputs: dict[int, ReferenceType[Tensor]] = {}
@@ -35,18 +39,31 @@ class _Runner:
         self.finished = False
         # One block in all: what it returns are the model's logits, which nobody needs.
         keep = (lambda output: output) if call.key is not None else (lambda output: None)
-        self.task = greenlet.greenlet(lambda: keep(block(*call.args, **call.kwargs)))
+        inside = [layer for layer in site_of if isinstance(layer, Layer)]
+        self.products = Products(inside, self.reach) if inside else None
 
-    def reach(self, module: nn.Module, x: Tensor) -> None:
-        """Called inside the forward, before a layer runs."""
-        site = self.site_of[module]
+        def forward() -> Any:
+            with self.products or nullcontext():
+                return keep(block(*call.args, **call.kwargs))
+
+        self.task = greenlet.greenlet(forward)
+
+    def reach(self, layer: nn.Module | Layer, x: Tensor) -> None:
+        """Called inside the forward, before a layer runs: the module that is called, or a layer that none is."""
+        site = self.site_of[layer]
         if site in self.inputs:
             if self.inputs[site]() is not x:
                 raise CompressError("layers that shared an input while the block was traced do not share it now")
-        else:
-            self.inputs[site] = ref(x)
-            if site not in self.done:
+            return
+        self.inputs[site] = ref(x)
+        if site not in self.done:
+            with nullcontext() if self.products is None else self.products.away():
                 self.task.parent.switch((site, x))
+        elif isinstance(layer, Layer):
+            raise CompressError(
+                f"{layer.name} is multiplied in another order than in other micro-batches, so that statistics would "
+                "miss it; ignore the layer"
+            )
 
     def advance(self, site: int) -> Tensor | None:
         """Run on until the forward parks at `site` (its input), parks at a later one or ends (None)."""
@@ -76,7 +93,7 @@ def suspended_forward(
     where nothing compares with it); they run on what `versions` knows to have been there before.
     Returns the block's outputs for calls and for reference.
     """
-    site_of = {layer.module: i for i, site in enumerate(sites) for layer in site}
+    site_of = {layer.module if layer.is_called else layer: i for i, site in enumerate(sites) for layer in site}
     done: set[int] = set()
     runners = [_Runner(block, call, site_of, done, i) for i, call in enumerate(calls)]
     shadows = [_Runner(block, call, site_of, done, i) for i, call in enumerate(reference)]
@@ -94,12 +111,15 @@ def suspended_forward(
                 with versions.original():
                     other = advance(shadows[i], site)
             x = advance(runner, site)
-            yield None if x is None else arrived(sites[site][0], calls[i], x, other)
+            arrival = None if x is None else arrived(sites[site][0], calls[i], x, other)
+            if arrival is not None and shadows and other is None:  # routed elsewhere in the original
+                arrival = replace(arrival, reference_MK=arrival.x_MK[:0])
+            yield arrival
 
     def park(module: nn.Module, args: tuple[Any, ...]) -> None:
         current[0].reach(module, args[0])
 
-    parking = [module.register_forward_pre_hook(park) for module in site_of]
+    parking = [module.register_forward_pre_hook(park) for module in site_of if isinstance(module, nn.Module)]
     try:
         # The hooks that round come after those that park: switched on meanwhile, they act on what goes on from there.
         with torch.no_grad(), versions.ready(layer for site in sites for layer in site):

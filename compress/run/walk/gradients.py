@@ -170,13 +170,14 @@ def _backward(
             call = call if leaf is None else call.with_hidden(leaf.clone())
             loss = end(opened.block(*call.args, **call.kwargs))
             problem = problem or _problem(loss)
-            wanted = [layer.parameter for layer in layers] + ([] if leaf is None else [leaf])
+            wanted: list[Tensor] = [layer.parameter for layer in layers]
+            wanted += [] if leaf is None else [leaf]
             gradients = list(torch.autograd.grad(loss, wanted, allow_unused=True))
             if leaf is not None:
                 before = gradients.pop()
                 of_inputs.append(torch.zeros_like(leaf) if before is None else before)
             for layer, gradient in zip(layers, gradients, strict=True):
-                if gradient is not None:
+                if gradient is not None and (layer.index is None or bool(layer.part(gradient).any())):
                     reached.add(layer.name)
                     for p, each in sums.items():
                         totals[p][layer.name] += each.stage.score(layer.weight, layer.matrix(gradient))

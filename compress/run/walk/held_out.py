@@ -127,11 +127,11 @@ def _of_whole(model: nn.Module, batch: Batch) -> Tensor:
 @contextmanager
 def holding(values: Values) -> Iterator[None]:
     """Within: layers have other values, as they are stored."""
-    before = [(layer.parameter, layer.parameter.data) for layer in values]
+    before: list[tuple[Layer, Tensor]] = []
     try:
         for layer, tensor in values.items():
-            layer.parameter.data = tensor
+            before.append((layer, layer.put(tensor)))
         yield
     finally:
-        for parameter, tensor in reversed(before):
-            parameter.data = tensor
+        for layer, tensor in reversed(before):
+            layer.put(tensor)

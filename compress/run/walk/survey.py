@@ -83,7 +83,7 @@ def _walk(
                     _note(run, opened, name, survey, [layer], [{}], found[p])
     if not any(survey.needs for survey in asking.values()):
         return streams
-    structure = same_on_all_ranks(structure_of(opened.block, streams.calls[0], list(layers.values())), run.comm)
+    structure = same_on_all_ranks(structure_of(opened.block, streams.calls, list(layers.values())), run.comm)
     outputs: list[Any] = []
     for p, survey in asking.items():
         if survey.needs:

@@ -76,7 +76,7 @@ def test_layers_that_read_one_tensor_form_one_site():
     model = build("llama")
     stack, calls = captured(model, batches_of(tokens(), 6))
     name, block = stack.blocks[0]
-    found = structure_of(block, calls[0][0], layers_of(block, name))
+    found = structure_of(block, calls[0], layers_of(block, name))
     inside = [[n.rsplit(".", 1)[1] for n in site] for site in found.sites]
     assert inside == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert found.traced
@@ -103,7 +103,7 @@ class Shared(nn.Module):
 def test_structure_names_layers_that_cannot_be_calibrated(branch):
     block = Shared(branch)
     call = Call((torch.randn(2, 3, 8),), {}, 0, None)
-    found = structure_of(block, call, layers_of(block, "b"))
+    found = structure_of(block, [call], layers_of(block, "b"))
     assert found.sites == (("b.once",),)
     assert found.unreached == ("b.never",)
     assert found.repeated == ("b.twice",)
