@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import same
 from commands import StopAfterOne
+from experts import Experts, routed, shown
 from models import build, tokens
 from places import RANKS
 from processes import python
@@ -16,6 +17,7 @@ from sharded_worker import (
     DYNAMIC_CACHES,
     EMBEDDINGS,
     EXACT,
+    EXPERTS,
     FLOAT8,
     FLOAT32,
     FOLDING,
@@ -212,3 +214,21 @@ def test_convolutions_are_the_same_under_fsdp(two, folder):
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, value in model.named_parameters():
         assert torch.equal(found[name], value), name
+
+
+def test_experts_in_one_parameter_are_the_same_under_fsdp(two, folder):
+    """Ranks hold two experts each of four, and see other tokens of all of them."""
+    model = routed(Experts)
+    record = compress.quantize(model, EXPERTS, calibration=shown(), experts=True).record
+    assert len(record.layers) == 16
+    found = torch.load(folder / "experts-2.pt")
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, value in model.named_parameters():
+        assert torch.equal(found[name], value), name
+    # Of so many rows as are looked at, or of those that a rank has.
+    assert {name: count for name, count in two["zeros"].items() if "experts" in name} == {
+        f"blocks.{i}.experts.{key}.{e}": [0, 8 * width]
+        for i in range(2)
+        for key, width in (("up", 16), ("down", 24))
+        for e in range(4)
+    }

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fused import INNER, WIDTH, Experts, Grouped, Separate, Transposed, Unbound, routed, shown
+from experts import INNER, WIDTH, Experts, Grouped, Separate, Transposed, Unbound, routed, shown
 from models import GATED, tokens
 from torch import nn
 
@@ -53,7 +53,7 @@ def test_experts_in_one_parameter_become_what_they_do_as_modules_bit_for_bit(nam
     for layer, weight in weights(fused).items():
         assert torch.equal(weight, other[layer]), layer
     # What no token reaches: nothing is known to round it by.
-    reasons = {n: "no calibration token reached it" for n in NEVER}
+    reasons = dict.fromkeys(NEVER, "no calibration token reached it")
     assert record.left_alone == ({} if name == "rtn" else reasons)
     before, changed = weights(routed(Experts)), weights(fused)
     same = {layer for layer, weight in before.items() if torch.equal(weight, changed[layer])}
@@ -136,8 +136,8 @@ def test_patterns_name_single_experts_and_coverage_counts_them():
 
 @pytest.mark.parametrize("p", [compress.RTN(scheme="w8a8"), compress.Train(steps=1), compress.Reconstruct(steps=1)])
 def test_what_needs_a_module_of_its_own_is_refused(p):
+    passes = [p] if isinstance(p, compress.RTN) else [compress.RTN(group_size=8), p]
     with pytest.raises(InputError, match="multiplied inside a Experts"):
-        passes = [p] if isinstance(p, compress.RTN) else [compress.RTN(group_size=8), p]
         compress.quantize(routed(Experts), passes, calibration=shown(), experts=True)
 
 

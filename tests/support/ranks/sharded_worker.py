@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from commands import DRIFT_GPTQ, PLAIN_GPTQ
+from experts import Experts, routed, shown
 from forked import fork, join, part
 from models import build, tokens
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,8 @@ import compress
 from compress.calibration.hessian import Hessian
 from compress.calibration.stats import MinMax
 from compress.checkpoint.write import writer
-from compress.model.layers import find_stacks
+from compress.model.layers import find_stacks, layers_of
+from compress.run.plan.zeros import _counted
 from compress.run.residency import Sharded, shard
 from compress.system.comm import Comm
 from compress.system.progress import Silent
@@ -30,6 +32,7 @@ PLAIN = compress.GPTQ(group_size=16, statistics="float64", **PLAIN_GPTQ)
 FLOAT32 = compress.GPTQ(group_size=16, **DRIFT_GPTQ)
 FLOAT8 = compress.GPTQ(scheme="fp8", activations="static", statistics="float64", **DRIFT_GPTQ)
 CONVOLUTIONS = compress.GPTQ(scheme="w3a16", group_size=-1, statistics="float64", **DRIFT_GPTQ)
+EXPERTS = compress.GPTQ(group_size=8, statistics="float64", **PLAIN_GPTQ)
 EMBEDDINGS = [compress.Embeddings(scheme="w4a16", group_size=16), CONVOLUTIONS]
 DYNAMIC_CACHES = [compress.RTN(scheme="w8a16", group_size=-1), compress.KVCache()]
 # What folds scales and rounds inputs, with statistics that do not depend on the number of ranks.
@@ -232,6 +235,15 @@ def run(rank: int, world: int, folder: Path) -> None:
         values = {name: p.full_tensor() for name, p in cnn.named_parameters() if isinstance(p, DTensor)}
         if comm.rank == 0:
             torch.save(values, folder / "cnn-2.pt")
+        shard(several := routed(Experts), find_stacks(several), mesh)
+        layers = [
+            layer for name, block in find_stacks(several)[0].blocks for layer in layers_of(block, name, experts=True)
+        ]
+        found["zeros"] = {layer.name: _counted(layer, 8) for layer in layers}
+        compress.quantize(several, EXPERTS, calibration=shown(), experts=True)
+        values = {name: p.full_tensor() for name, p in several.named_parameters() if isinstance(p, DTensor)}
+        if comm.rank == 0:
+            torch.save(values, folder / "experts-2.pt")
     else:
         compress.quantize(folder / "model", FOLDING["w8a8"], output=folder / f"w8a8-{comm.world}", **common)
     dist.barrier()
