@@ -1,4 +1,4 @@
-"""Find what to compress in any model: the lists of blocks, the layers inside them, and what is left alone and why.
+"""Find what to compress in any model: the lists of blocks, and the layers inside them.
 
 Nothing here knows an architecture by name. A *stack* is an outermost `ModuleList` whose elements all hold linear
 layers (decoder layers, encoder layers), or convolutions in a model where no list is of linear layers; a model without
@@ -8,7 +8,7 @@ Convolutions are layers like others in a model that has no stack of linear layer
 small, at its edge or between its linear layers, and are treated only where that is asked for.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class Layer:
 
     @property
     def is_called(self) -> bool:
-        """Whether a call of the module is the layer's product. Other products are made inside the module's forward
+        """True where a call of the module is the layer's product. Other products are made inside the module's forward
         (`run.walk.products`)."""
         return self.key == "weight" and self.index is None
 
@@ -209,7 +209,7 @@ def experts_of(module: nn.Module, name: str) -> list[Layer]:
 
 
 def is_fused(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a module holds the weights of several experts. [1, T, C] are embeddings of positions; a
+    """True for a parameter that may hold the weights of several experts. [1, T, C] are embeddings of positions; a
     transposed convolution is not a stack of matrices."""
     if isinstance(parameter, UninitializedParameter):
         return False
@@ -305,35 +305,6 @@ def token_tables(model: nn.Module) -> list[Table]:
         shared, tied = tuple(n for n, _ in others), tuple(m for _, m in others)
         tables.append(Table(names[module], module, shared=shared, tied=tied))
     return tables
-
-
-UNASKED_CONVOLUTION = "convolution; --convolutions includes it (Python: convolutions=True)"
-UNASKED_EXPERTS = "fused experts: no format on disk; experts=True includes them, in memory (Python)"
-
-
-def left_alone(model: nn.Module, treated: Collection[str], convolutions: bool, experts: bool = False) -> dict[str, str]:
-    """{name: reason} of every weight matrix that no pass treats. convolutions, experts: whether they are layers of this
-    run."""
-    reasons: dict[str, str] = {}
-    head = output_head(model)
-    for name, module in model.named_modules():
-        if is_linear(module) and name not in treated:
-            reasons[name] = "output head" if module is head else "outside the blocks"
-        elif is_convolution(module):
-            if name not in treated:
-                reasons[name] = "outside the blocks" if convolutions else UNASKED_CONVOLUTION
-        elif isinstance(module, nn.Embedding):
-            reasons[name] = "embedding"
-        elif not is_linear(module):
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                full = f"{name}.{parameter_name}" if name else parameter_name
-                if is_fused(module, parameter):
-                    slices = {f"{full}.{i}" for i in range(len(parameter))}
-                    unasked = "outside the blocks" if experts else UNASKED_EXPERTS
-                    reasons |= {} if not slices.isdisjoint(treated) else {full: unasked}
-                elif parameter.ndim >= 2:
-                    reasons[full] = f"{type(module).__name__}: not a linear layer"
-    return reasons
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from compress.errors import CompressError
 from compress.model.calls import Call, without_cache
-from compress.model.layers import Stack, left_alone
+from compress.model.layers import Stack
 from compress.run.learn.training import Collected, decided, trained
 from compress.run.plan.batches import ChainBrokenError
 from compress.run.plan.zeros import told
@@ -83,8 +83,7 @@ def _name_left_alone(run: Run) -> None:
     """Enter into the record what the plan leaves alone, and why."""
     if not run.plan.decides:
         return
-    run.record.left_alone.update(left_alone(run.model, run.plan.treated, run.plan.convolutions, run.plan.experts))
-    run.record.left_alone.update(run.plan.ignored)
+    run.record.left_alone.update(run.plan.left_alone(run.model))
 
 
 def _original_calls(run: Run, stack: Stack) -> list[Call] | None:

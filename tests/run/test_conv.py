@@ -16,7 +16,8 @@ from vision import CALIBRATORS, CHANCE, batches, calibration, lost, net, points,
 import compress
 from compress.errors import CompressError, InputError
 from compress.model.convolution import elements, geometry_of, patches, patches_in_parts
-from compress.model.layers import UNASKED_CONVOLUTION, Layer, find_stacks
+from compress.model.layers import Layer, find_stacks
+from compress.model.left_alone import UNASKED_CONVOLUTION
 from compress.runtime.layers.integer import integer_layer, zero_of
 from compress.solvers.outliers import share_of_outliers
 from compress.weights.decision import Decision, joined

@@ -13,7 +13,8 @@ from torch import nn
 import compress
 from compress.checkpoint.write.record import LayerRecord
 from compress.errors import CompressError, InputError
-from compress.model.layers import UNASKED_EXPERTS, find_stacks, layers_of
+from compress.model.layers import find_stacks, layers_of
+from compress.model.left_alone import UNASKED_EXPERTS
 from compress.run.walk.remarks import few_tokens, held_back
 
 GPTQ = compress.GPTQ(group_size=16, **DRIFT_GPTQ)

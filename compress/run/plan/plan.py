@@ -14,12 +14,12 @@ from compress.model.layers import (
     Table,
     check_tensors,
     find_stacks,
-    left_alone,
     obstacle,
     token_tables,
     treats_convolutions,
     whole_model,
 )
+from compress.model.left_alone import left_alone
 from compress.passes.protocol.base import Pass
 from compress.passes.protocol.stages import Decide, Fix, Gradients, Learn, Reconstruction, Reorder
 from compress.run.plan.matching import Ignored, Matching, check_untouched
@@ -89,6 +89,12 @@ class Plan:
             for layer in layers
             if any(p.wants(layer.name) for p in self.passes)
         }
+
+    def left_alone(self, model: nn.Module) -> dict[str, str]:
+        """{name: reason} of the weights that no pass treats."""
+        treated = self.treated
+        experts = {*treated, *self.ignored} if self.experts else None
+        return {**left_alone(model, treated, self.convolutions, experts), **self.ignored}
 
     @property
     def halved(self) -> frozenset[str]:
@@ -339,7 +345,7 @@ def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str])
     quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}
     formed = quantized.union(halved)
     dense = {layer.name for layer in layers if stored and (not layer.has_format or layer.name not in formed)}
-    reasons = {**left_alone(model, treated, plan.convolutions, plan.experts), **plan.ignored}
+    reasons = plan.left_alone(model)
     trained = {name for name in treated if all(trains_dense(p) for p in plan.passes if p.wants(name))}
     return achieved(model, [*treated, *(table.name for table in plan.tables)], dense, reasons, trained)
 

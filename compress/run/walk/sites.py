@@ -32,7 +32,7 @@ class Structure:
 
 
 def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]) -> Structure:
-    """Which layers share an input, from one forward of the first micro-batch on tensors without data.
+    """The layers that share an input, from one forward of the first micro-batch on tensors without data.
 
     A block whose control flow depends on data is run for real instead (traced=False). So is one with layers that no
     module is, on one micro-batch after the other until one has shown two experts of a module: the others are taken to

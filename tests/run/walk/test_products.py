@@ -125,7 +125,7 @@ def test_patterns_name_single_experts_and_coverage_counts_them():
     before = weights(model)
     p = compress.only(compress.RTN(group_size=8), "*.experts.*")
     record = compress.quantize(model, p, experts=True, ignore=["*.up.2"]).record
-    assert record.left_alone["blocks.0.experts.up.2"] == "ignored by '*.up.2'"
+    assert {name for name in record.left_alone if "experts" in name} == {f"blocks.{i}.experts.up.2" for i in range(2)}
     each = WIDTH * INNER
     assert record.coverage.compressed_parameters == 2 * 7 * each
     assert record.coverage.rest["ignored by '*.up.2'"] == 2 * each
