@@ -65,8 +65,7 @@ def quantize(
     memory as the weights of the blocks and the buffers (sharded: as this rank's part of the model). False does without;
     the exception then says which blocks are changed.
 
-    Raises InputError before any work for input that cannot work, CompressError for work that failed or that compressed
-    nothing.
+    Raises InputError before any work for input that cannot work, CompressError for work that failed or did nothing.
     """
     data = Data(calibration, samples, length, batch_size, training)
     extent = Extent(ignore, one_block, convolutions, drop_zeros, experts)
