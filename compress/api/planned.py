@@ -49,9 +49,7 @@ class Planned:
 def planned_work(request: Request, opened: Opened, shown: Shown, place: Directory | None, comm: Comm) -> Planned:
     """Match passes with layers, and look whether all of it can work. Raises InputError where it cannot."""
     model, extent = opened.model, request.extent
-    plan_ = plan(
-        model, request.passes, extent.ignore, extent.one_block, extent.convolutions, experts=extent.experts
-    )
+    plan_ = plan(model, request.passes, extent.ignore, extent.one_block, extent.convolutions, experts=extent.experts)
     plan_ = replace(plan_, earlier=opened.earlier(extent.drop_zeros))
     check_plan(plan_, plan_.earlier)
     check_batches(model, shown.batches)

@@ -39,7 +39,7 @@ from compress.data.text import Tokens, batches_of, load_tokens
 from compress.errors import InputError, one_of
 from compress.model.buffers import stored_buffers
 from compress.model.calls import Batch, evaluating
-from compress.model.layers import left_alone
+from compress.model.left_alone import left_alone
 from compress.passes.protocol.where import only
 from compress.run.pipeline import walked
 from compress.run.plan.batches import ChainBrokenError, check_batches
