@@ -117,8 +117,7 @@ def plan(
 
     one_block: the model as a whole. Calibrated passes see a model of several stacks (an encoder and a decoder) so.
     convolutions: whether they are layers; None: in models without a stack of linear layers (`architecture`). valued:
-    whether tensors have values, which are then checked; a plan needs no more than their shapes. experts: whether each
-    of fused ones is a layer.
+    whether tensors have values, which are then checked. experts: whether each of fused ones is a layer.
     """
     if valued:
         check_tensors(model)
