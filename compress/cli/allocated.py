@@ -1,4 +1,4 @@
-"""What a person reads of a budget that was shared out: who got what, what was predicted, what came of it."""
+"""Tables of a shared-out budget: units by candidate, the predicted KL, and the result of the run."""
 
 from collections import Counter
 

@@ -56,7 +56,7 @@ class Card:
 
 
 def summary_of(name: str) -> str:
-    """What a method is, in a line."""
+    """A method in one line: the first of its module's docstring."""
     return _docstring(_parsed(PASSES[name].partition(":")[0])).partition("\n")[0]
 
 
@@ -169,7 +169,7 @@ def _choices(module: str, annotation: ast.expr) -> str:
 
 
 def _value(module: str, node: ast.expr) -> Any:
-    """What a literal or the name of one stands for."""
+    """The value of a literal, or of a name that a module defines as one."""
     if isinstance(node, ast.Name):
         home, definition = _definition(module, node.id)
         assert isinstance(definition, ast.Assign), node.id

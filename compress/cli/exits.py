@@ -1,4 +1,4 @@
-"""How a command ends: one line on standard error and an exit code, never a traceback."""
+"""Ends of commands: one line on standard error and an exit code, never a traceback."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def exits_cleanly(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def out_of_memory() -> tuple[type[Exception], ...]:
-    """What torch raises where a device is full; nothing where torch has not been imported, so cannot have raised."""
+    """Torch's exception for a full device; empty where torch has not been imported, so cannot have raised it."""
     found = getattr(sys.modules.get("torch"), "OutOfMemoryError", None)
     return () if found is None else (found,)
 
@@ -90,7 +90,7 @@ def terminating() -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """What an exception says, and what was added to it on its way."""
+    """An exception's message, and the notes that were added to it on its way."""
     return "; ".join([str(error) or "stopped", *getattr(error, "__notes__", ())])
 
 

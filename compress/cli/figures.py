@@ -1,4 +1,4 @@
-"""What a person reads of an evaluation below its row: how figures spread over tokens, the noise floor, the gap between
+"""Details of an evaluation, shown below its row: the spread of figures over tokens, the noise floor, the gap between
 texts."""
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,8 @@ GAP = {"perplexity": "+.4f", "log_perplexity_ratio": "+.4f", "kl_mean": "+.5f", 
 
 
 def details(found: Evaluation, model: str) -> None:
-    """Of every text, what differs from token to token; then the gap, and what was not measured though asked for. Of an
-    encoder or a classifier, its row."""
+    """Show the spread over tokens for every text, then the gap, and figures that were asked for but not measured. An
+    encoder or a classifier has a row instead."""
     blocks: list[Table | str] = [_encoder(found, pairs, model) for pairs in found.embeddings]
     blocks += [_classifier(found, inputs, model) for inputs in found.classifications]
     for text in found.texts:

@@ -19,7 +19,7 @@ def reworded(words: Sequence[str]) -> Words:
 
 
 def has(words: Sequence[str], option: str) -> bool:
-    """Whether an option is among the arguments."""
+    """True if an option is among the arguments."""
     return any(word == option or word.startswith(f"{option}=") for word in words)
 
 

@@ -1,4 +1,4 @@
-"""What `compress evaluate` measures where it is asked to, and what it leaves beside the weights of a run."""
+"""Optional measurements of `compress evaluate`, and the files that it leaves beside the weights of a run."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What several commands take, and what that means before their work begins."""
+"""Options that several commands share, their checks before the work begins, and its common start."""
 
 import json
 import logging
@@ -115,13 +115,13 @@ def check_page(html: str | None) -> None:
 
 
 def given(name: str) -> bool:
-    """Whether a person wrote this option of the running command, rather than leaving its default."""
+    """True if the user wrote this option of the running command, rather than leaving its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def begin() -> None:
-    """How every command with a model begins its work, after what it can refuse without the libraries, whose import
-    takes seconds: the risk that is taken is said, and what libraries say between our lines is not."""
+    """Begin the work of a command with a model: warn about remote code, import plugins, silence the libraries' logging.
+    Call it after the checks that need no libraries, whose import takes seconds."""
     chosen = click.get_current_context().params
     if chosen.get("trust_remote_code") and not chosen.get("quiet") and os.environ.get("RANK", "0") == "0":
         click.echo("warning: Python code that comes with the model is run, with all your rights", err=True)

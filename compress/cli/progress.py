@@ -17,8 +17,8 @@ QUIET = 10.0  # seconds, at most
 
 
 class Pace:
-    """When work will be done, by the time of a step since the first of them began: steps differ little, and what is
-    before them (reading a model, a first forward) is none."""
+    """Estimates the time left from the mean time of a step since the first began. Steps differ little; work before
+    them (reading a model, a first forward) is no step."""
 
     def __init__(self) -> None:
         self.begun: tuple[int, float] | None = None
@@ -50,7 +50,7 @@ class Lines:
         self.said = True
 
     def _due(self, done: int, total: int) -> bool:
-        """Whether a step is worth a line: every one of up to `MANY`."""
+        """True if a step is worth a line: each of up to `MANY` steps; of more, one per percent or `QUIET` seconds."""
         before, at = self.last
         few, new = total <= MANY, done < before  # other work has begun
         return few or new or done == total or (done - before) * 100 >= total or time.monotonic() - at >= QUIET
@@ -109,7 +109,7 @@ class Bar:
 
 
 def columns() -> list[ProgressColumn]:
-    """What a bar says: the work and its step, how much of it is done, how long it took and will take."""
+    """Columns of a progress bar: the work and its step, the part done, the time taken, the time left."""
     step = TextColumn("{task.description}", markup=False)
     return [step, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeLeft()]
 

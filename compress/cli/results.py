@@ -1,4 +1,4 @@
-"""What a person reads of a run: its result, a line for each thing that the record says."""
+"""The result of a run as text: a line for each fact of its record."""
 
 import math
 from collections import Counter
@@ -122,7 +122,7 @@ LINES: tuple[Callable[[Finished], Iterator[str]], ...] = (
 
 
 def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What each training has changed of its losses on samples that were held out, in a line."""
+    """A line for each training: its losses on held-out samples, before and after."""
     for history in histories:
         before, after = ends(history) or ({}, {})
         losses = ", ".join(f"{name} {before[name]:.4g} -> {after[name]:.4g}" for name in before)
@@ -133,7 +133,7 @@ def trained(histories: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def removed(structure: Mapping[str, Any]) -> str:
-    """What is left of a model's structure, and at what loss, in a line."""
+    """A line about the parameters that are left of a cut model, and the loss."""
     before, after = structure["before"], structure["after"]
     text = f"structure: {after['parameters']} of {before['parameters']} parameters left, as foreseen"
     if structure["dropped"]:
@@ -146,13 +146,13 @@ def removed(structure: Mapping[str, Any]) -> str:
 
 
 def spent(record: RunRecord) -> str:
-    """How long a run took, and what for."""
+    """The seconds of a run, and each activity's share of them."""
     shares = [f"{activity} {seconds / record.seconds:.0%}" for activity, seconds in record.spent.items()]
     return f"{record.seconds:.1f} s" + (f" ({', '.join(shares)})" if len(shares) > 1 and record.seconds > 0 else "")
 
 
 def pruned(layers: Sequence[LayerRecord]) -> str | None:
-    """How much of the layers that were pruned is zero, in a line; None where none was."""
+    """A line about the share of zeros in the pruned layers; None where none was pruned."""
     masks = {layer.name: layer for layer in layers if "sparsity" in layer.figures}  # the last mask of each
     weights = sum(math.prod(layer.shape) for layer in masks.values())
     if not weights:

@@ -1,5 +1,5 @@
-"""What the commands share that run passes over a model and write a checkpoint: options, refusals, the run itself, and
-the process group of a sharded one."""
+"""The common part of commands that run passes over a model and write a checkpoint: options, refusals, the run itself,
+and the process group of a sharded one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a person reads of a sweep."""
+"""The table of a sweep, on standard output."""
 
 from compress.cli.tables import MIB, number
 from compress.evaluation.report.content import Table

@@ -1,4 +1,4 @@
-"""What a person reads on standard output: tables of results, evaluations and layers."""
+"""Tables of results, evaluations and layers, on standard output."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 
 def curves(rows: Sequence[Sequence[str]]) -> None:
-    """What each training of a run has measured."""
+    """Show the losses that each training of a run has measured, step by step."""
     show(Table(("steps", "loss", "held out", "tokens (samples)/s"), [tuple(row) for row in rows], names=0))
 
 

@@ -1,4 +1,4 @@
-"""What `compress evaluate --task` shows: how many questions were answered rightly."""
+"""Output of `compress evaluate --task`: the share of questions that were answered rightly."""
 
 from collections.abc import Iterator, Sequence
 

@@ -79,7 +79,7 @@ def inspect(
 
 
 def _kernels(model: str, device: str | None, trust_remote_code: bool, json_file: str | None, silent: bool) -> None:
-    """Which kernel each layer gets."""
+    """Report the kernel that each layer gets."""
     from compress.cli import tables as show
     from compress.evaluation.cost.routes import kernel_rows, library_rows
     from compress.system.device import find_device
@@ -107,7 +107,7 @@ def _calibration(model: str, html: str | None, json_file: str | None, silent: bo
 
 
 def _training(model: str, svg: str | None, json_file: str | None, silent: bool) -> None:
-    """How the model was trained."""
+    """Report the losses of the model's training, as rows, and in files if asked for."""
     from compress.cli import tables as show
     from compress.evaluation.report.training import content, curves, rows, write_curves
 

@@ -96,7 +96,7 @@ def _check(
     card: bool,
     overwrite: bool,
 ) -> None:
-    """What can be refused without the libraries."""
+    """Refuse options that are wrong whatever the runs hold, before the libraries are imported."""
     suffix = "" if output is None else Path(output).suffix.lower()
     if output is not None and suffix not in FORMS:
         raise InputError(f"--output {output!r}: the end of the name says what is written: {', '.join(FORMS)}")

@@ -1,4 +1,4 @@
-"""Who learns from a teacher: another model, or a part of itself."""
+"""Students of a teacher: another model, or a part of the teacher itself."""
 
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ def students_of(
 
 
 def _count(model: str, trusted: bool, field: str) -> int:
-    """How many blocks or channels a model has, by its configuration."""
+    """The number of blocks or channels of a model, by its configuration."""
     from compress.checkpoint.read.pretrained import read_config
     from compress.checkpoint.read.source import find_source
 
