@@ -1,4 +1,4 @@
-"""What a block's layers were and what they are now: weights to swap, inputs, outputs and caches to be rounded."""
+"""Former and present versions of a block's layers: weights to swap, inputs, outputs and caches to be rounded."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ class RoundInput:
         self.geometry, self.codes, self.active = geometry, codes, True
 
     def rounded(self, x: Tensor) -> Tensor:
-        """What the layer multiplies in place of x."""
+        """The rounded input, which the layer multiplies in place of x; x itself while inactive."""
         if self.codes is None or not self.active:
             return x
         on = on_samples if self.codes.dynamic else on_channels
@@ -137,7 +137,7 @@ class Versions:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Within: what was there before."""
+        """Restores the original weights, and rounds nothing, inside the context."""
         self._use(original=True)
         try:
             yield
@@ -153,8 +153,8 @@ class Versions:
 
     @contextmanager
     def ready(self, layers: Iterable[Layer]) -> Iterator[None]:
-        """Within: layers have hooks that act as soon as `install` gives them codes, and slices lie in a tensor that may
-        be changed in place. Hooks without codes and unchanged copies are gone after it."""
+        """Gives layers hooks that act as soon as `install` gives them codes, and slices a tensor that may be changed in
+        place. Removes hooks without codes and unchanged copies after the context."""
         for layer in layers:
             if layer.index is not None:
                 self._copy_of(layer.parameter)

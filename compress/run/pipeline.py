@@ -50,16 +50,16 @@ def run(this: Run) -> None:
 
 
 def decide(this: Run) -> Collected:
-    """What the passes of a plan decide about layers, for a training that somebody else does. Raises ChainBrokenError
-    as `run` does."""
+    """The decisions of a plan's passes about layers, for a caller's own training. Raises ChainBrokenError as `run`
+    does."""
     this.steps.begin()
     with without_cache(this.model):
         return decided(this, _walk, this.plan.passes)
 
 
 def walked(this: Run, how: Callable[[Run], T], joined: Callable[[ChainBrokenError], Run]) -> T:
-    """What a walk gives; of a model whose blocks turn out to hand no hidden state on, a walk through the run that is
-    `joined`: of the model as one block."""
+    """The result of a walk. Where blocks turn out to hand no hidden state on, the walk is repeated through the run from
+    `joined`, of the model as one block."""
     try:
         return how(this)
     except ChainBrokenError as why:  # with nothing changed
@@ -104,7 +104,7 @@ def _run_stack(run: Run, stack: Stack, original: list[Call] | None) -> None:
 
 
 def captured(run: Run, stack: Stack) -> list[list[Call]]:
-    """What every block of a stack is called with, for each micro-batch."""
+    """The calls of every block of a stack, one for each micro-batch."""
     with run.spending.on("forward"):
         return capture(run.model, stack, run.batches, run.residency, partial(_first_output, run.residency, stack))
 
@@ -115,7 +115,7 @@ def _first_output(residency: Residency, stack: Stack, args: tuple[Any, ...], kwa
 
 
 def _remark(run: Run) -> None:
-    """What the layers' figures say about the calibration data, and about the order of their inputs."""
+    """Note what the layers' figures say about the calibration data, and about the order of their inputs."""
     layers = run.record.layers
     for remark in (told(layers), few_tokens(layers), held_back(layers), permuted(layers)):
         if remark is not None:

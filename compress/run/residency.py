@@ -1,4 +1,4 @@
-"""Where a block's weights live while nobody looks at them, and how they become plain full tensors while somebody does.
+"""Residency of a block's weights: their home while the block is closed, plain full tensors while it is open.
 
     with residency.open(block) as opened:     # every parameter: a full tensor on the device, in the compute dtype
         opened.stored()                       # (name, value to write), in the dtype the model stores
@@ -91,7 +91,7 @@ def _buffers(block: nn.Module, excluded: set[nn.Module]) -> list[tuple[nn.Module
 
 
 def is_narrow(parameter: nn.Parameter) -> bool:
-    """Whether it has too few bits to be trained: a step is often smaller than the distance of two numbers."""
+    """True if a parameter has too few bits to be trained: a step is often smaller than the distance of two numbers."""
     return parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
 
 
@@ -213,7 +213,7 @@ class Sharded:
 
 @contextmanager
 def widened(residency: Residency, model: nn.Module) -> Iterator[None]:
-    """Within: the model can be trained."""
+    """Makes a model trainable inside the context: on the device, in 32 bits. Restores devices and dtypes after it."""
     back = residency.widen(model)
     try:
         yield

@@ -26,7 +26,7 @@ HOOKS = (
 
 @contextmanager
 def undone(*undo: Undo) -> Iterator[None]:
-    """Within: whatever is raised, interrupts included, is undone."""
+    """Calls every `undo` where the body raises, interrupts included."""
     try:
         yield
     except BaseException:
@@ -83,7 +83,7 @@ def gradients(model: nn.Module) -> Undo:
 
 @contextmanager
 def naming(changed: Sequence[str]) -> Iterator[None]:
-    """Within: what is raised says which parts of the model are changed by then, and stay so."""
+    """Adds to an exception of the body the parts of the model that are changed by then, and stay so."""
     try:
         yield
     except BaseException as error:

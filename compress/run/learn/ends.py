@@ -57,7 +57,7 @@ def left_of(
 
 
 def _decisions(plan: Plan, residency: Residency, before: Mapping[str, Decision]) -> dict[str, Decision]:
-    """What training has made of layers, block by block."""
+    """{layer: decision} with the values after training, read block by block."""
     names = plan.treated
     found: dict[str, Decision] = {}
     for stack in plan.stacks:

@@ -18,7 +18,7 @@ from compress.weights.caches import SCALES, CacheCodes
 
 @dataclass
 class TrainedCaches:
-    """Of the attentions of a model, by name: how they keep keys and values."""
+    """Rounding of keys and values in a model's attentions. decided: {attention: how it keeps them}."""
 
     model: nn.Module
     decided: Mapping[str, CacheCodes]
@@ -45,7 +45,7 @@ class TrainedCaches:
 
     @contextmanager
     def rounding(self) -> Iterator[None]:
-        """Within: `on`."""
+        """Calls `on` for the context, `off` after it."""
         try:
             self.on()
             yield

@@ -118,7 +118,7 @@ def _learned(run: Run, walk: Callable[[Run], None], at: int, learn: Learn, teach
 
 
 def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> Collected:
-    """What passes decide about layers; the model has its values, and rounds no inputs, outputs or caches by itself."""
+    """The passes' decisions about layers. The model then has the decided values, and hooks that round nothing."""
     sink = Collected()
     undo = hooks_and_buffers(run.model)  # quantizers round inputs and outputs instead
     part = replace(run, plan=replace(run.plan, passes=passes), sink=sink, places=sink.places)
@@ -134,7 +134,7 @@ def decided(run: Run, walk: Callable[[Run], None], passes: tuple[Pass, ...]) -> 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Within: modules run as they are, and not what `Module.compile` made of them."""
+    """Makes modules run uncompiled inside the context, without what `Module.compile` made of them."""
     before = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
     try:
         for m, _ in before:
@@ -254,8 +254,8 @@ def _best_since(learn: Learn) -> int | None:
 def _thinning(
     run: Run, learn: Learn, layers: Sequence[Layer]
 ) -> tuple[Callable[[int], Mapping[str, float]], Callable[[float], None]]:
-    """What is done to the layers of the pass before every step, and after it. Parameters are taken as they are now,
-    before a root of FSDP has run."""
+    """Two functions: of a step's number, before it (pruning), and of its rate, after it (penalties). Both hold the
+    layers' parameters as they are now, before a root of FSDP has run."""
     sparsity = learn.sparsity
     before: Callable[[int], Mapping[str, float]] = unchanged
     after: Callable[[float], None] = untouched
@@ -271,7 +271,7 @@ def _thinning(
 
 @contextmanager
 def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows | None) -> Iterator[None]:
-    """Within: models give attention maps, where these are compared."""
+    """Makes models give attention maps inside the context, where these are compared."""
     models = [each for each in (run.model, teacher) if options.attention and isinstance(each, nn.Module)]
     with eager_attention(models) as changed:
         for note in sorted(set(changed)):
@@ -281,7 +281,7 @@ def _mapping(run: Run, options: TrainingOptions, teacher: nn.Module | TopKRows |
 
 @contextmanager
 def _blocks(run: Run, options: TrainingOptions) -> Iterator[None]:
-    """Within: blocks are compiled, and compute their activations again, where that is asked for."""
+    """Compiles blocks, and makes them compute activations again, inside the context, where that is asked for."""
     blocks = [block for stack in run.plan.stacks for _, block in stack.blocks]
     model: Any = run.model
     # It has had two names in transformers.

@@ -1,1 +1,1 @@
-"""Which pass treats which layer, checked before work."""
+"""The plan of a run: each layer's passes, checked before work."""

@@ -35,7 +35,7 @@ def check_batches(model: nn.Module, batches: Sequence[Batch]) -> None:
 
 @contextmanager
 def named_failure(batch: Batch, index: int) -> Iterator[None]:
-    """Within: what the model's own code raises about a calibration batch is one line, an InputError."""
+    """Turns an error of the model's own code about a calibration batch into an InputError of one line."""
     try:
         yield
     except (CompressError, ChainBrokenError, StopError, torch.OutOfMemoryError):

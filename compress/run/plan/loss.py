@@ -29,12 +29,12 @@ def check_loss(model: nn.Module, batches: Sequence[Batch], who: str) -> None:
 
 
 def has_labels(batch: Batch) -> bool:
-    """Whether a batch names labels, in whatever way its model calls them."""
+    """True if a batch names labels: a key has "label" in it."""
     return any("label" in key for key in batch)
 
 
 def generates(model: nn.Module) -> bool:
-    """Whether a model predicts next tokens, by its own word."""
+    """True if a model says of itself that it predicts next tokens (`can_generate`), and is no encoder-decoder."""
     can = getattr(model, "can_generate", None)
     config = getattr(model, "config", None)
     return callable(can) and bool(can()) and not getattr(config, "is_encoder_decoder", False)

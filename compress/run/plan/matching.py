@@ -1,4 +1,4 @@
-"""Which layers of a model a run may treat, and why it leaves the others alone."""
+"""Layers of a model that a run may treat, and the reasons why it leaves the others alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Ignored:
     matched: set[str] = field(default_factory=set)
 
     def asked_for(self, *names: str) -> bool:
-        """Whether a pattern names something known by these names, which is then entered under all of them."""
+        """True if a pattern matches one of a layer's names; enters the reason under all of them."""
         hits = [pattern for pattern in self.patterns for name in names if fnmatchcase(name, pattern)]
         self.matched.update(hits)
         if hits:
@@ -40,7 +40,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Matching:
-    """Which layers of a model may be treated. asked, observed: whether a pass asks for the layer of a name, and whether
+    """Layers of a model that may be treated. asked, observed: whether a pass asks for the layer of a name, and whether
     one looks at its input or rounds that. tied: names of tables, which are treated elsewhere."""
 
     model: nn.Module

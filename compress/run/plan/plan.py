@@ -1,4 +1,4 @@
-"""Which pass treats which layer, found and checked before any weight is touched."""
+"""Plan of a run: the passes of each layer, found and checked before any weight is touched."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ from compress.weights.masks import Earlier
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be done, checked before any weight is touched: stacks, layers by block, and who treats what.
+    """The work of a run, checked before any weight is touched: stacks, layers by block, and the passes that treat them.
 
     passes: those that treat layers inside the blocks, in their order. embeddings: the pass that treats `tables`. kv:
-    the one that treats key-value caches. recipe: all of them as they were given, with what they left open settled.
-    notes: what the person should know about that. convolutions, experts: whether they are layers. earlier: the pruning
+    the one that treats key-value caches. recipe: all passes as given, with options settled that they left open.
+    notes: remarks for the user about that. convolutions, experts: whether they are layers. earlier: the pruning
     that the model comes with. A plan without anything to decide is of a recipe that removes structure and does no more:
     the model is written as it is.
     """
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def decides(self) -> bool:
-        """Whether anything is decided about layers, tables or caches."""
+        """True if anything is decided about layers, tables or caches."""
         return bool(self.passes or self.tables) or self.kv is not None
 
     @property
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def cache_scheme(self) -> CacheScheme | None:
-        """How key-value caches are kept; None where they stay as they are."""
+        """The scheme of key-value caches; None where they stay as they are."""
         return None if self.kv is None else self.kv.cache_scheme
 
     @property
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def blocks(self) -> set[nn.Module]:
-        """What is not in one of them is the root's."""
+        """The blocks of all stacks; modules outside them belong to the root."""
         return {block for stack in self.stacks for _, block in stack.blocks}
 
     @property
@@ -219,7 +219,7 @@ def _cache_pass(model: nn.Module, passes: Sequence[Pass]) -> Pass | None:
 
 
 def _tables(model: nn.Module, passes: Sequence[Pass], ignored: Ignored) -> tuple[Table, ...]:
-    """What the pass about embeddings treats; enters what it does not into `ignored`.
+    """The tables that the pass about embeddings treats; enters the others into `ignored`.
 
     A tied head goes with its embedding, by whose name it is asked for; ignoring either leaves both alone.
     """
@@ -338,7 +338,8 @@ def _check_grouped(p: Pass, layers: Sequence[Layer]) -> None:
 
 
 def planned(model: nn.Module, plan: Plan, stored: bool, halved: Collection[str]) -> Coverage:
-    """What a plan will compress; what is `stored` needs a format, which dense layers have where they are `halved`."""
+    """The coverage that a plan will achieve. stored: compressed layers need a format. halved: names of layers stored as
+    2:4, a format for dense ones, too."""
     treated = plan.treated
     layers = [layer for inside in plan.layers.values() for layer in inside if layer.name in treated]
     quantized = {n.name for n in layers for p in plan.passes if p.writes == "quantized weight" and p.wants(n.name)}

@@ -1,4 +1,4 @@
-"""What compressed-tensors cannot express is refused before the work; what readers should know is said after it."""
+"""Refusals, before the work, of what compressed-tensors cannot express, and notes for readers after it."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ def notes_on_dense(names: Collection[str], model: nn.Module, plan: Plan) -> Iter
 
 
 def notes_for_readers(schemes: Mapping[str, Scheme], plan: Plan) -> Iterator[str]:
-    """How transformers and vLLM read a checkpoint of layers with these schemes, where it takes more than loading."""
+    """Instructions to read a checkpoint of these schemes in transformers and vLLM, where it takes more than loading."""
     foreign = {name: why for name, scheme in schemes.items() if (why := why_not(scheme)) is not None}
     if foreign:
         first = next(iter(foreign))

@@ -26,7 +26,7 @@ def part_of(coupling: Coupling) -> Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one coupling of a block so many groups will stay."""
+    """A cut of one coupling of a block, of which `staying` groups will stay."""
 
     part: Part
     coupling: Coupling
@@ -66,7 +66,7 @@ class Removed:
 
     @classmethod
     def of(cls, cut: Cut, chosen: Chosen, opened: Opened) -> "Removed":
-        """What was chosen for an open block."""
+        """The choice made for an open block, in the dtypes that it stores."""
         solved = {}
         for name, (weight, bias) in chosen.solved.items():
             layer = Layer(name, opened.block.get_submodule(name))
@@ -104,7 +104,7 @@ class Removed:
         return done
 
     def entry(self, block_name: str) -> dict[str, Any]:
-        """What compress.json says of it."""
+        """The entry of compress.json about this removal."""
         coupling = self.cut.coupling
         kept = set(self.chosen.kept.tolist())
         return {

@@ -1,4 +1,4 @@
-"""What will go of a model's structure, and what will be left of it, before any weight is touched.
+"""Foresight of a structured pruning: what it will remove and leave, before any weight is touched.
 
 The couplings of every block are found (or, for a block like one that was looked at, confirmed) on one micro-batch; then
 a copy of the model without values is cut as the model will be, which says whether a configuration can express that, and
@@ -43,8 +43,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """What will be cut of each block, in the order in which it computes, and the size of the model before and after.
-    p: the pass, with what has to go beside what it says. model: as it will be, without values. couplings: of every
+    """Cuts of each block, in the order in which it computes, and the size of the model before and after. p: the pass,
+    extended by the parts that must go with those it names. model: as it will be, without values. couplings: of every
     block, where they are known. without: blocks in which there is nothing of the kind to cut, and why."""
 
     p: Structure
@@ -58,7 +58,7 @@ class Foreseen:
     said: tuple[str, ...] = ()
 
     def notes(self, layers: int, blocks: int) -> list[str]:
-        """What will be left, where so many of so many blocks go, and in which there is nothing to cut."""
+        """Lines about the parameters left, where `layers` of `blocks` go, and about blocks without anything to cut."""
         said = (f"{c.staying} of {c.coupling.groups} {NAMES[c.part]}" for cuts in self.cuts.values() for c in cuts)
         what = [*([f"{blocks - layers} of {blocks} blocks"] if layers else []), *dict.fromkeys(said)]
         if self.width is not None:
@@ -106,7 +106,7 @@ class Foresight:
         return f"{said}; leave {part} out"
 
     def cuts_of(self, name: str, block: nn.Module, call: Call) -> Iterator[Cut]:
-        """What is cut of a block, in its order."""
+        """The cuts of a block, in the order in which it computes."""
         with self.residency.open(block, keep=False) as opened, evaluating(block):
             couplings, rejected = self.couplings_of(name, opened.block, call)
             self.couplings[block] = couplings
@@ -144,7 +144,7 @@ class Foresight:
         return couplings, rejected
 
     def usable(self, name: str, coupling: Coupling) -> bool:
-        """Whether nobody wants any of its layers left alone, and it has no part in the output head."""
+        """True if no pattern ignores a layer of the coupling, and none is the output head."""
         prefix = f"{name}." if name else ""
         names = [prefix + member.name for _, member in coupling.members()]
         asked = [self.ignored.asked_for(full) for full in names]
@@ -153,7 +153,7 @@ class Foresight:
     # --- channels of the hidden state
 
     def width(self, stacks: Sequence[Stack], calls: Mapping[nn.Module, Call]) -> Width:
-        """Where the channels of the hidden state are. Heads that no configuration leaves as they are go, too."""
+        """The places of the hidden channels. Adds heads to the pass where no configuration leaves them as they are."""
         for name, block in chain.from_iterable(stack.blocks for stack in stacks):
             with self.residency.open(block, keep=False) as opened, evaluating(block):
                 self.couplings[block], _ = self.couplings_of(name, opened.block, calls[block])
@@ -243,7 +243,7 @@ class Foresight:
 
 
 def hidden_width(model: nn.Module, stacks: Sequence[Stack], couplings: Mapping[nn.Module, Sequence[Coupling]]) -> Width:
-    """Where a model has the channels of its hidden state. Raises InputError where that cannot be told."""
+    """The places of a model's hidden channels. Raises InputError where they cannot be told."""
     blocks = [each for stack in stacks for each in stack.blocks]
     taken = {place for name, block in blocks for c in couplings[block] for place in taken_by(name, block, c)}
     return width_of(model, taken, [name for name, _ in blocks if name])

@@ -1,4 +1,4 @@
-"""What `structure` decides about one coupling: which of its groups stay, and what the layers that read them weigh then.
+"""Decisions of `structure` about one coupling: the groups that stay, and the new weights of the layers that read them.
 
 Shapes: N outputs, K inputs, G groups of s inputs each, S inputs that stay (`solvers.removal`).
 """

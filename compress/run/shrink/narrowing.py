@@ -25,8 +25,8 @@ OFFSETS = (0.0, 1.0)  # what a norm adds to its weight before it multiplies by i
 
 @dataclass(frozen=True)
 class Narrowing:
-    """Of a model with this width, `count` channels will stay. calls: of the whole model, on this rank; none: by
-    weights. weighed: whether weights say what matters, where there are calls."""
+    """Narrowing of a model's hidden state to `count` channels. calls: of the whole model, on this rank; none: by
+    weights. weighed: whether weights, not activations, rank the channels, where there are calls."""
 
     model: nn.Module
     width: Width
@@ -145,8 +145,8 @@ def _watched(norms: Mapping[str, nn.Module], call: Call, see: See) -> Iterator[N
 
 
 def offset_of(name: str, norm: nn.Module, size: int) -> float:
-    """What a norm adds to its weight: 0, or 1 where a weight of zero leaves channels as they are. Raises InputError for
-    what multiplies by something else."""
+    """The offset that a norm adds to its weight: 0, or 1 where a weight of zero leaves channels as they are. Raises
+    InputError for a norm that multiplies by something else."""
     twin = copy.deepcopy(norm)
     weight, bias = twin.get_parameter("weight"), getattr(twin, "bias", None)
     x = torch.arange(-size, size, dtype=weight.dtype, device=weight.device).reshape(2, size)

@@ -48,7 +48,7 @@ from compress.system.progress import Reporter
 
 @dataclass
 class Restructured:
-    """What went: the entry of compress.json, what was said about it, and how to undo it."""
+    """A finished restructuring: the entry of compress.json, notes for the user, and changes to undo."""
 
     record: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Restructured:
 
     @property
     def fingerprint(self) -> str:
-        """Of what went, which a resumed run must have removed, too."""
+        """The fingerprint of what was removed; a resumed run must have removed the same."""
         went = [self.record["dropped"], [(cut["block"], cut["cut"], cut["removed"]) for cut in self.record["cut"]]]
         if "hidden" in self.record:
             went.append(self.record["hidden"]["removed"])
@@ -224,8 +224,8 @@ class Restructuring:
     def decided(
         self, name: str, block: nn.Module, cuts: Sequence[Cut], streams: Streams
     ) -> tuple[list[Removed], Streams]:
-        """What goes of a block, each coupling behind those that are decided already, and the calls of the next block.
-        What is open are copies: the block itself is as it was."""
+        """The removals of a block, each coupling decided behind those before it, and the calls of the next block. Works
+        on copies: the block itself stays as it was."""
         removed: list[Removed] = []
         versions = Versions()
         with self.residency.open(block, keep=False) as opened:
@@ -241,7 +241,7 @@ class Restructuring:
         return removed, streams
 
     def choice(self, name: str, opened: Opened, cut: Cut, streams: Streams, versions: Versions) -> Removed:
-        """Which groups of a coupling of an open block stay, the same on every rank."""
+        """The choice of groups to stay of a coupling of an open block, the same on every rank."""
         layers = cut.layers(opened.block, name)
         stats = self.statistics(opened, layers, streams, versions) if streams.calls else {key: {} for key in layers}
         readings = {}

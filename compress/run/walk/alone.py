@@ -61,7 +61,7 @@ class Alone:
         self.original = outputs if index + 1 == len(self.calls) else self._next(index, iter(outputs))
 
     def _ran(self, index: int, calls: Sequence[Call]) -> Iterator[Any]:
-        """What a block returns for each of its calls."""
+        """The outputs of a block for each of its calls."""
         for call in calls:
             self.run.record.block_forwards += 1
             yield self.stack.blocks[index][1](*call.args, **call.kwargs)

@@ -260,7 +260,7 @@ class BlockRun:
 
 
 def _places(here: BlockRun) -> dict[str, Tensor]:
-    """Where the original's weights lie within the codes that were decided, by layer, on the CPU."""
+    """{layer: places of the original weights within the decided codes}, on the CPU."""
     found = {}
     for name, decision in here.decided.decisions.items():
         layer = here.layers[name]

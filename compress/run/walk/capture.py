@@ -1,4 +1,4 @@
-"""What every block of a model is called with, at the cost of the embedding.
+"""Capture of the arguments of every block of a model, at the cost of the embedding.
 
 The blocks are swapped for recorders that note their arguments and hand the hidden state on; the model runs once per
 micro-batch. Each block keeps its own arguments (masks and rotary tables differ between sliding and full attention). A
@@ -163,7 +163,7 @@ def _check_called_once(model: nn.Module, stack: Stack, noted: _Capture, batch: B
 
 
 def output_shape(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the block would return, on tensors without data (a plain tensor where that cannot be told)."""
+    """The block's output on tensors without data; of a block that cannot be traced, its real output."""
     try:
         with without_data() as mode:
             fake = tree_map(lambda t: mode.from_tensor(t) if isinstance(t, Tensor) else t, (args, dict(kwargs)))

@@ -37,8 +37,8 @@ def decide(
     statistics: Sequence[Mapping[str, Any]] = ({},),
     earlier: Decided | None = None,
 ) -> dict[str, Decision]:
-    """What the pass decides about the layers of a site; with several sets of statistics, it is asked about as many
-    parts of each layer. Raises CompressError for weights that are not finite."""
+    """The pass's decisions about the layers of a site; with several sets of statistics, it decides about as many parts
+    of each layer. Raises CompressError for weights that are not finite."""
     whole = seen(site, opened, comm)
     weights = whole.weights
     before = Decided() if earlier is None else earlier

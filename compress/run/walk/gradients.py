@@ -1,7 +1,7 @@
-"""How the loss changes with each weight of the uncompressed model: forward and backward, one block in memory at a time.
+"""Gradients of the loss by each weight of the uncompressed model: forward and backward, one block in memory at a time.
 
     calls of all blocks -> for a part of the micro-batches:
-        forward:  block by block, what goes into each is kept
+        forward:  block by block, the inputs of each are kept
         the end:  what follows the last block, and the loss; its gradient by what the last block returned
         backward: from the last block to the first, each run once more, with a graph: the gradients of its weights are
                   scored and summed at once, that of its input goes to the block before
@@ -61,7 +61,7 @@ class Sums:
             self.reached.add(layer.name)
 
     def settled(self) -> Settled:
-        """What the pass makes of it; layers that no gradient reached are left alone."""
+        """The pass's settlement of the sums; layers that no gradient reached are left alone."""
         found = self.stage.settle({name: shard for name, shard in self.shards.items() if name in self.reached})
         alone = {name: UNREACHED for name in self.shards if name not in self.reached}
         return replace(found, alone={**found.alone, **alone})
@@ -139,7 +139,7 @@ def _of_the_end(run: Run, stack: Stack, batches: Sequence[Batch], outputs: Seque
 
 
 def _instead(returned: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is said to return, whatever it is called with."""
+    """Stand-in for a block: `returned`, whatever the arguments."""
     return returned
 
 
@@ -200,7 +200,7 @@ def _problem(loss: Tensor) -> str | None:
 
 @contextmanager
 def _differentiable(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within: parameters have gradients, whether or not somebody has frozen them."""
+    """Makes parameters require gradients inside the context, frozen ones included; restores them after it."""
     before = [p.requires_grad for p in parameters]
     try:
         for parameter in parameters:

@@ -77,7 +77,7 @@ class HeldOut:
         return [c.with_hidden(hidden_of(o)) for c, o in zip(self.calls[index + 1], outputs, strict=True)]
 
     def _onwards(self, index: int, i: int, call: Call) -> Any:
-        """What the last block returns of a call of block `index`."""
+        """The last block's output, if block `index` is called with `call` and its output goes on."""
         output: Any = self.blocks[index](*call.args, **call.kwargs)
         for block, calls in zip(self.blocks[index + 1 :], self.calls[index + 1 :], strict=True):
             own = calls[i].with_hidden(hidden_of(output))
@@ -99,7 +99,7 @@ class HeldOut:
 
 
 def instead(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a block is said to return, whatever it is called with."""
+    """Stand-in for a block: `output`, whatever the arguments."""
     return output
 
 
@@ -126,7 +126,7 @@ def _of_whole(model: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def holding(values: Values) -> Iterator[None]:
-    """Within: layers have other values, as they are stored."""
+    """Gives layers other stored values inside the context; restores them after it."""
     before: list[tuple[Layer, Tensor]] = []
     try:
         for layer, tensor in values.items():

@@ -1,4 +1,4 @@
-"""What a model makes of what its last block returned, and how far another version of it is from that."""
+"""A model's predictions from the outputs of its last block, and another version's distance from them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -26,8 +26,8 @@ See = Callable[[Layer, Tensor], None]
 
 
 class Products(TorchFunctionMode):
-    """Within: `see(layer, x)` is called before every product of a layer's weight with x, [..., K]; of an expert that is
-    given no row it is not.
+    """Calls `see(layer, x)` inside the context before every product of a layer's weight with x, [..., K]; not for an
+    expert that is given no row.
 
     Raises CompressError, in the forward, for a weight that is not stored as its layer says.
     """
@@ -56,7 +56,7 @@ class Products(TorchFunctionMode):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Within: the mode is off, and what runs there finds torch as it is outside the forward."""
+        """Turns the mode off inside the context: code there finds torch as it is outside the forward."""
         inside = self.inside
         if not inside:
             self.__exit__(None, None, None)

@@ -46,8 +46,8 @@ def reconstructed(
     versions: Versions,
     comm: Comm,
 ) -> dict[str, Decision]:
-    """What becomes of the layers of a block; figures: `block_loss` and, before, `block_loss_before`, a share of the
-    mean square of what the original block returns. The same on every rank."""
+    """The trained decisions about a block's layers, the same on every rank. figures: `block_loss` and, before training,
+    `block_loss_before`, each a share of the mean square of the original block's outputs."""
     with torch.no_grad(), versions.original():
         targets = [_returned(opened.block, call) for call in reference]
     task = Task(opened.block, calls, targets, comm)
@@ -86,7 +86,7 @@ def _start(layer: Layer, decision: Decision, versions: Versions, learns: bool) -
 
 
 def _groups(layers: Sequence[Layer], stage: Reconstruction) -> list[dict[str, Any]]:
-    """What the optimizer is given: the weights of each layer with a rate of so many steps of its grid, and scales."""
+    """The optimizer's groups: each layer's weights, at `stage.rate` steps of its grid, and all scales."""
     groups: list[dict[str, Any]] = []
     scales: list[nn.Parameter] = []
     for layer in layers:

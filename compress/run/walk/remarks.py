@@ -1,4 +1,4 @@
-"""What a run has to say about itself: layers, their ranges, passes that did nothing, layers that saw too little."""
+"""Remarks of a run: its layers and their ranges, passes that did nothing, layers that saw too few tokens."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ENTIRE = ("gptq", "sparsegpt")
 
 
 def nothing_done(plan: Plan, record: RunRecord) -> str | None:
-    """Which pass compressed nothing at all, and why; None where every one did something."""
+    """A sentence naming a pass that compressed nothing at all, and why; None where every one did something."""
     made = {layer.name for layer in record.layers}
     for p in plan.passes:
         wanted = sorted(name for name in plan.treated if p.wants(name))
@@ -102,7 +102,7 @@ def layer_record(p: Pass, layer: Layer, decision: Decision) -> LayerRecord:
 
 
 class RangeNotes:
-    """What the record says about the ranges that calibration fixes in a block."""
+    """Records of the ranges that calibration fixes in a block."""
 
     def __init__(self, earlier: Sequence[RangeRecord] = ()) -> None:
         self.noted: list[RangeRecord] = [*earlier]
@@ -124,6 +124,6 @@ class RangeNotes:
         self.noted += [range_record(keys, attention, "keys"), range_record(values, attention, "values")]
 
     def in_order(self, block: nn.Module, block_name: str) -> list[RangeRecord]:
-        """What was noted, in the order of the model."""
+        """The noted ranges, in the order of the model."""
         place = {name: i for i, (name, _) in enumerate(block.named_modules(prefix=block_name))}
         return sorted(self.noted, key=lambda noted: place[noted.tensor])

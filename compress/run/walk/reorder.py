@@ -77,7 +77,7 @@ def reorder(
 
 
 def torn(readers: Mapping[str, Tensor], group: int) -> str | None:
-    """Why channels cannot fill whole groups of inputs in a row; None where they do."""
+    """The reason why channels cannot fill whole groups of inputs in a row; None where they do."""
     for places_RU in readers.values():
         width = places_RU.shape[1]
         if width % group:

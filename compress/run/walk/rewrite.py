@@ -26,7 +26,7 @@ from compress.system.comm import Comm
 
 
 def same_orders(orders: Orders, comm: Comm) -> Orders:
-    """What every rank's tokens have shown: what may change places on all of them."""
+    """The orders found on every rank, whose channels may change places."""
     offers = comm.gather_objects([_signature(places) for places in orders.found])
     found = [p for p in orders.found if all(_signature(p) in others for others in offers)]
     return Orders(tuple(found), orders.rejected)
@@ -37,7 +37,7 @@ def _signature(places: Places) -> tuple[tuple[str, str, str], ...]:
 
 
 def agreed(comm: Comm, discovery: Discovery) -> Discovery:
-    """What every rank's tokens have shown: the folds that all of them found."""
+    """The folds found on every rank; those that another rank did not find are entered as rejected."""
     everywhere = comm.gather_objects(discovery.folds)
     folds = tuple(fold for fold in discovery.folds if all(fold in others for others in everywhere))
     lost = [f"{f.producer}: other ranks found no such fold" for f in discovery.folds if f not in folds]

@@ -1,4 +1,4 @@
-"""How a block calls its layers: which of them read one tensor, which are never called, which more than once."""
+"""Sites of a block: the layers that read one tensor; and those that it never calls, or calls more than once."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from compress.system.comm import Comm
 
 @dataclass(frozen=True)
 class Structure:
-    """How a block calls its layers: sites (names of layers that read one tensor, in call order), and the others.
+    """A block's calls of its layers: sites (names of layers that read one tensor, in call order), and the others.
 
     Convolutions are of one site if they also read the tensor in the same way: the same patches.
     """
@@ -32,7 +32,7 @@ class Structure:
 
 
 def structure_of(block: nn.Module, calls: Sequence[Call], layers: Sequence[Layer]) -> Structure:
-    """The layers that share an input, from one forward of the first micro-batch on tensors without data.
+    """The layers that share an input, by one forward of the first micro-batch on tensors without data.
 
     A block whose control flow depends on data is run for real instead (traced=False). So is one with layers that no
     module is, on one micro-batch after the other until one has shown two experts of a module: the others are taken to

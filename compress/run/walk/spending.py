@@ -1,4 +1,4 @@
-"""Where the seconds of a run go: forwards, statistics, solving, writing.
+"""Seconds of a run by activity: forwards, statistics, solving, writing.
 
 Each second counts once, for the innermost of what goes on; what is left is reading weights and everything else.
 """
@@ -26,7 +26,7 @@ class Spending:
 
     @contextmanager
     def on(self, activity: Activity) -> Iterator[None]:
-        """What is done meanwhile counts as this, but for what `on` is said of inside of it."""
+        """Count the time inside the context as this activity, except for contexts of `on` inside it."""
         self._turn()
         self.inside.append(activity)
         try:

@@ -1,4 +1,4 @@
-"""What a run works with, and what flows through it: the calls of the next block."""
+"""State of a run, and the calls of the next block, which flow through it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +24,9 @@ from compress.train.inputs.rows import Rows
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a run needs that trains. rows: all samples, the same on every rank. micro: how many go through at once.
-    teacher: the model of that name, ready to be called, or what a file of that name holds of one. place: where
-    checkpoints are (None: nowhere)."""
+    """Training data and teachers. rows: all samples, the same on every rank. micro: the number of samples that go
+    through at once. teacher: the model of that name, ready to be called, or a file's top k of one. place: the folder
+    of checkpoints (None: nowhere)."""
 
     rows: Rows
     micro: int
@@ -36,7 +36,7 @@ class Lessons:
 
 
 def phase_of(lessons: Lessons | None) -> str:
-    """How a walk is called, from whose blocks the model is trained; "" for the only one."""
+    """The name of a walk for messages: "before training, " where training follows, "" otherwise."""
     return "" if lessons is None else "before training, "
 
 
@@ -65,9 +65,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run works with. batches: this rank's micro-batches (none where no pass needs calibration). lessons: what
-    it trains with, if it does. earlier: what was found out about each block in a walk before this one. places: where
-    to keep how weights lie within their codes, by layer, for a training that begins there (None: nowhere).
+    """Model, plan and state of a run. batches: this rank's micro-batches (none where no pass needs calibration).
+    lessons: training data, where the run trains. earlier: results for each block of a walk before this one. places:
+    filled with each layer's places of weights within their codes, for a training that begins there (None: unkept).
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def compares(self) -> bool:
-        """Whether a pass compares with the original model."""
+        """True if a pass compares with the original model."""
         decides = (p.stage(Decide) for p in self.plan.passes)
         reference = any(stage.reference for stage in decides if stage is not None)
         return reference or any(p.stage(Reconstruction) for p in self.plan.passes)
@@ -113,7 +113,7 @@ class Streams:
 
     @property
     def end(self) -> bool:
-        """Whether the block is the whole model, which hands nothing on."""
+        """True if the block is the whole model, which hands nothing on."""
         return bool(self.calls) and self.calls[0].key is None
 
     def called_as(self, own: Sequence[Call]) -> "Streams":

@@ -1,4 +1,4 @@
-"""What passes have to know about all layers before the first is decided: one walk over the uncompressed model."""
+"""Survey of all layers for passes, before the first is decided: one walk over the uncompressed model."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
