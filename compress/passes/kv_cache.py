@@ -37,7 +37,7 @@ class CacheFormat(Pass):
     """Numbers of 8 bits; fp8 is e4m3."""
 
     granularity: CacheGranularity = "token"
-    """What has a scale of its own, for keys and for values; those of head and tensor are calibrated."""
+    """Part with a scale of its own, for keys and for values; scales of head and tensor are calibrated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,7 +46,7 @@ class CacheFormat(Pass):
 
     @property
     def scheme(self) -> CacheScheme:
-        """What these options describe."""
+        """The scheme of key-value caches that these options describe."""
         return CacheScheme(type="int" if self.type == "int8" else "float", granularity=self.granularity)
 
 

@@ -204,7 +204,7 @@ class SpQR(SecondOrder):
         return rows if price is None else {**rows, "price_N": target_NK.new_full(target_NK.shape[:1], price)}
 
     def _price(self, target_NK: Tensor, relied: Relied, scale_dtype: torch.dtype) -> float | None:
-        """What an exact weight is worth in a layer; None where there is to be none."""
+        """The loss that an exact weight has to save in a layer; None where there is to be none."""
         seen = relied.ordered
         if self.threshold:
             return price_by_variance(target_NK, seen, self.threshold)

@@ -116,12 +116,12 @@ class Structure(Pass):
 
     @property
     def shares(self) -> dict[Part, float]:
-        """Of what something goes, in the order in which a block computes it, and how much."""
+        """{part: the share of it that goes}, in the order in which a block computes them."""
         return {part: share for part in PARTS if (share := getattr(self, part))}
 
     @property
     def parts(self) -> list[list[str]]:
-        """What goes, those together of which a configuration may have one number: heads and the hidden state."""
+        """The parts that go, grouped where a configuration may have one number for them: heads and the hidden state."""
         first = [part for part in ("hidden", "heads") if self.hidden and getattr(self, part)]
         others: list[list[str]] = [[part] for part in self.shares if part not in first]
         return [first, *others] if first else others
@@ -132,12 +132,12 @@ class Structure(Pass):
 
     @property
     def solves(self) -> bool:
-        """Whether second moments are needed, not the size of inputs alone."""
+        """True if second moments are needed, not the size of inputs alone."""
         return self.importance == "loss" or self.compensate
 
     @property
     def compares(self) -> bool:
-        """Whether statistics compare with the inputs of the model that is not cut."""
+        """True if statistics compare with the inputs of the model that is not cut."""
         return self.compensate and self.drift > 0
 
     def needs_of(self, bias: bool) -> Mapping[str, StatisticFactory]:
@@ -156,7 +156,7 @@ class Structure(Pass):
             )
 
     def staying(self, part: Part | Literal["hidden"], groups: int) -> int:
-        """How many of so many groups stay. Raises InputError where all would."""
+        """The number of groups that stay of `groups`. Raises InputError where all would."""
         share: float = getattr(self, part)
         least = 0.5 / groups  # what is rounded to one
         gone = min(int(share * groups + 0.5), groups - 1)

@@ -43,7 +43,7 @@ class Taylor(Ranked):
     name: ClassVar[str] = "taylor"
 
     measure: Measure = "square"
-    """What is summed over micro-batches: squares of what the loss changes by to first order, or its size."""
+    """Sum over micro-batches: squares of the loss's change to first order, or its size."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -92,7 +92,7 @@ class Train(TrainingOptions, SparsityOptions, Pass):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained(Pass):
-    """What training has made of the layers, as a pass that decides just that."""
+    """A pass that decides what training has decided about the layers."""
 
     name: ClassVar[str] = "train"
     reads: ClassVar[Aspect] = "quantized weight"

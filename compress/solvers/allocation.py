@@ -1,4 +1,4 @@
-"""What layers get out of one budget, by what it takes off their losses: ranks, or one of several options each.
+"""Allocation of one budget to layers, by what it takes off their losses: ranks, or one of several options each.
 
 Ranks (and steps of sparsity, `solvers.sparsity_shares`). Layer l with rank r costs r c_l and has the loss t_l(r) = sum
 of its spectrum beyond r (`solvers.whitened`); left as it is it costs w_l and has none.
@@ -106,7 +106,7 @@ def singly(layer: str, curve: Curve, rank: int | None) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class Option:
-    """What a unit may get: its cost and its loss, 0 or more."""
+    """An option of a unit: its cost and its loss, 0 or more."""
 
     cost: float
     loss: float

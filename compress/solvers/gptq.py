@@ -49,7 +49,7 @@ TRIAL_ROWS = 64
 
 @dataclass(frozen=True)
 class Method:
-    """What any weight is given: a grid, and what follows the sweep. refit, sweeps: rounds of scale refit and of
+    """Settings for all weights: a grid, and the steps after the sweep. refit, sweeps: rounds of scale refit and of
     coordinate descent. steps: at most so many of conjugate gradients, in which weights that are kept make up for those
     that are pruned before they are rounded. polish_damp: of H in all three."""
 
@@ -157,8 +157,8 @@ def price_by_sweep(weight_NK: Tensor, seen: Ordered, grid: Grid, scale_dtype: to
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of columns before the first is rounded, in sweep order. group_of [K]: the group of each. importance
-    [K]: the diagonal of H, by which ranges are fitted; cost [K]: what an error costs in the sweep. kept [K, N]: weights
+    """Facts about columns before the first is rounded, in sweep order. group_of [K]: the group of each. importance [K]:
+    the diagonal of H, by which ranges are fitted; cost [K]: what an error costs in the sweep. kept [K, N]: weights
     that are not kept have the code of 0, and no say in a range (every range holds 0, which is exact in it). price [N]:
     of an exact weight (`solvers.outliers`)."""
 
@@ -174,7 +174,7 @@ class Known:
     def of(
         cls, seen: Ordered, grid: Grid, scale_dtype: torch.dtype, kept_KN: Tensor | None, price_N: Tensor | None
     ) -> "Known":
-        """What a Hessian in its order says of columns."""
+        """The facts that a Hessian in its order gives about columns."""
         columns = len(seen.order_K)
         length = columns if grid.granularity == "tensor" else grid.group_length(columns)
         group_of = (seen.order_K // length).tolist()
@@ -220,14 +220,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What a rule has decided, the values [N, K] of that and the loss [N], in sweep order."""
+    """A rule with its decisions, their values [N, K] and the loss [N], in sweep order."""
 
     rule: "GridRule"
     values: Tensor
     loss: Tensor
 
     def or_better(self, other: "Rounded") -> "Rounded":
-        """Of each row what loses less; this where both lose the same."""
+        """The better of two results, row by row; this one where both lose the same."""
         better_N = other.loss < self.loss
         values = torch.where(better_N.unsqueeze(1), other.values, self.values)
         return Rounded(self.rule.mixed(other.rule, better_N), values, torch.where(better_N, other.loss, self.loss))
@@ -311,7 +311,7 @@ class GridRule(Settled):
         return replace(self, **taken)
 
     def _exact(self, column: int, error_N: Tensor) -> Tensor:
-        """Which weights of a column are exact; while the sweep goes, also those whose error costs more than that."""
+        """[N] the exact weights of a column; during the sweep, also those whose error costs more than `known.price`."""
         assert self.exact is not None
         if not self.settled and self.known.price is not None:
             dear = self.known.cost_K[column] * error_N.square() > self.known.price

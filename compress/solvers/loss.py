@@ -25,7 +25,7 @@ def quadratic(comm: Comm, error_NK: Tensor, hessian_KK: Tensor) -> float:
 
 
 def weight_error(weight_NK: Tensor, found: Summand | Weight) -> float:
-    """How far what is decided is from a weight, as a part of it."""
+    """The relative error of a decided weight: the norm of its difference from the weight over the weight's norm."""
     error = size = 0.0
     for rows in some_rows(*weight_NK.shape):
         exact = weight_NK[rows].to(working_dtype(weight_NK))

@@ -27,8 +27,7 @@ Codes = Summand | Weight
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer is made of in a turn: codes, with exact weights beside them, and a low rank; None where it has
-    none."""
+    """Terms of a layer in a turn: codes, with exact weights beside them, and a low rank; None where it has none."""
 
     codes: Codes | None = None
     low: Tensors | None = None
@@ -41,7 +40,7 @@ class Parts:
         return added(*terms[:1], *low, *terms[1:])
 
     def left(self, target_NK: Tensor) -> Tensor:
-        """What of a target they leave."""
+        """The rest of a target that the terms leave."""
         if self.codes is None and self.low is None:
             return target_NK
         return target_NK - self.weight.dequantize(target_NK.dtype)

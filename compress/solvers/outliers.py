@@ -42,7 +42,7 @@ def check_share(outliers: float) -> None:
 
 
 def counts_of(length: int) -> list[int]:
-    """How many of a group's largest weights are tried outside of its range: up to an eighth, at least 2."""
+    """Counts to try of a group's largest weights outside of its range: 0 up to an eighth of the group, at least 2."""
     most, counts = max(2, length // 8), [0, 1]
     while counts[-1] < most:
         counts += [counts[-1] * 3 // 2, counts[-1] * 2] if counts[-1] > 2 else [counts[-1] + 1]

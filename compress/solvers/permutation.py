@@ -27,7 +27,7 @@ LEAST_GAIN = 1e-7
 
 
 def kept_of(score_RU: Tensor, pattern: Pattern) -> float:
-    """What a pattern keeps of all scores."""
+    """The sum of the scores that a pattern keeps."""
     return float(_largest(score_RU.unflatten(1, (-1, pattern.length)), pattern).sum(dtype=torch.float64))
 
 

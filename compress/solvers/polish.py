@@ -23,11 +23,11 @@ class Settled(ColumnRule):
 
     @abstractmethod
     def at(self, column: int) -> tuple[Tensor, ...]:
-        """What `decide` writes for a column."""
+        """The tensors that `decide` writes for a column."""
 
     @abstractmethod
     def held(self) -> Held | None:
-        """What the compiled loops need to decide as `decide` does; None where they cannot."""
+        """Arguments for the compiled loops to decide as `decide` does; None where they cannot."""
 
     def run(self, block: SweptBlock, begin: int, end: int) -> None:
         compiled = self.held()

@@ -1,4 +1,4 @@
-"""Which groups of inputs a layer can do without, and what makes up for them: least squares on second moments.
+"""Removal of groups of inputs that a layer can do without, and its compensation: least squares on second moments.
 
 Shapes: N outputs, K inputs, G groups of s inputs each (columns_Gs), R the inputs that go, S those that stay. Inputs in
 no group always stay. `passes.structure` has the equations.
@@ -58,7 +58,7 @@ def regular(hessian_KK: Tensor, damp: float) -> tuple[Tensor, Tensor]:
 
 
 class Costs(Protocol):
-    """What removing groups costs a layer, given what has gone already."""
+    """Costs to a layer of removing groups, given what has gone already."""
 
     def scores(self) -> Tensor:
         """[G] the cost of each group that is left; of one that has gone, anything."""

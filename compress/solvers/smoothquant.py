@@ -72,7 +72,7 @@ def scaled_loss(x_MK: Tensor, weight_NK: Tensor, s_K: Tensor, inputs: Activation
 
 
 def input_codes(extremes: tuple[Tensor, Tensor], s_K: Tensor, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:
-    """How x / s is rounded: a range for each token, a fixed one for each input (granularity "channel") or for all of
+    """The rounding of x / s: a range for each token, a fixed one for each input (granularity "channel") or for all of
     them. extremes: the lowest and the highest of x, [K] each."""
     if grid.granularity == "token":
         return ActivationCodes(grid)

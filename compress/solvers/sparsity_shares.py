@@ -84,7 +84,7 @@ def by_rows(shares: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], 
 
 
 def _next(curve: Curve, step: int) -> float:
-    """What one more step is worth per weight."""
+    """The loss that one more step saves per weight; -inf after the last."""
     return float(curve.values[step]) / curve.cost if step < len(curve.values) else -math.inf
 
 
@@ -107,7 +107,7 @@ def steps(losses_L: Tensor) -> Tensor:
 
 
 def convex(values: Tensor) -> Tensor:
-    """What steps are worth on the lower convex hull of their losses: those that rise are averaged until none does."""
+    """The worth of steps on the lower convex hull of their losses: those that rise are averaged until none does."""
     groups: list[tuple[float, int]] = []
     for value in values.tolist():
         mean, count = value, 1

@@ -95,7 +95,7 @@ def tile_rule(
     leave_one_out: bool,
     search: bool,
 ) -> TileRule:
-    """How the columns of a weight are decided, before the first of them is."""
+    """The rule that decides a weight's columns, before the first is decided."""
     rows, columns = weight_NK.shape
     groups, device = columns // format_.group_size, weight_NK.device
     scale_codes, zero_codes, scale, zero = (weight_NK.new_zeros(groups, rows) for _ in range(4))

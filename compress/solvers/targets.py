@@ -73,7 +73,7 @@ def check_drift(drift: float) -> None:
 
 
 def drift_correction(statistics: HessianResult, damp: float) -> Correction | None:
-    """What W + W D needs, the ridge-regression weight; None where nothing is compressed before this layer."""
+    """The factors of W + W D, the ridge-regression weight; None where nothing is compressed before this layer."""
     assert statistics.drift is not None
     if not bool(statistics.drift.any()):
         return None

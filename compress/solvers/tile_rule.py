@@ -1,4 +1,4 @@
-"""What a sweep decides in tiles (`weights.formats.tiles`): codes, the codes of scales and zero points, and outliers.
+"""A sweep's decisions in tiles (`weights.formats.tiles`): codes, the codes of scales and zero points, and outliers.
 
 Shapes: N outputs, K inputs, G groups, g columns of a group. d_j is what an error of column j costs in the sweep.
 """

@@ -19,15 +19,14 @@ class ActivationFormat(WeightFormat):
     """A pass that may round the inputs and outputs of its layers, to 2 to 8 bits, as the scheme says."""
 
     activations: Activations = "dynamic"
-    """Whether rounded inputs are fitted to every token as it comes (of a convolution: every sample), or by
-    calibration."""
+    """Fit of rounded inputs: to every token as it comes (of a convolution: every sample), or by calibration."""
 
     activation_grid: ActivationGrid = "symmetric"
-    """Of static inputs and outputs; unsigned is for inputs that are never negative (after a ReLU), whose outputs are
-    asymmetric."""
+    """Grid of static inputs and outputs; unsigned is for inputs that are never negative (after a ReLU), and gives
+    outputs the asymmetric grid."""
 
     outputs: Outputs = "none"
-    """Whether what a layer returns, bias included, is rounded to 8 bits, too, by a fixed range per tensor."""
+    """Rounding of a layer's output, bias included, to 8 bits, by a fixed range per tensor."""
 
     per_channel_inputs: bool = False
     """A fixed range for each input channel. For research: no format and no kernel holds it, the model stays in

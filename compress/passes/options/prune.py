@@ -1,4 +1,4 @@
-"""What the passes share that prune: a pattern or a share of zeros, and decisions out of scores or of survivors.
+"""The common part of passes that prune: a pattern or a share of zeros, and decisions from scores or survivors.
 
 Shapes: N outputs, K inputs; of a convolution K is the patch, channel by channel. Weights that an earlier pass has
 pruned are worth nothing and stay zero: a pass adds to a mask. `weights.masks` has the counting.
@@ -46,7 +46,7 @@ class Prune(Pass):
     that make them can change places with them; 0: they stay in their order."""
 
     per: Per = "row"
-    """Where weights compete that no pattern binds: with those of their own output, or of the whole layer."""
+    """Competitors of a weight that no pattern binds: the weights of its own output, or of the whole layer."""
 
     sparsities: tuple[tuple[str, float], ...] = ()
     """[layer, share] pairs: shares of zeros of single layers by their full names, 0 to 1, in place of `sparsity`."""
@@ -141,7 +141,7 @@ class Prune(Pass):
                 )
 
     def choice(self, layer: str) -> Choice:
-        """What is to stay of a layer."""
+        """The rule for the weights of a layer that stay."""
         share = dict(self.sparsities).get(layer, self.zeros)
         return Choice(self.of_each, share, together=self.per != "row")
 

@@ -1,4 +1,4 @@
-"""What the passes share that round weights and, where the scheme says so, what their layers multiply and return."""
+"""The common part of passes that round weights and, where the scheme says so, layers' inputs and outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
 
     @property
     def decide_stage(self) -> Decide:
-        """How weights and inputs are rounded."""
+        """The stage that rounds weights and inputs."""
         return replace(super().decide_stage, rounds_inputs=self.input_grid() is not None)
 
     @property
@@ -62,7 +62,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
         return self.decide_stage, Fix({"range": self.fixed_range(grid)}, self.output_codes)
 
     def output_codes(self, stats: Mapping[str, Any], scale_dtype: torch.dtype) -> ActivationCodes:
-        """How a layer's output is rounded, from its finished statistics."""
+        """The rounding of a layer's output, from its finished statistics."""
         grid = self.output_grid()
         assert grid is not None
         return fixed_codes(stats["range"], grid, scale_dtype)
@@ -87,7 +87,7 @@ class QuantizeWeights(FixedRanges, ActivationFormat):
 
 
 def fixed_codes(found: Range, grid: Grid, scale_dtype: torch.dtype) -> ActivationCodes:
-    """How values are rounded by a range that calibration has found, one per tensor or per channel."""
+    """The rounding of values by a range that calibration has found, one per tensor or per channel."""
     scale, zero_point = (t.reshape(1, -1) for t in scale_and_zero_point(found, grid, scale_dtype))
     return ActivationCodes(grid, scale.to(scale_dtype), None if grid.symmetric else zero_point.to(torch.int8))
 
@@ -97,7 +97,7 @@ class FoldThenRound(QuantizeWeights):
     """A method that folds scales and then rounds."""
 
     rounding: Literal["nearest", "none"] = "nearest"
-    """Whether the pass rounds once it has folded; none leaves that to a later pass (gptq, say)."""
+    """Rounding once the pass has folded; none leaves that to a later pass (gptq, say)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,12 +113,12 @@ class FoldThenRound(QuantizeWeights):
 
     @property
     def rounds(self) -> bool:
-        """Whether the pass rounds once it has folded."""
+        """True if the pass rounds once it has folded."""
         return self.rounding == "nearest"
 
     @property
     def rewrite_stage(self) -> Rewrite:
-        """How the scales of a fold are found."""
+        """The stage that finds the scales of a fold."""
         raise NotImplementedError
 
     @property

@@ -41,12 +41,12 @@ class RankBudget(Pass):
     says."""
 
     allocate: Allocation = "uniform"
-    """Who gets how much: all layers the same part, or each rank goes where it takes most for its size off the loss that
-    a layer has of its output, found in a walk over the original model. That counts all layers' losses alike: at 70 % of
-    the room it took the KL of three small models from 0.35 to 0.06, 0.09 to 0.05 and 0.66 to 0.92; compare both."""
+    """Allocation of ranks: the same part for all layers, or each rank to the layer whose output loss it lowers most for
+    its size, found in a walk over the original model. The latter counts all layers' losses alike: at 70 % of the room
+    it took the KL of three small models from 0.35 to 0.06, 0.09 to 0.05 and 0.66 to 0.92; compare both."""
 
     factor_bits: FactorBits = 16
-    """How factors are stored: as numbers in the model's dtype, or as int8 codes with one scale per rank."""
+    """Storage of factors: numbers in the model's dtype, or int8 codes with one scale per rank."""
 
     ranks: tuple[tuple[str, int], ...] = ()
     """[layer, rank] pairs: ranks of single layers by their full names, in place of what the other options say."""
@@ -72,7 +72,7 @@ class RankBudget(Pass):
         return self.rank or 0
 
     def budget(self, shapes: Mapping[str, tuple[int, int]]) -> float:
-        """What all of these layers' factors may take, in bits."""
+        """The bits that the factors of all these layers may take together."""
         return sum(self.uniform_rank(shape) * self.cost(shape) for shape in shapes.values())
 
     def rank_of(self, layer: str, shape: tuple[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""What masks share whose scores can be compared between layers: ranking the weights of a whole model as one."""
+"""The common part of masks whose scores compare between layers: one ranking of the weights of a whole model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ class Ranked(Prune):
     rankings: ClassVar[tuple[str, ...]] = get_args(PerModel)
 
     per: PerModel = "row"  # type: ignore[assignment]
-    """Where weights compete that no pattern binds: with those of their own output, of the whole layer, or of all layers
-    of the model, whose scores are ranked beforehand, in a walk over the original model."""
+    """Competitors of a weight that no pattern binds: the weights of its own output, of the whole layer, or of all
+    layers of the model, whose scores are ranked beforehand, in a walk over the original model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ def _told(boundary: Boundary, pruned: int, layers: int) -> str:
 
 
 def told(method: str, shares: Mapping[str, float]) -> tuple[str, ...]:
-    """What the report says of shares of zeros that differ between layers."""
+    """Sentences of the report about shares of zeros that differ between layers."""
     least, most = min(shares, key=lambda n: shares[n]), max(shares, key=lambda n: shares[n])
     lines = [f"{method} makes {shares[least]:.1%} ({least}) to {shares[most]:.1%} ({most}) of a layer zero"]
     nothing = [name for name, share in shares.items() if share == 1]

@@ -110,7 +110,7 @@ class SecondOrder(Pass):
 
     @abstractmethod
     def solver(self, relied: Relied) -> Solve:
-        """What solves rows of a site: solve(scale_dtype=, **rows)."""
+        """The function that solves rows of a site: solve(scale_dtype=, **rows)."""
 
     @property
     def together(self) -> int:
@@ -146,7 +146,7 @@ class SecondOrder(Pass):
         return {name: found[name] for name in site.weights}
 
     def relied(self, statistics: HessianResult) -> Relied:
-        """What is computed once from the statistics of a site."""
+        """Values computed once from the statistics of a site, for all of its layers."""
         if self.shrink:
             statistics = statistics.shrunk()
         hessian = statistics.hessian
@@ -186,7 +186,7 @@ class SecondOrder(Pass):
         return solve_stacked(site, rows, self.solver(relied), self.together)
 
     def figures(self, site: Site, name: str, solved: Aimed, relied: Relied) -> dict[str, float | int | str]:
-        """What the record says of a layer."""
+        """A layer's figures for the record."""
         hessian, target = relied.hessian, solved.target
         energy = quadratic(site.comm, target, hessian) or 1.0
         loss, nearest_loss = (
@@ -238,7 +238,7 @@ def loss_on(comm: Comm, weight_NK: Tensor, weight: Summand | Weight, judge: Hess
 
 
 def boldest(losses: Mapping[Solution, Sequence[float]]) -> Solution:
-    """Of solutions, the careful ones first, the last that has a lower loss on every half than the one it replaces."""
+    """The last of the solutions, careful ones first, that has a lower loss on every half than the one it replaces."""
     chosen, *bolder = losses
     for other in bolder:
         if all(new < old for new, old in zip(losses[other], losses[chosen], strict=True)):

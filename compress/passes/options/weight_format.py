@@ -47,7 +47,7 @@ class WeightFormat(Pass):
     """128, 64 or 32: the usual size, where group_size leaves it open."""
 
     grid: GridName = "signed-scale"
-    """What codes stand for. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
+    """Meaning of codes. symmetric: as compressed-tensors rounds; signed-scale: the scale may be negative;
     asymmetric: has a zero point."""
 
     per_tensor: bool = False

@@ -1,1 +1,1 @@
-"""What a pass is: its stages, the sites it sees, the layers it wants, and how a recipe writes it down."""
+"""The protocol of passes: stages, the sites they see, the layers they want, and their form in a recipe."""

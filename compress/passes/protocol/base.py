@@ -1,4 +1,4 @@
-"""What a pass is: frozen configuration, the layers it is for, and the stages of what it does.
+"""Base of passes: frozen configuration, the layers that a pass is for, and the stages of its work.
 
 `apply` turns a *site* into decisions: the layers that read one and the same tensor (q, k and v of an attention, say),
 which share their statistics. How to add a pass: CONTRIBUTING.md.
@@ -70,7 +70,7 @@ class Pass:
         """Refuse options that are out of range or do not go together: each group of options its own, after `super`."""
 
     def wants(self, layer: str) -> bool:
-        """Whether this pass treats the layer of this (full) name."""
+        """True if this pass treats the layer of this (full) name."""
         return all(each.lets_through(layer) for each in self.where)
 
     def needs(self) -> Mapping[str, StatisticFactory]:
@@ -83,12 +83,12 @@ class Pass:
 
     @property
     def decide_stage(self) -> Decide:
-        """How the pass decides."""
+        """The stage in which the pass decides about layers."""
         return Decide(self.needs(), self.apply)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """What the pass does, in order: unless it says more, it decides."""
+        """The stages of the pass, in order; `decide_stage` alone unless a subclass says more."""
         return (self.decide_stage,)
 
     def stage(self, kind: type[S]) -> S | None:
@@ -97,7 +97,7 @@ class Pass:
 
     @property
     def calibrated(self) -> bool:
-        """Whether the pass needs calibration data."""
+        """True if the pass needs calibration data."""
         return any(
             isinstance(s, Reconstruction | Rewrite | Reorder) or (not isinstance(s, Learn) and s.needs)
             for s in self.stages
@@ -105,23 +105,23 @@ class Pass:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether decisions say how a layer's input is rounded, too."""
+        """True if decisions say how a layer's input is rounded, too."""
         decide = self.stage(Decide)
         return decide is not None and decide.rounds_inputs
 
     @property
     def halves(self) -> bool:
-        """Whether layers are stored without the zeros that the pass makes (2:4)."""
+        """True if layers are stored without the zeros that the pass makes (2:4)."""
         return False
 
     @property
     def scattered(self) -> bool:
-        """Whether zeros that the pass makes may lie anywhere, bound by no pattern."""
+        """True if zeros that the pass makes may lie anywhere, bound by no pattern."""
         return False
 
     @property
     def shares_scale(self) -> bool:
-        """Whether a layer has one scale as a whole, so that its parts cannot have their own."""
+        """True if a layer has one scale as a whole, so that its parts cannot have their own."""
         return False
 
     @property
@@ -131,12 +131,12 @@ class Pass:
 
     @property
     def cache_scheme(self) -> CacheScheme | None:
-        """How key-value caches are kept; None for a pass that is not about them."""
+        """The scheme of key-value caches; None for a pass that is not about them."""
         return None
 
     @property
     def treats_heads(self) -> bool:
-        """Whether a pass about embeddings rounds an output head with a weight of its own, too."""
+        """True if a pass about embeddings rounds an output head with a weight of its own, too."""
         return True
 
     @property

@@ -198,7 +198,7 @@ def load_recipe(path: str | Path) -> "tuple[Pass, ...]":
 
 
 def about(text: str) -> str:
-    """What a recipe is for: the first sentence of the comment that its YAML begins with."""
+    """A recipe's purpose: the first sentence of the comment that its YAML begins with."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("# ") or line.startswith("#  "):

@@ -1,4 +1,4 @@
-"""What a pass is shown: the layers that read one tensor, or those that read one producer.
+"""Sites, which a pass sees: the layers that read one tensor, or those that read one producer.
 
 A pass sees plain tensors; whether the block lives in RAM, on disk or in FSDP shards, and how many ranks there are, it
 cannot tell.

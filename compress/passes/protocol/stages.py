@@ -1,4 +1,4 @@
-"""What a pass does, stage by stage: values, each of which says what it needs to know and what it does with that.
+"""Stages of a pass: values, each of which says what it needs to know and what it does with that.
 
     Survey    what has to be known about all layers before the first of them is decided: how a budget is shared out
     Gradients how the loss of the model changes with each weight, before the first layer is decided
@@ -30,8 +30,8 @@ Needs = Mapping[str, StatisticFactory]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about a layer: the block that it is in, its shape (N, K), and what `look` said, once for each
-    of its groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
+    """Findings of a survey about a layer: its block, its shape (N, K), and the results of `look`, one for each of its
+    groups. damage: 0 or more, how far the model's predictions move where this layer alone is as `changed` has it
     (`run.alone`); 0 where nothing was changed."""
 
     block: str
@@ -86,9 +86,9 @@ class Learn:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """How a block is trained once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps
-    of a layer's grid (0: codes stay), and scale_rate: Adam's, at the beginning. rows: samples per step. checks: how
-    often all calibration data is gone through, to keep the best."""
+    """Training of a block once earlier passes have decided about its layers (`passes.reconstruct`). rate, in steps of a
+    layer's grid (0: codes stay), and scale_rate: Adam's, at the beginning. rows: samples per step. checks: the number
+    of evaluations on all calibration data, to keep the best."""
 
     steps: int
     rows: int
