@@ -200,7 +200,7 @@ def _study(
 
 
 def _remarks_on(model: nn.Module, plan: Plan) -> list[str]:
-    """What a person should know about the layers of a plan."""
+    """Remarks for the user about the layers of a plan."""
     names = [layer.name for layers in plan.layers.values() for layer in layers]
     reasons = {**left_alone(model, set(names), plan.convolutions), **plan.ignored}
     little = remark(achieved(model, names, (), reasons))

@@ -37,8 +37,8 @@ from compress.weights.decision import Decision
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of the measurement is wanted. held_out: rows for KL, none where losses are enough. each: KL of every unit by
-    every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
+    """The wanted parts of a measurement. held_out: rows for KL, none where losses are enough. each: KL of every unit
+    by every candidate, not only of the uniform models. fused: layers that read one tensor are one unit."""
 
     held_out: Sequence[Batch]
     each: bool

@@ -57,11 +57,9 @@ def run_block(run: Run, name: str, block: nn.Module, streams: Streams) -> Stream
 
 
 class BlockRun:
-    """An open block, and what has been decided about it so far. Layers and attentions go by their full names.
-
-    streams: the calls of this block; once it has run on what it became, those of the next (`forwarded`). structure: how
-    it calls its layers, where a pass needs to know.
-    """
+    """An open block, and the decisions about it so far. Layers and attentions go by their full names. streams: the
+    calls of this block; after its forwards with the decided values, those of the next (`forwarded`). structure: the
+    sites of its layers, where a pass needs to know."""
 
     def __init__(self, run: Run, name: str, opened: Opened, streams: Streams) -> None:
         self.run, self.name, self.opened, self.streams = run, name, opened, streams
@@ -140,14 +138,14 @@ class BlockRun:
         self.enter({name: (p, decision) for name, decision in made.items()})
 
     def enter(self, made: Mapping[str, tuple[Pass, Decision]]) -> None:
-        """Keep what passes have decided about layers, for those that follow and for the record."""
+        """Keep passes' decisions about layers, for the passes that follow and for the record."""
         self.decided.decisions |= {name: decision for name, (_, decision) in made.items()}
         for name, (p, decision) in made.items():
             figures = {**decision.figures, **self.permuted.pop(name, {})}
             self.records.append(layer_record(p, self.layers[name], replace(decision, figures=figures)))
 
     def install(self, name: str, decision: Decision) -> None:
-        """Give a layer the values that were decided."""
+        """Give a layer its decided values."""
         if decision.kept is not None:
             layer = self.layers[name]
             # A slice is overwritten in place.
@@ -185,8 +183,7 @@ class BlockRun:
         self.permuted |= {name: {"order": why} for name, why in made.stayed.items()}
 
     def observe(self, passes: Sequence[Pass], structure: Structure, last: bool) -> dict[str, tuple[Pass, Decision]]:
-        """One suspended forward: statistics, decisions and new weights, site after site. passes: several where no two
-        treat the same layer."""
+        """One suspended forward: statistics, decisions, weights, site by site. No two passes treat the same layer."""
         calls, reference = self.streams.calls, self.streams.reference
         whose = {name: p for p in passes for name in self.layers if p.wants(name)}
         _name_unseen(self.run, structure, list(whose))
