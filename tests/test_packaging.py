@@ -200,6 +200,15 @@ def test_the_root_holds_no_modules_and_no_folder_holds_many() -> None:
     assert {str(folder): count for folder, count in beside.items() if count > MOST_FILES} == {}
 
 
+def test_no_two_classes_share_a_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name_of(path))
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
 def test_a_folder_says_what_it_is_for_in_one_sentence() -> None:
     for folder in sorted({path.parent for path in modules()} - {PACKAGE}):
         if folder.relative_to(PACKAGE).parts[0] not in LINKED | {"demo"}:
