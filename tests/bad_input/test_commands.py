@@ -734,7 +734,7 @@ RECIPES: dict[str, Case] = {
     ),
     "method beside a recipe": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--method", "rtn", "--scheme", "w3a16"),
-        ("--recipe already sets method, scheme", "only --group-size"),
+        ("--recipe sets all options", "drop method, scheme", "only --group-size"),
     ),
     "samples of no text": (
         lambda d: d.recipe("passes: [rtn: {group_size: 32}]", "--samples", 3),
@@ -842,7 +842,7 @@ OTHERS: dict[str, Case] = {
     ),
     "export: nothing said": (
         lambda d: command("export", d.model, "--output", d.output),
-        ("say what to export: --to dense or --to sparse24", "`compress export OUT --list`"),
+        ("say what to export: --to dense or", "`compress export OUT --list`"),
     ),
     "export: both": (
         lambda d: command("export", d.model, "--dense", "--sparse24", "--output", d.output),

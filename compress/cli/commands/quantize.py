@@ -111,7 +111,10 @@ def passes_of_recipe(recipe: str, chosen: dict[str, Any]) -> tuple[tuple["Pass",
     size = chosen.pop("group_size") if given("group_size") else None
     dropped = [name for name in ("method", "effort", "embeddings", "kv_cache") if given(name)] + [*chosen]
     if dropped:
-        raise InputError(f"--recipe already sets {', '.join(dropped)}; only --group-size may be combined with it")
+        named = ", ".join(dropped)
+        raise InputError(
+            f"--recipe sets all options of its passes; drop {named}: only --group-size may be combined with it"
+        )
     passes = load_recipe(recipe)
     if size is None:
         return passes, []
